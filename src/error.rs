@@ -58,6 +58,10 @@ impl Reason for std::io::Error {
                 "look at the owner and the permissions of the path and of the directories above"
             }
             ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "make room there, or choose another place",
+            ErrorKind::FileTooLarge => {
+                "the limit on the size of files is met: see ulimit -f; Slurm takes that of the shell that submits \
+                 (sbatch --propagate=NONE)"
+            }
             ErrorKind::ReadOnlyFilesystem => "choose another place: nothing can be written there",
             ErrorKind::NotADirectory => "a part of the path is a file: choose another one",
             ErrorKind::IsADirectory => "the path is a directory: give a file",
@@ -143,11 +147,13 @@ impl Error {
 
     /// The same refusal of the file system, after which a run ends: `age` has passed since its last good checkpoint.
     pub fn outlasted(self, age: std::time::Duration) -> Self {
+        const HINT: &str = "continue with --resume auto; checkpoint.tolerate sets the time";
         let message = format!("{}; the last good checkpoint is {} s old", self.message, age.as_secs());
-        Self { kind: Kind::Outage, message, ..self }
-            .hint(
-            "the last published checkpoint is kept: see why, then continue with --resume auto; checkpoint.tolerate sets the time",
-        )
+        let hint = match &self.hint {
+            Some(hint) => format!("{hint}; {HINT}"),
+            None => format!("the last published checkpoint is kept: see why, then {HINT}"),
+        };
+        Self { kind: Kind::Outage, message, ..self }.hint(hint)
     }
 
     /// A message between ranks failed.

@@ -104,6 +104,7 @@ pub mod layout;
 pub mod mesh;
 pub mod nn;
 pub mod optim;
+mod own_files;
 pub mod parallel;
 mod pattern;
 pub mod placement;

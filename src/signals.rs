@@ -1,17 +1,23 @@
-//! Requests to end that the operating system delivers: SIGTERM, SIGINT, SIGUSR1.
+//! Requests to end that the operating system delivers: SIGTERM, SIGINT, SIGUSR1, and SIGXCPU of a limit on CPU time.
 //!
-//! A handler only notes that one came; the ranks agree on the response at the next point where they meet anyway.
+//! A handler only notes that one came; the ranks agree on the response at the next point where they meet anyway. SIGXFSZ, of
+//! a limit on the size of files, stands for an error of the write that met the limit, and is handled as such.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGXCPU, SIGXFSZ};
 use signal_hook::flag;
 
 use crate::error::{Error, Result};
 
 /// The signals with their names.
-const SIGNALS: [(i32, &str); 3] = [(SIGTERM, "SIGTERM"), (SIGINT, "SIGINT"), (SIGUSR1, "SIGUSR1")];
+const SIGNALS: [(i32, &str); 4] =
+    [(SIGTERM, "SIGTERM"), (SIGINT, "SIGINT"), (SIGUSR1, "SIGUSR1"), (SIGXCPU, "SIGXCPU (limit on CPU time)")];
+
+/// Time between two looks for a signal during a pause.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// Exit code of a process that a second SIGINT ends at once: 128 and the signal's number, as shells have it.
 const INTERRUPTED: i32 = 130;
@@ -34,6 +40,26 @@ pub fn listen() -> Result<()> {
         flag::register_usize(*signal, came.clone(), index + 1).map_err(refused)?;
     }
     Ok(())
+}
+
+/// Has a write that meets the limit on the size of files (`ulimit -f`) fail with `EFBIG`, instead of ending the process. Programs
+/// that this one starts are ended as ever.
+///
+/// # Errors
+/// Returns an error if the system refuses.
+pub fn survive_file_size_limit() -> Result<()> {
+    // With a handler, whatever it does, the write returns an error. Ignored, the signal would stay so in started programs.
+    let came = Arc::new(AtomicBool::new(false));
+    let handled = flag::register(SIGXFSZ, came);
+    handled.map(drop).map_err(|e| Error::internal(format!("cannot handle SIGXFSZ: {e}")))
+}
+
+/// Sleeps for a while, or until a signal asks this process to end.
+pub fn pause(time: Duration) {
+    let begun = Instant::now();
+    while came().is_none() && begun.elapsed() < time {
+        std::thread::sleep(LOOK.min(time.saturating_sub(begun.elapsed())));
+    }
 }
 
 /// The name of the signal that came last, if one came.

@@ -14,10 +14,12 @@ use rustix::io::Errno;
 
 use super::filesystem;
 use super::lease::{Lease, Leases};
-use super::read::DOUBT;
+use super::names::{name_of, step_of};
+use super::pointer::{Pointer, Target};
 use super::retention::{Candidate, Retention, removed};
-use super::{Manifest, Reader, manifest, refused};
+use super::{Manifest, Reader, doubt, manifest, refused};
 use crate::error::{Error, Kind, Result};
+use crate::own_files;
 use crate::telemetry::evaluations::{self, Evaluation, Evaluations, Save};
 
 /// The checkpoints of one run.
@@ -69,18 +71,6 @@ impl Checkpoints {
         Ok(steps)
     }
 
-    /// Marks the checkpoints after a step as doubtful, which an audit has found: to readers they count as damaged.
-    ///
-    /// # Errors
-    /// The file system refused.
-    pub fn doubt_after(&self, step: u64, why: &str) -> Result<()> {
-        for step in self.steps()?.into_iter().filter(|&other| other > step) {
-            let path = self.path(step).join(DOUBT);
-            fs::write(&path, format!("{why}\n")).map_err(|e| Error::io("write", &path, e))?;
-        }
-        Ok(())
-    }
-
     /// Path of the checkpoint of a step, once it is published.
     pub fn path(&self, step: u64) -> PathBuf {
         self.root.join(name_of(step))
@@ -96,22 +86,46 @@ impl Checkpoints {
         self.root.join("latest")
     }
 
-    /// The step that was saved last, by the link; none where there is no link.
+    /// The step that was saved last, as `latest` names it; none where it names no checkpoint.
     ///
     /// # Errors
-    /// The link cannot be read.
+    /// Returns an error if `latest` cannot be read.
     pub fn latest_step(&self) -> Result<Option<u64>> {
-        let link = self.latest();
-        match fs::read_link(&link) {
-            Ok(target) => Ok(target.to_str().and_then(step_of)),
-            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(Error::io("read the link", &link, e)),
+        Pointer::at(self.latest()).step()
+    }
+
+    /// The step of the checkpoint that readers of the run take: the one that `latest` names, or the newest whole one where
+    /// `latest` names none that is there. None without checkpoints.
+    ///
+    /// # Errors
+    /// Returns an error if the directory or `latest` cannot be read.
+    pub fn current_step(&self) -> Result<Option<u64>> {
+        let steps = self.steps()?;
+        let latest = Pointer::at(self.latest());
+        let target = latest.target()?;
+        if target == Target::Directory && !steps.is_empty() {
+            let path = latest.path().display();
+            log::warn!("{path} is a directory, not a link, and may be old: the newest whole checkpoint is taken");
         }
+        if let Target::Step(step) = target
+            && steps.contains(&step)
+        {
+            return Ok(Some(step));
+        }
+        Ok(steps.iter().rev().find(|step| self.sound(**step).is_ok()).or(steps.last()).copied())
     }
 
     /// The link to the checkpoint with the lowest validation loss.
     pub fn best(&self) -> PathBuf {
         self.root.join("best")
+    }
+
+    /// The step that `best` names; none where it names no checkpoint.
+    ///
+    /// # Errors
+    /// Returns an error if `best` cannot be read.
+    pub fn best_step(&self) -> Result<Option<u64>> {
+        Pointer::at(self.best()).step()
     }
 
     /// Claims on checkpoints.
@@ -158,9 +172,9 @@ impl Checkpoints {
     /// # Errors
     /// The file system refused, or lacks an operation that checkpoints need.
     pub fn prepare(&self) -> Result<()> {
-        fs::create_dir_all(&self.root).map_err(|e| {
-            Error::io("create", &self.root, e).hint("choose a directory that can be written with --set run.root=…")
-        })?;
+        self.root.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| own_files::directory(&self.root)).map_err(
+            |e| Error::io("create", &self.root, e).hint("choose a directory that can be written with --set run.root=…"),
+        )?;
         filesystem::check(&self.root)?;
         self.may_change()?;
         let entries = fs::read_dir(&self.root).map_err(|e| Error::io("list", &self.root, e))?;
@@ -184,7 +198,30 @@ impl Checkpoints {
             // It does no harm but take space.
             gone.unwrap_or_else(|e| log::warn!("{}", one_line(&e)));
         }
-        Ok(())
+        self.forget_doubts();
+        [self.latest(), self.best()].into_iter().try_for_each(|path| self.free_name(&Pointer::at(path)))
+    }
+
+    /// Removes a directory under the name of a link if it is a copy of a checkpoint that is there: a tool that follows
+    /// links has copied the run.
+    ///
+    /// # Errors
+    /// Returns an error ([`Kind::Input`]) if the directory is something else.
+    fn free_name(&self, pointer: &Pointer) -> Result<()> {
+        let path = pointer.path();
+        if !path.is_dir() || path.is_symlink() {
+            return Ok(());
+        }
+        let copied = Manifest::read(path).map_err(|_| pointer.taken())?;
+        let is_there = whole(&self.path(copied.step)).is_ok_and(|original| original.id == copied.id);
+        if !is_there {
+            return Err(pointer.taken());
+        }
+        let (path, name) = (path.display(), name_of(copied.step));
+        log::warn!(
+            "{path}: removed the directory, a copy of {name}, where a link belongs: a tool that follows links has copied the run"
+        );
+        self.discard(pointer.path())
     }
 
     /// A checkpoint that was renamed away goes back to its place if that is free and it is whole: a kill came between two
@@ -223,7 +260,11 @@ impl Checkpoints {
         self.may_change()?;
         let replaced = self.put(staging, &path, exchange)?;
         sync(&self.root)?;
-        self.link(&self.latest(), &path)?;
+        match self.point(&Pointer::at(self.latest()), step) {
+            // Waiting would not help, and readers take the newest whole checkpoint.
+            Err(e) if e.kind() == Kind::Input => log::warn!("{}; {} is published", one_line(&e), path.display()),
+            pointed => pointed?,
+        }
         sync(&self.root)?;
         if let (Some(_), Some(run)) = (&replaced, self.root.parent()) {
             let manifest = Manifest::read(&path)?;
@@ -270,18 +311,24 @@ impl Checkpoints {
 
     /// Points `best` at one of `steps`; if none of them has a loss, removes the link, which might dangle.
     fn point_to_best_of(&self, steps: &[u64], evaluated: &[Evaluation]) -> Result<()> {
-        let link = self.best();
+        let best = Pointer::at(self.best());
         // As for retention, checkpoints newer than the last save do not count.
         let last = self.last_step()?.unwrap_or(u64::MAX);
         let steps: Vec<u64> = steps.iter().copied().filter(|step| *step <= last).collect();
         let steps = &steps[..];
-        match (evaluations::best(evaluated, steps), fs::read_link(&link)) {
-            (Some((step, _)), Ok(target)) if target == Path::new(&name_of(step)) => Ok(()),
-            (Some((step, _)), _) => self.link(&link, &self.path(step)),
-            (None, Err(e)) if e.kind() == ErrorKind::NotFound => Ok(()),
+        let target = best.target();
+        if matches!(target, Ok(Target::Directory)) {
+            // It costs no checkpoint: retention goes by the losses.
+            log::warn!("{}", one_line(&best.taken()));
+            return Ok(());
+        }
+        match (evaluations::best(evaluated, steps), target) {
+            (Some((step, _)), Ok(Target::Step(old))) if old == step => Ok(()),
+            (Some((step, _)), _) => self.point(&best, step),
+            (None, Ok(Target::Absent)) => Ok(()),
             (None, _) => {
                 self.may_change()?;
-                fs::remove_file(&link).map_err(|e| refused("remove", &link, e))
+                fs::remove_file(best.path()).map_err(|e| refused("remove", best.path(), e))
             }
         }
     }
@@ -329,11 +376,15 @@ impl Checkpoints {
         let leases = self.leases();
         let waits = leases.queue_is_watched()?;
         // A run that passed over a damaged checkpoint has gone back: checkpoints newer than the last save do not count.
+        let latest = Pointer::at(self.latest());
+        if latest.target()? == Target::Directory {
+            return Err(latest.taken());
+        }
         let latest = self.last_step()?.unwrap_or(u64::MAX);
         let candidate = |step| {
             let path = self.path(step);
             let mut loss = None;
-            let (sound, kept) = match self.sound_id(&path) {
+            let (sound, kept) = match self.sound_id(step) {
                 Ok(id) => {
                     loss = evaluations::loss_of(evaluated, step, &id);
                     (true, waits && !evaluations::is_settled(evaluated, &id))
@@ -354,31 +405,37 @@ impl Checkpoints {
         self.steps()?.into_iter().map(candidate).collect()
     }
 
-    /// The save in a directory that is whole. One that was found whole before, and whose manifest is the same file since,
-    /// is not read again: there may be hundreds, of thousands of files each.
-    fn sound_id(&self, path: &Path) -> Result<String> {
-        let manifest = path.join(manifest::FILE);
-        let stamp = fs::metadata(&manifest).ok().map(|of| Stamp::of(&of));
+    /// The save of a step, if it is whole and not in doubt. One that was found whole before, and whose manifest is the
+    /// same file since, is not read again: there may be hundreds, of thousands of files each.
+    fn sound_id(&self, step: u64) -> Result<String> {
+        let path = self.path(step);
+        let stamp = fs::metadata(path.join(manifest::FILE)).ok().map(|of| Stamp::of(&of));
         let known = || SOUND.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((before, id)) = known().get(path)
-            && stamp.as_ref() == Some(before)
-        {
-            return Ok(id.clone());
-        }
-        let found = whole(path)?;
-        let mut known = known();
-        // Those that are gone need not be known.
-        known.retain(|path, _| path.parent() != Some(self.root()) || path.exists());
-        known.extend(stamp.map(|stamp| (path.to_path_buf(), (stamp, found.id.clone()))));
-        Ok(found.id)
+        let before = known().get(&path).filter(|(before, _)| stamp.as_ref() == Some(before)).map(|(_, id)| id.clone());
+        let id = match before {
+            Some(id) => id,
+            None => {
+                let found = whole(&path)?.id;
+                let mut known = known();
+                // Those that are gone need not be known.
+                known.retain(|path, _| path.parent() != Some(self.root()) || path.exists());
+                known.extend(stamp.map(|stamp| (path.clone(), (stamp, found.clone()))));
+                found
+            }
+        };
+        // An audit may have found something since.
+        doubt::check(&path, step, &id).map(|()| id)
     }
 
-    /// Reads the manifest of a step's checkpoint, and checks that its files are there with their lengths.
+    /// Reads the manifest of a step's checkpoint, and checks that its files are there with their lengths, and that no
+    /// audit has put it in doubt.
     ///
     /// # Errors
-    /// A file is missing or too short ([`Kind::Damaged`]), or cannot be read.
+    /// A file is missing or too short, or the checkpoint is doubtful ([`Kind::Damaged`]), or cannot be read.
     pub fn sound(&self, step: u64) -> Result<Manifest> {
-        whole(&self.path(step))
+        let path = self.path(step);
+        let manifest = whole(&path)?;
+        doubt::check(&path, step, &manifest.id).map(|()| manifest)
     }
 
     /// Opens the checkpoint of a step. It may be missing for an instant, while a removal is taken back.
@@ -393,33 +450,15 @@ impl Checkpoints {
         Reader::open(&path)
     }
 
-    /// Points a link at `path` in one rename.
-    fn link(&self, link: &Path, path: &Path) -> Result<()> {
+    /// Makes `latest` or `best` name the checkpoint of a step, in one rename.
+    fn point(&self, pointer: &Pointer, step: u64) -> Result<()> {
         self.may_change()?;
-        let name = link.file_name().unwrap_or_default().to_string_lossy();
-        let temporary = self.root.join(format!(".{name}.{}-{}.tmp", std::process::id(), crate::telemetry::unix_time()));
-        let target = path.file_name().unwrap_or_default();
-        // A leftover of a process that was killed between the two calls below; it may well not exist.
-        let _ = fs::remove_file(&temporary);
-        std::os::unix::fs::symlink(target, &temporary)
-            .and_then(|()| fs::rename(&temporary, link))
-            .map_err(|e| refused("link", link, e))
+        pointer.point_to(step)
     }
 }
 
 /// Prefix of the names of directories that are being removed.
 pub(super) const TRASH: &str = ".trash-";
-
-/// The name of the checkpoint of a step.
-pub fn name_of(step: u64) -> String {
-    format!("step-{step:08}")
-}
-
-/// The step in the name of a published checkpoint: a name that [`name_of`] gives.
-pub(super) fn step_of(name: &str) -> Option<u64> {
-    let step = name.strip_prefix("step-")?.parse().ok()?;
-    (name_of(step) == name).then_some(step)
-}
 
 /// Checkpoints that retention has found whole, with the stamp of the manifest and the name of the save.
 static SOUND: Mutex<BTreeMap<PathBuf, (Stamp, String)>> = Mutex::new(BTreeMap::new());
@@ -558,7 +597,7 @@ mod tests {
         std::os::unix::fs::symlink(path, path).unwrap();
     }
 
-    const ONE: Retention = Retention { newest: 1, multiples: 0, best: 1 };
+    const ONE: Retention = Retention { newest: 1, multiples: 0, best: 1, audited: None };
 
     /// The checkpoint of step 1 has the lowest loss. A file that cannot be read may say so, or that somebody reads it.
     #[test]
@@ -723,16 +762,6 @@ mod tests {
         fs::remove_file(&manifest).unwrap();
         checkpoints.prepare().unwrap();
         assert!(checkpoints.steps().unwrap().is_empty() && !trash.exists());
-    }
-
-    #[test]
-    fn only_names_that_the_program_writes_are_checkpoints() {
-        assert_eq!((step_of("step-00000007"), step_of("step-123456789")), (Some(7), Some(123_456_789)));
-        for name in
-            ["step-7", "step-+0000007", "step--0000007", "step-0123456789", "step-00000007.tmp", "step-0000000x"]
-        {
-            assert_eq!(step_of(name), None, "{name}");
-        }
     }
 
     #[test]

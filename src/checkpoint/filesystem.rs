@@ -5,6 +5,7 @@ use std::io;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
+use super::pointer::lacks_links;
 use crate::error::{Error, Result};
 
 /// File systems over object stores: a rename there copies one object after the other, and readers see it half done.
@@ -18,6 +19,8 @@ pub struct FileSystem {
     pub kind: Option<String>,
     /// Whether files can be locked, or the reason that they cannot.
     pub locks: Result<(), String>,
+    /// Whether there are symbolic links: without them `latest` and `best` are files.
+    pub links: bool,
 }
 
 /// Tries the operations that checkpoints need in `dir`, which exists. Warns if there are no locks.
@@ -48,14 +51,14 @@ pub fn probe(dir: &Path) -> Result<FileSystem> {
     let tried = try_all(probe.path());
     let path = probe.path().to_owned();
     probe.close().map_err(|e| Error::io("remove", &path, e))?;
-    let locks = tried.map_err(|(what, e)| match e.kind() {
+    let Tried { locks, links } = tried.map_err(|(what, e)| match e.kind() {
         // Any file system can be full.
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
             Error::io("write into", dir, e).hint("make room there, or choose another directory with --set run.root=…")
         }
         _ => unfit(dir, &format!("is on a file system that cannot {what}: {e}")),
     })?;
-    Ok(FileSystem { kind: kind.map(str::to_owned), locks })
+    Ok(FileSystem { kind: kind.map(str::to_owned), locks, links })
 }
 
 fn unfit(dir: &Path, what: &str) -> Error {
@@ -66,8 +69,14 @@ fn unfit(dir: &Path, what: &str) -> Error {
 /// The operation that failed, and its error.
 type Failure = (&'static str, io::Error);
 
-/// Tries everything; whether there are locks, which checkpoints can do without.
-fn try_all(probe: &Path) -> Result<Result<(), String>, Failure> {
+/// Operations that checkpoints can do without.
+struct Tried {
+    locks: Result<(), String>,
+    links: bool,
+}
+
+/// Tries everything.
+fn try_all(probe: &Path) -> Result<Tried, Failure> {
     let named = |what| move |e| (what, e);
     let wrong = |text: &str| io::Error::other(text.to_string());
     let path = |name: &str| -> PathBuf { probe.join(name) };
@@ -81,20 +90,30 @@ fn try_all(probe: &Path) -> Result<Result<(), String>, Failure> {
         if moved { Ok(()) } else { Err(wrong("it is not seen afterwards")) }
     };
     rename().map_err(named("rename a directory"))?;
-    let replace = || -> io::Result<()> {
-        symlink("one", path("link"))?;
-        symlink("two", path("new"))?;
-        fs::rename(path("new"), path("link"))?;
-        if fs::read_link(path("link"))? == Path::new("two") { Ok(()) } else { Err(wrong("the old one stays")) }
+    let links = match symlink("one", path("link")) {
+        Err(e) if lacks_links(&e) => false,
+        made => made.map(|()| true).map_err(named("make a symbolic link"))?,
     };
-    replace().map_err(named("replace a symbolic link"))?;
+    let replace = |is_two: fn(&Path) -> bool| -> io::Result<()> {
+        fs::rename(path("new"), path("link"))?;
+        if is_two(&path("link")) { Ok(()) } else { Err(wrong("the old one stays")) }
+    };
+    if links {
+        let is_two = |link: &Path| fs::read_link(link).is_ok_and(|target| target == Path::new("two"));
+        let replaced = symlink("two", path("new")).and_then(|()| replace(is_two));
+        replaced.map_err(named("replace a symbolic link"))?;
+    } else {
+        let is_two = |file: &Path| fs::read_to_string(file).is_ok_and(|text| text == "two");
+        let written = fs::write(path("link"), "one").and_then(|()| fs::write(path("new"), "two"));
+        written.and_then(|()| replace(is_two)).map_err(named("replace a file"))?;
+    }
     sync(probe).map_err(named("make a directory durable"))?;
     let lock = || -> io::Result<()> {
         let file = File::create(path("lock"))?;
         file.lock()?;
         file.unlock()
     };
-    Ok(lock().map_err(|e| e.to_string()))
+    Ok(Tried { locks: lock().map_err(|e| e.to_string()), links })
 }
 
 /// The type of the file system that holds `path`, in the words of /proc/mounts: the last mount on the longest prefix.
@@ -124,7 +143,7 @@ mod tests {
     fn what_fails_is_named() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("before"), "in the way").unwrap();
-        let (what, _) = try_all(dir.path()).unwrap_err();
+        let (what, _) = try_all(dir.path()).map(drop).unwrap_err();
         let error = unfit(Path::new("runs/x"), &format!("cannot {what}")).to_string();
         assert!(error.contains("runs/x cannot rename a directory\nhint: choose a run.root"), "{error}");
     }

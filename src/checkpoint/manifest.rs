@@ -15,6 +15,7 @@ use crate::config::Config;
 use crate::data::{Preprocessing, Source, Tokenizer, TrainedOn};
 use crate::error::{Error, Kind, Result};
 use crate::layout::UnitLayout;
+use crate::own_files;
 use crate::regular_files::{self, is_plain_name};
 
 /// Version of the format that this program writes, and the newest that it reads.
@@ -219,7 +220,7 @@ impl Manifest {
         let seal = sealed_as(&format!("{:08x}", crc32fast::hash(text.as_bytes())));
         for (name, text) in [(FILE, &text), (SEAL, &seal)] {
             let path = dir.join(name);
-            std::fs::File::create(&path)
+            own_files::create(&path)
                 .and_then(|mut file| file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).map(|()| file))
                 .map(|file| writeback::forget(&file, &path))
                 .map_err(|e| refused("write", &path, e))?;

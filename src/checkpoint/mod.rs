@@ -7,7 +7,7 @@
 //!     manifest.crc32        checksum of the manifest
 //!     rank-00000.h5         the pieces that rank owned: /params/<tensor>, /m/<tensor>, /v/<tensor>
 //!   step-00000400.tmp-<id>/ being written
-//!   latest, best            symbolic links to published ones
+//!   latest, best            symbolic links to published ones, or files that name them (`pointer`)
 //!   .leases/                who reads which
 //! ```
 //!
@@ -15,10 +15,14 @@
 //! `docs/checkpoint-format.md`.
 
 mod directory;
+mod doubt;
 pub mod filesystem;
 pub mod huggingface;
 pub mod lease;
 mod manifest;
+mod marking;
+mod names;
+mod pointer;
 mod read;
 mod removal;
 mod retention;
@@ -35,9 +39,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Reason};
 
-pub use directory::{Checkpoints, looked_at, name_of};
+pub use directory::{Checkpoints, looked_at};
 pub(crate) use manifest::Written;
 pub use manifest::{Manifest, Origin, Piece, TensorEntry, parsed};
+pub use names::name_of;
+pub use pointer::{Pointer, Target};
 pub use read::Reader;
 pub use removal::Removal;
 pub use retention::Retention;
@@ -50,7 +56,10 @@ pub const PARAMS: &str = "params";
 
 /// The file system refused something that saving needs.
 fn refused(action: &str, path: &Path, e: impl Reason) -> Error {
-    Error::io(action, path, e).hint("check the free space and permissions there; the last published checkpoint is kept")
+    Error::io(action, path, e).hint(
+        "check the free space, the permissions, and the limit on the size of files (ulimit -f) there; the last published \
+         checkpoint is kept",
+    )
 }
 
 /// Progress of a run.

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::manifest::{BLOCK, FileEntry};
 use super::shard::rest_crc32;
-use super::{Manifest, PARAMS, Piece};
+use super::{Manifest, PARAMS, Piece, doubt};
 use crate::descriptors;
 use crate::error::{Error, Kind, Result};
 use crate::optim::AVERAGE;
@@ -23,9 +23,6 @@ pub struct Reader {
     /// A block of which only a part was asked for.
     block: Vec<f32>,
 }
-
-/// Name of the file in the directory of a checkpoint that an audit has put in doubt.
-pub(super) const DOUBT: &str = "doubt";
 
 /// Most files that are open at once: a checkpoint may have more than a process may open.
 const OPEN: usize = 128;
@@ -46,16 +43,12 @@ impl Reader {
     /// Opens the checkpoint in `dir`.
     ///
     /// # Errors
-    /// The manifest is missing or damaged.
+    /// The manifest is missing or damaged, or an audit has put the checkpoint in doubt.
     pub fn open(dir: &Path) -> Result<Self> {
-        let doubt = dir.join(DOUBT);
-        if let Ok(why) = std::fs::read_to_string(&doubt) {
-            let told = format!("{} is doubtful: {}", dir.display(), why.trim());
-            let hint = format!("resume from an older checkpoint; to use it all the same, remove {}", doubt.display());
-            return Err(Error::damaged(told).hint(hint));
-        }
+        let manifest = Manifest::shared(dir)?;
+        doubt::check(dir, manifest.step, &manifest.id)?;
         let files = Files { dir: dir.to_path_buf(), open: HashMap::new(), uses: 0, most: descriptors::share(OPEN) };
-        Ok(Self { manifest: Manifest::shared(dir)?, files, block: Vec::new() })
+        Ok(Self { manifest, files, block: Vec::new() })
     }
 
     /// The manifest of the checkpoint.

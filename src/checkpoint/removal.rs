@@ -4,8 +4,9 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use super::directory::{TRASH, name_of, one_line, step_of};
+use super::directory::{TRASH, one_line};
 use super::lease::Fate;
+use super::names::{name_of, step_of};
 use super::{Checkpoints, refused};
 use crate::error::{Error, Result};
 

@@ -11,12 +11,15 @@ pub struct Retention {
     pub multiples: u64,
     /// Number of checkpoints kept for the lowest validation losses.
     pub best: usize,
+    /// The step at which an audit last found replicas equal, if audits compare any: the newest checkpoint that is not
+    /// after this step is kept, since a later audit may put all others in doubt.
+    pub audited: Option<u64>,
 }
 
 impl Retention {
     /// The retention that a configuration asks for.
     pub fn of(config: &config::Checkpoint) -> Self {
-        Self { newest: config.keep, multiples: config.keep_every, best: config.keep_best }
+        Self { newest: config.keep, multiples: config.keep_every, best: config.keep_best, audited: None }
     }
 }
 
@@ -42,8 +45,10 @@ pub fn removed(candidates: &[Candidate], retention: &Retention) -> Vec<u64> {
     let mut by_loss: Vec<(f64, u64)> = sound.iter().filter_map(|one| Some((one.loss?, one.step))).collect();
     by_loss.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
     by_loss.truncate(retention.best);
+    let proven = retention.audited.and_then(|step| sound.iter().rev().find(|one| one.step <= step)).map(|one| one.step);
     let kept = |one: &Candidate| {
         one.held
+            || proven == Some(one.step)
             || one.step >= oldest
             || retention.multiples > 0 && one.step.is_multiple_of(retention.multiples)
             || by_loss.iter().any(|(_, step)| *step == one.step)
@@ -63,14 +68,24 @@ mod tests {
     fn newest_multiples_best_and_held_stay() {
         let all: Vec<Candidate> =
             (1..=8).map(|n| Candidate { loss: Some((n as f64 - 2.2).abs()), ..at(n * 10) }).collect();
-        let keep = |newest, multiples, best| removed(&all, &Retention { newest, multiples, best });
+        let keep = |newest, multiples, best| removed(&all, &Retention { newest, multiples, best, audited: None });
         assert_eq!(keep(2, 0, 0), [10, 20, 30, 40, 50, 60]);
         assert_eq!(keep(9, 0, 0), [0u64; 0]);
         assert_eq!(keep(1, 30, 0), [10, 20, 40, 50, 70]);
         assert_eq!(keep(1, 0, 2), [10, 40, 50, 60, 70]);
         let mut held = all.clone();
         held[0].held = true;
-        assert_eq!(removed(&held, &Retention { newest: 6, multiples: 0, best: 0 }), [20]);
+        assert_eq!(removed(&held, &Retention { newest: 6, ..Retention::default() }), [20]);
+    }
+
+    #[test]
+    fn the_newest_that_an_audit_covers_stays() {
+        let all: Vec<Candidate> = (1..=8).map(|n| at(n * 500)).collect();
+        let keep = |audited| removed(&all, &Retention { newest: 2, audited, ..Retention::default() });
+        assert_eq!(keep(None), [500, 1000, 1500, 2000, 2500, 3000]);
+        assert_eq!(keep(Some(1999)), [500, 1000, 2000, 2500, 3000]);
+        assert_eq!(keep(Some(2000)), [500, 1000, 1500, 2500, 3000]);
+        assert_eq!(keep(Some(499)), keep(None));
     }
 
     #[test]

@@ -26,6 +26,7 @@ use crate::comm::Group;
 use crate::config::{Config, WhenBusy};
 use crate::data::{Preprocessing, TrainedOn};
 use crate::error::{Error, Result};
+use crate::own_files;
 use crate::parallel::Sharded;
 
 /// The common part of the manifests of a run, and the directory of its checkpoints.
@@ -65,6 +66,8 @@ pub struct Saver<B: Kernels> {
     snapshot: Option<Snapshot<B>>,
     underway: Option<Underway<B>>,
     thread: SaveThread,
+    /// The last step at which an audit had found replicas equal when the save began.
+    audited: Option<u64>,
 }
 
 /// A save that is not finished.
@@ -90,7 +93,7 @@ impl<B: Kernels> Saver<B> {
     /// A message between ranks failed, or the system refused a thread.
     pub fn new(job: Job, world: Group<B>, backend: &B, sharded: &mut Sharded<B>, asynchronous: bool) -> Result<Self> {
         let snapshot = asynchronous.then(|| Snapshot::new(backend, sharded)).transpose()?;
-        Ok(Self { job: Arc::new(job), world, snapshot, underway: None, thread: SaveThread::start()? })
+        Ok(Self { job: Arc::new(job), world, snapshot, underway: None, thread: SaveThread::start()?, audited: None })
     }
 
     /// Begins to save: collective. Returns once the state is copied, or, without asynchronous writing, once it is
@@ -111,6 +114,7 @@ impl<B: Kernels> Saver<B> {
             }
         }
         let begun = Instant::now();
+        self.audited = sharded.audited();
         let state = self.job.state.clone();
         let (rank, staging) = (self.world.rank(), self.job.staging(progress.step));
         let write = match self.snapshot.take() {
@@ -133,6 +137,14 @@ impl<B: Kernels> Saver<B> {
             published = self.finish()?;
         }
         Ok((true, published))
+    }
+
+    /// Marks the saves of this job after a step as doubtful, also one that is under way.
+    ///
+    /// # Errors
+    /// Returns an error if the file system refuses.
+    pub fn doubt_after(&self, step: u64, why: &str) -> Result<()> {
+        self.job.checkpoints.doubt_after(&self.job.id, step, why)
     }
 
     /// Whether a save is under way.
@@ -175,9 +187,9 @@ impl<B: Kernels> Saver<B> {
                 let took = published.saturating_duration_since(begun);
                 let path = self.job.checkpoints.path(progress.step);
                 log::info!("saved {} in {:.2} s", path.display(), took.as_secs_f64());
-                let job = self.job.clone();
+                let (job, audited) = (self.job.clone(), self.audited);
                 let root = self.world.rank() == 0;
-                let retaining = root.then(|| self.thread.begin(move || job.retain()));
+                let retaining = root.then(|| self.thread.begin(move || job.retain(audited)));
                 self.underway = Some(Underway { progress, begun, stage: Stage::Retaining(retaining) });
                 Ok(Some(Published { progress, took }))
             }
@@ -230,7 +242,7 @@ impl<B: Kernels> Saver<B> {
 
 /// Creates the directory that a checkpoint is written in; another rank may have.
 fn create(staging: &Path) -> Result<()> {
-    std::fs::create_dir_all(staging).map_err(|e| refused("create", staging, e))
+    own_files::directory(staging).map_err(|e| refused("create", staging, e))
 }
 
 impl Job {
@@ -279,8 +291,8 @@ impl Job {
         self.checkpoints.publish(progress.step, staging).map(drop)
     }
 
-    /// Removes the checkpoints that are not to be kept.
-    pub(crate) fn retain(&self) {
-        self.checkpoints.retain(&Retention::of(&self.config.checkpoint));
+    /// Removes the checkpoints that are not to be kept; `audited` is the step at which an audit last found replicas equal.
+    pub(crate) fn retain(&self, audited: Option<u64>) {
+        self.checkpoints.retain(&Retention { audited, ..Retention::of(&self.config.checkpoint) });
     }
 }

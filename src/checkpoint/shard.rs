@@ -6,8 +6,9 @@
 //! Each block is handed to the disk as soon as it is written, and the copy bypasses the caches, so a save runs at the
 //! disk's speed.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::ops::Range;
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
@@ -17,7 +18,7 @@ use super::manifest::{BLOCK, FileEntry, Piece, Stored, Written, dataset, place};
 use super::{PARAMS, refused, writeback};
 use crate::data::one_line;
 use crate::error::{Error, Result};
-use crate::hdf5_files;
+use crate::{hdf5_files, own_files};
 
 /// The action that errors of a file name.
 const WRITE: &str = "write the checkpoint";
@@ -60,8 +61,10 @@ impl ShardWriter {
     /// The file system refused.
     pub fn create(dir: &Path, name: &str, state: &[&str], extents: &[Extent]) -> Result<Self> {
         let path = dir.join(name);
-        let offsets = lay_out(&path, state, extents).map_err(|e| refused(WRITE, &path, one_line(&e)))?;
-        let file = OpenOptions::new().read(true).write(true).open(&path).map_err(|e| refused(WRITE, &path, e))?;
+        let file = own_files::update(&path).map_err(|e| refused(WRITE, &path, e))?;
+        // HDF5 follows links: it gets the file that is open, not its name.
+        let opened = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        let offsets = lay_out(&opened, state, extents).map_err(|e| refused(WRITE, &path, one_line(&e)))?;
         let ranges = extents.iter().zip(offsets).map(|(extent, offsets)| {
             let parts = offsets.into_iter().map(|offset| Stored { offset, crc32: vec![] }).collect();
             let Extent { tensor, shape, columns, range } = extent.clone();

@@ -237,7 +237,8 @@ struct Pruned {
 
 fn thin_out(args: &PruneArgs) -> Result<()> {
     let checkpoints = find::run(&args.run)?;
-    let retention = Retention { newest: args.keep as usize, multiples: args.keep_every, best: args.keep_best };
+    let retention =
+        Retention { newest: args.keep as usize, multiples: args.keep_every, best: args.keep_best, audited: None };
     let (done, verb) = match args.dry_run {
         true => (prune::plan(&checkpoints, &retention)?, "would remove"),
         false => (prune::prune(&checkpoints, &retention)?, "removed"),

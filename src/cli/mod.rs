@@ -34,6 +34,7 @@ use crate::data::sandbox;
 use crate::descriptors;
 use crate::error::{Error, Result};
 use crate::job::{self, fail};
+use crate::signals;
 use crate::telemetry;
 
 /// Trains neural networks on clusters that speak MPI.
@@ -144,12 +145,12 @@ impl Command {
 pub fn run() -> i32 {
     descriptors::raise();
     comm::can_be_tried();
-    let launch = match comm::launched(|name| std::env::var(name).ok()) {
-        Ok(launch) => launch,
-        Err(e) => return fail(&e),
-    };
-    // Every rank reads the same arguments: one of them speaks for all.
-    let speaks = launch.as_ref().is_none_or(|launch| launch.rank.unwrap_or(0) == 0);
+    if let Err(e) = signals::survive_file_size_limit() {
+        return fail(&e);
+    }
+    let launch = comm::launched(|name| std::env::var(name).ok());
+    // Every rank reads the same arguments: one of them speaks for all. Processes without ranks speak for themselves.
+    let speaks = !matches!(&launch, Ok(Some(launch)) if launch.rank.unwrap_or(0) > 0);
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => {
@@ -160,12 +161,18 @@ pub fn run() -> i32 {
             return e.exit_code();
         }
     };
-    job::name_console(launch.as_ref());
     match std::env::current_exe() {
         Ok(program) => sandbox::enable(program, vec![sandbox::COMMAND.to_owned()]),
         Err(e) => log::warn!("data: HDF5 files are opened without a child process: where is this program? {e}"),
     }
     let command = cli.command.unwrap_or(Command::Train(cli.train));
+    let launch = match launch {
+        Ok(launch) => launch,
+        Err(e) if command.has_ranks() => return fail(&e),
+        // A command without ranks needs no launcher that can start them.
+        Err(_) => None,
+    };
+    job::name_console(launch.as_ref());
     if let Some(ranks) = cli.spawn {
         match launch.as_ref() {
             None if !command.has_ranks() => {

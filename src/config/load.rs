@@ -10,6 +10,7 @@ use toml::Table;
 
 use super::Config;
 use super::epochs::replace_partners;
+use super::paths::expand_paths;
 use super::synonyms::meant;
 use crate::error::{Error, Result};
 
@@ -116,7 +117,8 @@ pub fn written(section: &impl Serialize) -> Result<Table> {
 }
 
 impl Config {
-    fn deserialize_table(table: Table) -> Result<Config> {
+    fn deserialize_table(mut table: Table) -> Result<Config> {
+        expand_paths(&mut table, &|name| std::env::var(name).ok())?;
         table.try_into().map_err(|e: toml::de::Error| explain(&e, "", "configuration"))
     }
 }
@@ -164,11 +166,13 @@ fn parse_override(item: &str) -> Result<Table> {
         return Err(malformed());
     }
     let line = format!("{key} = {value}\n");
-    if toml::from_str::<Table>(&line).is_ok() {
-        return parse_layer(&line, &origin);
-    }
     let quoted = value.replace('\\', "\\\\").replace('"', "\\\"");
-    parse_layer(&format!("{key} = \"{quoted}\"\n"), &origin)
+    let as_text = || parse_layer(&format!("{key} = \"{quoted}\"\n"), &origin);
+    match toml::from_str::<Table>(&line) {
+        Err(_) => as_text(),
+        // A text that looks like a number, a date or a truth value, such as the number of a job for run.name.
+        Ok(_) => parse_layer(&line, &origin).or_else(|e| as_text().map_err(|_| e)),
+    }
 }
 
 /// Overlays `layer` on `base`, section by section.
@@ -212,6 +216,9 @@ fn explain(error: &toml::de::Error, text: &str, origin: &str) -> Error {
             "{place}: unknown value `{unknown}`"
         ))
         .hint(format!("{}it can be {}", did_you_mean(unknown, known), known.join(", "))),
+        [found, ..] if message.starts_with("invalid type") && message.ends_with("expected a string") => {
+            Error::input(format!("{place}: {message}")).hint(format!("write a text in quotes, such as \"{found}\""))
+        }
         _ => Error::input(format!("{place}: {message}")).hint("hpctrain config show prints every key with its value"),
     }
 }
@@ -362,6 +369,22 @@ mod tests {
         assert!(error.contains("bad.toml:4: unknown key `modle`") && error.contains("`model`"), "{error}");
         let error = load(&Sources { file: Some(Path::new("no.toml")), ..Sources::default() }).unwrap_err();
         assert!(error.to_string().contains("no.toml") && error.exit_code() == 2);
+    }
+
+    #[test]
+    fn texts_may_look_like_numbers() {
+        for text in ["123456", "1e5", "0x1f", "true", "2024-01-01", "inf", "'7'"] {
+            let name = set(&[&format!("run.name={text}")]).unwrap().run.name;
+            assert_eq!(name.as_deref(), Some(text.trim_matches('\'')));
+        }
+        assert_eq!(set(&["data.path=2024"]).unwrap().data.path, "2024");
+        // Other keys take no text.
+        assert!(set(&["run.steps=1.5"]).unwrap_err().to_string().contains("floating point `1.5`"));
+        let error = parse_layer("[run]\nname = 123\n", "x.toml").unwrap_err().to_string();
+        assert!(
+            error.starts_with("x.toml:2: ") && error.ends_with("hint: write a text in quotes, such as \"123\""),
+            "{error}"
+        );
     }
 
     #[test]

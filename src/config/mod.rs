@@ -9,6 +9,7 @@ mod keys;
 mod layout;
 mod load;
 mod network;
+mod paths;
 mod place;
 mod range;
 mod raw;

@@ -107,6 +107,9 @@ sections! {
         name: Option<String> = None,
         /// Directory in which run directories are made.
         root: String = "runs".into(),
+        /// Group, by name or number, whose members share the run: its directory may belong to another user if it belongs
+        /// to this group. Omitted, a directory of another user is refused.
+        group: Option<String> = None,
         /// Optimizer steps.
         steps: u64 = 1000,
         /// Passes over the training data, in the place of `steps`: to the step in which the last sample of the last one is seen. 0

@@ -39,10 +39,11 @@ pub(super) fn probe(tell: &Teller, run_root: &Path) {
         Err(error) => Err(error).into(),
         Ok(found) => {
             let kind = found.kind.unwrap_or_else(|| "unknown".into());
+            let links = if found.links { "" } else { ", has no symbolic links (latest and best are files)" };
             match found.locks {
-                Ok(()) => Finding::ok(format!("{name}: {kind}, renames at once, locks files")),
+                Ok(()) => Finding::ok(format!("{name}: {kind}, renames at once, locks files{links}")),
                 Err(e) => Finding::warning(
-                    format!("{name}: {kind}, renames at once, has no file locks ({e})"),
+                    format!("{name}: {kind}, renames at once, has no file locks ({e}){links}"),
                     "let one evaluator at a time write eval.jsonl",
                 ),
             }

@@ -1,5 +1,6 @@
 //! The groups of a run, and the algorithms by which they exchange and add.
 
+use std::io::ErrorKind;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -12,6 +13,7 @@ use crate::layout::UnitLayout;
 use crate::mesh::Mesh;
 use crate::nn::{Block, Blocks};
 use crate::parallel::{Groups, Storage};
+use crate::regular_files;
 
 /// Operations of shards on units.
 const OF_SHARDS: [Operation; 2] = [Operation::ReduceScatter, Operation::AllGather];
@@ -134,10 +136,27 @@ fn find<B: Kernels>(world: &Group<B>, shard: &Group<B>, replica: &Group<B>, back
     Ok(Found { key, shard, replica })
 }
 
+/// The content of the file of an earlier start; none, with a warning, if it cannot be used.
+fn written(path: &Path, reproducible: bool) -> Option<Vec<u8>> {
+    let read = regular_files::read(path).and_then(|bytes| {
+        serde_json::from_slice::<Found>(&bytes)?;
+        Ok(bytes)
+    });
+    match read {
+        Ok(bytes) => Some(bytes),
+        Err(e) if e.kind() == ErrorKind::NotFound => None,
+        Err(e) => {
+            let bits = if reproducible { "" } else { ", which may change the last bits (comm.reproducible=false)" };
+            log::warn!("{}: {e}: algorithms of messages are measured again{bits}", path.display());
+            None
+        }
+    }
+}
+
 /// The measurement that rank 0 finds in the file, on every rank.
 fn recall<B: Kernels>(world: &Group<B>, path: Option<&Path>, key: &Key) -> Result<Option<Found>> {
     let path = path.filter(|_| world.rank() == 0);
-    let mine = path.and_then(|path| std::fs::read(path).ok()).unwrap_or_default();
+    let mine = path.and_then(|path| written(path, key.reproducible)).unwrap_or_default();
     let all = world.gather_bytes(mine).wait()?;
     let found = all.first().and_then(|bytes| serde_json::from_slice::<Found>(bytes).ok());
     Ok(found.filter(|found| found.key == *key))

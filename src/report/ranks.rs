@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use super::html::{digits, escaped, quiet};
 use crate::run_records::RunRecords;
+use crate::telemetry::rank_times::{RankTimes, Spread};
 use crate::telemetry::straggler::slow;
 
 /// Ranks that are shown: of more, the slowest.
@@ -24,7 +25,7 @@ pub fn section(run: &RunRecords) -> String {
         return workers(run);
     }
     let windows = &run.rank_times;
-    let ranks = windows.last().map_or(0, |window| window.compute_ms.len());
+    let ranks = windows.last().map_or(0, RankTimes::ranks);
     if ranks == 0 {
         return match run.mesh().ranks() {
             1 => String::new(),
@@ -35,7 +36,11 @@ pub fn section(run: &RunRecords) -> String {
         };
     }
     // A run may have gone on with other ranks.
-    let windows: Vec<_> = windows.iter().filter(|window| window.compute_ms.len() == ranks).collect();
+    let windows: Vec<&RankTimes> = windows.iter().filter(|window| window.ranks() == ranks).collect();
+    let spreads: Vec<&Spread> = windows.iter().filter_map(|window| window.spread.as_ref()).collect();
+    if !spreads.is_empty() {
+        return of_many(run, &spreads);
+    }
     let steps = windows.iter().map(|window| window.steps).fold(0, u64::saturating_add);
     let sums: Vec<f64> = (0..ranks)
         .map(|rank| windows.iter().map(|window| window.compute_ms[rank] * window.steps as f64).sum::<f64>())
@@ -63,6 +68,41 @@ pub fn section(run: &RunRecords) -> String {
         windows.len()
     );
     bars(shown) + &quiet(&note)
+}
+
+/// Many ranks, by their quantiles and the slowest ones of each window.
+fn of_many(run: &RunRecords, windows: &[&Spread]) -> String {
+    let count = windows.len() as f64;
+    let quantile = |(index, name): (usize, &str)| Rank {
+        name: name.into(),
+        ms: windows.iter().map(|window| window.quantiles_ms[index]).sum::<f64>() / count,
+        is_slow: false,
+        told: format!("mean over {} windows", windows.len()),
+    };
+    let quantiles: Vec<Rank> = (0..).zip(["fastest", "10 %", "median", "90 %", "slowest"]).map(quantile).collect();
+    let median = quantiles[2].ms;
+    let mut of_ranks: BTreeMap<usize, (f64, usize)> = BTreeMap::new();
+    for (rank, ms) in windows.iter().flat_map(|window| &window.slowest_ms) {
+        let (sum, times) = of_ranks.entry(*rank).or_default();
+        (*sum, *times) = (*sum + ms, *times + 1);
+    }
+    let hosts = run.card.as_ref().map_or(&[][..], |card| &card.hosts);
+    let slowest = of_ranks.into_iter().map(|(rank, (sum, times))| {
+        let ms = sum / times as f64;
+        Rank {
+            name: hosts.get(rank).map_or_else(|| format!("rank {rank}"), |host| format!("rank {rank}, {host}")),
+            ms,
+            is_slow: ms >= run.config.log.straggler_factor * median,
+            told: format!("among the slowest in {times} of {} windows", windows.len()),
+        }
+    });
+    let note = format!(
+        "Milliseconds a step that ranks computed, waits for messages and data excluded, over {} windows of steps: quantiles over \
+         all {} ranks, and those that were among the slowest of a window.",
+        windows.len(),
+        windows[0].ranks
+    );
+    bars(quantiles) + &bars(slowest.collect()) + &quiet(&note)
 }
 
 /// The workers of a run on parameter servers.

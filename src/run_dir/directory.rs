@@ -5,8 +5,9 @@
 //! dropped releases it, and a run drops its directory last. At each step the trainer checks in its own memory whether
 //! the lease was lost or the process stood still, and reads the file only in the second case.
 
-use std::fs;
+use std::fs::{self, DirBuilder};
 use std::io::{ErrorKind, Write as _};
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -19,6 +20,7 @@ use crate::checkpoint::Checkpoints;
 use crate::checkpoint::lease::{Claimed, Held, Lease, Leases};
 use crate::config::Config;
 use crate::error::{Error, Kind, Result};
+use crate::own_files;
 use crate::telemetry::{evaluations, rank_times, samples, tensorboard, workers};
 
 /// A run's directory.
@@ -44,6 +46,9 @@ pub enum Resume {
     From(PathBuf),
 }
 
+/// The name of directories of leases, in that of a run and in that of its checkpoints.
+const LEASES: &str = ".leases";
+
 /// The name of the trainer's lease.
 const TRAINER: &str = "trainer";
 
@@ -64,14 +69,15 @@ impl RunDirectory {
     /// Another trainer has it; it holds another run; several runs could be resumed; the file system refused.
     pub fn prepare(config: &Config, default: &str, resume: &Resume) -> Result<Self> {
         let root = Path::new(&config.run.root);
+        let group = config.run.group.as_deref().map(own_files::group).transpose()?;
         let resumed = match (&config.run.name, resume) {
             (Some(name), _) => Some(root.join(name)),
             (None, Resume::Auto) => resumable(root, default, config)?,
             (None, _) => None,
         };
         let directory = match resumed {
-            Some(path) => Self::claim(path, true)?.map_err(|(path, by)| is_trained(&path, by.as_ref()))?,
-            None => Self::numbered(root, default)?,
+            Some(path) => Self::claim(path, group, true)?.map_err(|(path, by)| is_trained(&path, by.as_ref()))?,
+            None => Self::numbered(root, default, group)?,
         };
         // A failure from here on leaves no empty directory.
         match directory.begin(resume) {
@@ -84,10 +90,11 @@ impl RunDirectory {
     }
 
     /// Claims the directory at `path`, which need not exist; else names the holder. Where only time can tell whether a
-    /// trainer lives, this waits for it if it `waits`.
-    fn claim(path: PathBuf, waits: bool) -> Result<Result<Self, (PathBuf, Option<Held>)>> {
+    /// trainer lives, this waits for it if it `waits`. A directory that exists must be this user's, or of `group`.
+    fn claim(path: PathBuf, group: Option<u32>, waits: bool) -> Result<Result<Self, (PathBuf, Option<Held>)>> {
         let is_new = create(&path)?;
         let directory = Self { path, lease: None, is_new, ended: None };
+        directory.check_owners(group)?;
         match directory.leases().claim(TRAINER, waits).map_err(|e| if e.kind() == Kind::Io { e.hint(HINT) } else { e })
         {
             Ok(Claimed::Taken(lease)) => Ok(Ok(Self { lease: Some(Arc::new(lease)), ..directory })),
@@ -99,15 +106,28 @@ impl RunDirectory {
         }
     }
 
+    /// Refuses a directory that another user may have prepared, and directories in it.
+    fn check_owners(&self, group: Option<u32>) -> Result<()> {
+        let checkpoints = self.checkpoints_path();
+        let inside = [self.logs_path(), self.tensorboard_path(), self.path.join(LEASES), checkpoints.join(LEASES)];
+        for path in [&self.path, &checkpoints].into_iter().chain(&inside) {
+            // One that does not exist will be made; a link to nothing is refused then.
+            if path.try_exists().map_err(|e| Error::io("look for", path, e))? {
+                own_files::check_directory(path, group)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Claims `default`, or `default-2`, …: the first that is free.
-    fn numbered(root: &Path, default: &str) -> Result<Self> {
+    fn numbered(root: &Path, default: &str, group: Option<u32>) -> Result<Self> {
         for number in 1.. {
             let path = root.join(numbered(default, number));
             // Most are found taken without touching them.
             if Self::at(&path).holds_a_run()? {
                 continue;
             }
-            if let Ok(directory) = Self::claim(path, false)? {
+            if let Ok(directory) = Self::claim(path, group, false)? {
                 // Another may have begun and ended since.
                 if !directory.holds_a_run()? {
                     return Ok(directory);
@@ -124,7 +144,7 @@ impl RunDirectory {
                 .hint("continue it with --resume auto, or choose another --set run.name=…"));
         }
         let logs = self.logs_path();
-        fs::create_dir_all(&logs).map_err(|e| Error::io("create", &logs, e).hint(HINT))?;
+        own_files::directory(&logs).map_err(|e| Error::io("create", &logs, e).hint(HINT))?;
         self.checkpoints().prepare()?;
         let ended = self.marks().begin()?;
         supervised::tell(&self.path);
@@ -233,7 +253,7 @@ impl RunDirectory {
     }
 
     fn leases(&self) -> Leases {
-        Leases::new(self.path.join(".leases"))
+        Leases::new(self.path.join(LEASES))
     }
 
     /// The directory.
@@ -356,7 +376,7 @@ impl RunDirectory {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let temporary = self.path.join(format!(".{name}.tmp"));
         let write = || {
-            let mut file = fs::File::create(&temporary)?;
+            let mut file = own_files::create(&temporary)?;
             file.write_all(text.as_bytes())?;
             file.sync_all()?;
             fs::rename(&temporary, path)?;
@@ -387,7 +407,7 @@ impl RunDirectory {
     pub fn write_config(&self, config: &Config) -> Result<()> {
         let path = self.config_path();
         let text = toml::to_string(config).map_err(|e| Error::internal(format!("configuration: {e}")))?;
-        fs::write(&path, text).map_err(|e| Error::io("write", &path, e))
+        own_files::write(&path, text).map_err(|e| Error::io("write", &path, e))
     }
 }
 
@@ -395,7 +415,8 @@ impl RunDirectory {
 fn create(path: &Path) -> Result<bool> {
     let refused = |e| Error::io("create", path, e).hint(HINT);
     path.parent().map_or(Ok(()), fs::create_dir_all).map_err(refused)?;
-    match fs::create_dir(path) {
+    // All others may not write there, whatever the mask.
+    match DirBuilder::new().mode(0o775).create(path) {
         Ok(()) => Ok(true),
         Err(e) if e.kind() == ErrorKind::AlreadyExists => Ok(false),
         Err(e) => Err(refused(e)),

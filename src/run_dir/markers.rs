@@ -1,11 +1,15 @@
 //! Files of a run's directory by which trainer and evaluators tell each other that they are done.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::{own_files, regular_files};
 
 /// Status of a trainer at its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -34,12 +38,14 @@ pub struct End {
 #[derive(Debug, Clone)]
 pub struct Markers {
     run: PathBuf,
+    /// Whether a mark that cannot be read was reported.
+    is_reported: Arc<AtomicBool>,
 }
 
 impl Markers {
     /// The marks in the directory of a run.
     pub fn new(run: &Path) -> Self {
-        Self { run: run.to_path_buf() }
+        Self { run: run.to_path_buf(), is_reported: Arc::default() }
     }
 
     fn end_path(&self) -> PathBuf {
@@ -58,7 +64,7 @@ impl Markers {
         let ended = self.ended();
         for path in [self.stop_path(), self.end_path()] {
             match fs::remove_file(&path) {
-                Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(Error::io("remove", &path, e)),
+                Err(e) if e.kind() != ErrorKind::NotFound => return Err(Error::io("remove", &path, e)),
                 _ => {}
             }
         }
@@ -76,7 +82,9 @@ impl Markers {
 
     /// The end of the trainer, if it has ended.
     pub fn ended(&self) -> Option<End> {
-        serde_json::from_str(&fs::read_to_string(self.end_path()).ok()?).ok()
+        let path = self.end_path();
+        let end = self.content(&path)?;
+        serde_json::from_slice(&end).inspect_err(|e| self.report(&path, e)).ok()
     }
 
     /// An evaluator asks the trainer to stop.
@@ -89,14 +97,34 @@ impl Markers {
 
     /// The reason for which an evaluator asks the trainer to stop, if one does.
     pub fn asked_to_stop(&self) -> Option<String> {
-        fs::read_to_string(self.stop_path()).ok()
+        let why = self.content(&self.stop_path())?;
+        Some(String::from_utf8_lossy(&why).into_owned())
+    }
+
+    /// The content of a mark, if it exists; one that cannot be read is reported, and may be read the next time.
+    fn content(&self, path: &Path) -> Option<Vec<u8>> {
+        match regular_files::read(path) {
+            Ok(content) => Some(content),
+            Err(e) if e.kind() == ErrorKind::NotFound => None,
+            Err(e) => {
+                self.report(path, &e);
+                None
+            }
+        }
+    }
+
+    /// Warns of a mark that cannot be read: once, since it is looked at again and again.
+    fn report(&self, path: &Path, why: &dyn std::fmt::Display) {
+        if !self.is_reported.swap(true, Ordering::Relaxed) {
+            log::warn!("{} counts as missing while it cannot be read: {why}", path.display());
+        }
     }
 }
 
 /// Writes a file that is never seen in part.
 fn whole(path: &Path, text: &str) -> Result<()> {
     let temporary = path.with_extension(format!("{}-{}.tmp", std::process::id(), crate::telemetry::unix_time()));
-    fs::write(&temporary, format!("{text}\n"))
+    own_files::write(&temporary, format!("{text}\n"))
         .and_then(|()| fs::rename(&temporary, path))
         .map_err(|e| Error::io("write", path, e))
 }
@@ -104,6 +132,22 @@ fn whole(path: &Path, text: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn marks_that_cannot_be_read_are_reported() {
+        let dir = tempfile::tempdir().unwrap();
+        let marks = Markers::new(dir.path());
+        assert!(marks.ended().is_none() && !marks.is_reported.load(Ordering::Relaxed));
+        fs::write(dir.path().join("END"), "{").unwrap();
+        assert!(marks.ended().is_none() && marks.is_reported.load(Ordering::Relaxed));
+        // A request whose reason is not text is one.
+        fs::write(dir.path().join("STOP"), b"no better\xff").unwrap();
+        assert_eq!(marks.asked_to_stop().unwrap(), "no better\u{fffd}");
+        let marks = Markers::new(dir.path());
+        fs::remove_file(dir.path().join("STOP")).unwrap();
+        fs::create_dir(dir.path().join("STOP")).unwrap();
+        assert!(marks.asked_to_stop().is_none() && marks.is_reported.load(Ordering::Relaxed));
+    }
 
     #[test]
     fn a_beginning_forgets_the_end() {

@@ -253,17 +253,21 @@ fn flatten(value: &toml::Value, key: &str, into: &mut BTreeMap<String, String>) 
 /// The published checkpoints; one whose manifest cannot be read is noted.
 fn saved(checkpoints: &Checkpoints, notes: &mut Vec<String>) -> Result<Vec<Saved>> {
     let steps = checkpoints.steps()?;
-    let linked = |link: PathBuf| std::fs::read_link(link).ok();
-    let (latest, best) = (linked(checkpoints.latest()), linked(checkpoints.best()));
+    let mut named = |step: Result<Option<u64>>| {
+        step.unwrap_or_else(|e| {
+            notes.push(e.message().to_owned());
+            None
+        })
+    };
+    let (latest, best) = (named(checkpoints.latest_step()), named(checkpoints.best_step()));
     let mut all = Vec::with_capacity(steps.len());
     for step in steps {
         let found = checkpoints.sound(step);
         if let Err(e) = &found {
             notes.push(format!("the checkpoint of step {step}: {}", e.message()));
         }
-        let name = checkpoints.path(step).file_name().map(PathBuf::from);
         let (bytes, time) = found.map_or((None, None), |found| (Some(found.bytes()), Some(found.origin.time)));
-        all.push(Saved { step, bytes, time, latest: name == latest, best: name == best });
+        all.push(Saved { step, bytes, time, latest: latest == Some(step), best: best == Some(step) });
     }
     Ok(all)
 }

@@ -17,6 +17,7 @@ use super::terms::Terms;
 use crate::checkpoint::Progress;
 use crate::data::TrainedOn;
 use crate::error::{Error, Result};
+use crate::own_files;
 
 /// The part that does not change while servers have their ranges.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -129,7 +130,7 @@ impl Journal {
     fn replace(&self, name: &str, value: &impl Serialize) -> Result<()> {
         let (path, new) = (self.path(name), self.path(&format!("{name}.new")));
         let text = serde_json::to_vec(value).map_err(|e| Error::internal(format!("the journal: {e}")))?;
-        fs::write(&new, text).and_then(|()| fs::rename(&new, &path)).map_err(|e| Error::io("write", &path, e))
+        own_files::write(&new, text).and_then(|()| fs::rename(&new, &path)).map_err(|e| Error::io("write", &path, e))
     }
 
     /// A file that is not there, torn, or of another version is as none.

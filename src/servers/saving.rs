@@ -39,7 +39,7 @@ pub fn begin(
             job.checkpoints.abandon(&staging);
         }
         published?;
-        job.retain();
+        job.retain(None);
         Ok(Published { progress, took: begun.elapsed() })
     };
     Saving(thread.begin(write))

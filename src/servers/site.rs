@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use super::journal::Journal;
 use crate::comm::{Secret, write_secret};
 use crate::error::{Error, Result};
+use crate::own_files;
 use crate::private;
 use crate::run_dir::REQUEUE;
 use crate::run_dir::markers::{Markers, Status};
@@ -73,7 +74,7 @@ impl Site {
     /// The file system refused.
     pub fn tell(&self, address: &str) -> Result<()> {
         let (path, new) = (self.dir.join(COORDINATOR), self.dir.join("coordinator.new"));
-        fs::write(&new, address).and_then(|()| fs::rename(&new, &path)).map_err(|e| Error::io("write", &path, e))
+        own_files::write(&new, address).and_then(|()| fs::rename(&new, &path)).map_err(|e| Error::io("write", &path, e))
     }
 
     /// The coordinator's address, once it is told.

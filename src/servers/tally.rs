@@ -8,7 +8,7 @@ use super::message::Seconds;
 use super::pool::Contribution;
 use crate::config::Log;
 use crate::error::Result;
-use crate::telemetry::metrics::JsonLines;
+use crate::telemetry::json_lines::JsonLines;
 use crate::telemetry::straggler::slow;
 use crate::telemetry::times::Times;
 use crate::telemetry::unix_time;
@@ -114,6 +114,14 @@ impl Tally {
     /// It refused again.
     pub fn flush(&mut self) -> Result<()> {
         self.file.flush()
+    }
+
+    /// Opens the file anew: for the run's trainer.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn reopen(&mut self) -> Result<()> {
+        self.file.reopen()
     }
 
     /// A line for each worker that was slow in the window.

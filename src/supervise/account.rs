@@ -1,12 +1,15 @@
 //! The records of a supervised run: `restarts.jsonl`, and its goodput in `run.json`.
 
-use std::fs::OpenOptions;
-use std::io::Write as _;
+use std::io::{ErrorKind, Write as _};
 use std::path::Path;
 
+use serde::Deserialize;
+
 use crate::error::{Error, Result};
+use crate::own_files;
+use crate::regular_files;
 use crate::run_dir::RunDirectory;
-use crate::telemetry::metrics::Step;
+use crate::telemetry::long_lines::{FromEnd, record};
 use crate::telemetry::restarts::{self, Restart};
 use crate::telemetry::run_card::{Goodput, RunCard};
 use crate::telemetry::unix_time;
@@ -22,7 +25,8 @@ impl Account {
     /// The step of the run's newest checkpoint; none without one.
     pub fn checkpoint(&self, run: Option<&Path>) -> Option<u64> {
         // Checkpoints that cannot be listed are not gained.
-        RunDirectory::at(run?).checkpoints().steps().ok()?.into_iter().next_back()
+        let steps = RunDirectory::at(run?).checkpoints().steps();
+        steps.inspect_err(|e| log::warn!("{}: counted as no checkpoint", e.message())).ok()?.into_iter().next_back()
     }
 
     /// Adds a start that has ended, as a line of `restarts.jsonl`.
@@ -31,15 +35,18 @@ impl Account {
     /// The file system refused. The line is written with the next one.
     pub fn add(&mut self, run: Option<&Path>, restart: Restart) -> Result<()> {
         let checkpoint = self.checkpoint(run);
-        let lost: Vec<Step> = run.map(steps).unwrap_or_default();
-        let lost = lost.iter().filter(|step| step.step > checkpoint.unwrap_or(0));
-        let (steps_lost, seconds_lost) =
-            lost.fold((0, 0.0), |(steps, seconds), step| (steps + 1, seconds + step.step_ms * 1e-3));
+        let (steps_lost, seconds_lost) = match run.map(|run| taken_after(run, checkpoint.unwrap_or(0))) {
+            Some(lost) => lost.unwrap_or_else(|e| {
+                log::warn!("{}; the steps lost by this start are not on record", e.message());
+                (0, 0.0)
+            }),
+            None => (0, 0.0),
+        };
         self.waiting.push(Restart { checkpoint, steps_lost, seconds_lost, ..restart });
         let Some(run) = run else { return Ok(()) };
         let path = run.join(restarts::FILE);
         let refused = |e| Error::io("write", &path, e);
-        let mut file = OpenOptions::new().create(true).append(true).open(&path).map_err(refused)?;
+        let mut file = own_files::append(&path).map_err(refused)?;
         while let Some(restart) = self.waiting.first() {
             let before = std::fs::read(&path).map_err(refused)?;
             let start = restarts::in_lines(&before).len() as u64 + 1;
@@ -65,8 +72,8 @@ pub fn sum_up(run: &Path) -> Result<()> {
     let Some(mut card) = RunCard::read(&path)? else { return Ok(()) };
     let restarts = restarts::of_run(run).unwrap_or_default();
     let Some(first) = restarts.first() else { return Ok(()) };
-    let (useful_seconds, seconds) =
-        (steps(run).iter().map(|step| step.step_ms * 1e-3).sum::<f64>(), unix_time() - first.time);
+    let (_, useful_seconds) = taken_after(run, 0)?;
+    let seconds = unix_time() - first.time;
     card.goodput = Some(Goodput {
         starts: restarts.len() as u64,
         seconds,
@@ -78,15 +85,42 @@ pub fn sum_up(run: &Path) -> Result<()> {
     card.write(&path)
 }
 
-/// The steps on record.
-fn steps(run: &Path) -> Vec<Step> {
-    let text = std::fs::read(RunDirectory::at(run).metrics_path()).unwrap_or_default();
-    text.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect()
+/// The part of a step's record that counts here.
+#[derive(Deserialize)]
+struct Taken {
+    step: u64,
+    step_ms: f64,
+}
+
+/// The steps on record after step `checkpoint`, and their seconds: the last lines of the records, one at a time.
+fn taken_after(run: &Path, checkpoint: u64) -> Result<(u64, f64)> {
+    let path = RunDirectory::at(run).metrics_path();
+    let unread = |e| Error::io("read", &path, e);
+    let file = match regular_files::open(&path) {
+        Ok(file) => file,
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok((0, 0.0)),
+        Err(e) => return Err(unread(e)),
+    };
+    let mut lines = FromEnd::new(file).map_err(unread)?;
+    let (mut steps, mut seconds) = (0, 0.0);
+    while let Some(line) = lines.previous().map_err(unread)? {
+        match record(line.text) {
+            Some(Taken { step, .. }) if step <= checkpoint => break,
+            Some(Taken { step_ms, .. }) => {
+                steps += 1;
+                seconds += step_ms * 1e-3;
+            }
+            // Torn or damaged.
+            None => {}
+        }
+    }
+    Ok((steps, seconds))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::telemetry::metrics::Step;
 
     #[test]
     fn lost_steps_are_those_after_the_checkpoint() {

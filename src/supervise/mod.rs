@@ -8,16 +8,17 @@
 mod account;
 mod hosts;
 mod job;
+mod place;
 mod report;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use account::Account;
 pub use hosts::{AGENT, HOSTS, HostList, Hosts, RANKS};
 use job::{Ended, Job};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::run_dir::REQUEUE;
 use crate::telemetry::restarts::Restart;
 use crate::{signals, telemetry};
@@ -50,7 +51,7 @@ pub struct Request {
 /// The command cannot be started.
 pub fn supervise(request: &Request) -> Result<i32> {
     signals::listen()?;
-    let place = tell_place()?;
+    let place = place::of_this_process()?;
     let ended = starts(request, &place);
     // A job that never came to its run has not written it.
     let _ = std::fs::remove_file(&place);
@@ -73,10 +74,17 @@ fn starts(request: &Request, place: &Path) -> Result<i32> {
         let started = (Instant::now(), telemetry::unix_time());
         let agent = request.hosts.as_ref().and_then(Hosts::agent_name);
         let ended = match &seats {
-            Ok(_) => Job::start(&command, place, agent)?.wait(|| told(place))?,
+            Ok(_) => Job::start(&command, place, agent)?.wait(|| place::run_in(place))?,
             Err(why) => Ended::before_start(why),
         };
-        run = told(place).or(run);
+        if let Some(orphan) = orphan_of(&ended)? {
+            orphan.outlast();
+            if signals::came().is_some() {
+                return Ok(REQUEUE);
+            }
+            continue;
+        }
+        run = place::run_in(place).or(run);
         let gained = account.checkpoint(run.as_deref()) > before;
         (fruitless, pause) = if gained { (0, FIRST) } else { (fruitless + 1, pause) };
         // A job that the file system has ended may find it refuse at the start as well, as an input that cannot be read.
@@ -110,22 +118,22 @@ fn starts(request: &Request, place: &Path) -> Result<i32> {
     }
 }
 
+/// The job of a supervisor that was killed, if this start was refused because that job still trains the run.
+fn orphan_of(ended: &Ended) -> Result<Option<place::Orphan>> {
+    let orphan = if ended.code == 2 { place::orphan_named_by(ended.told())? } else { None };
+    if let Some(orphan) = &orphan {
+        log::warn!(
+            "{} is being trained by a job that has outlived its supervisor (process {}): waiting for its end",
+            orphan.run.display(),
+            orphan.supervisor
+        );
+    }
+    Ok(orphan)
+}
+
 /// Whether a job with this exit code may fare better the next time: all but success and faults that the user must mend.
 fn is_worth_another(code: i32) -> bool {
     !matches!(code, 0 | 2)
-}
-
-/// The file into which the trainer writes its run's directory, where a rank of another host may see it.
-fn tell_place() -> Result<PathBuf> {
-    let here = std::env::current_dir().map_err(|e| Error::internal(format!("no working directory: {e}")))?;
-    let name = format!(".hpctrain-supervised-{}-{}", crate::train::fresh_id(), std::process::id());
-    Ok(here.join(name))
-}
-
-/// The run's directory, once the trainer has told it.
-fn told(place: &Path) -> Option<PathBuf> {
-    let text = std::fs::read_to_string(place).ok()?;
-    text.strip_suffix('\n').map(PathBuf::from)
 }
 
 /// The command for the next start: it goes on with the run, once there is one.
@@ -150,6 +158,8 @@ fn again(command: &[String], run: Option<&Path>) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
 
     #[test]

@@ -53,6 +53,10 @@ fn number_after(line: &str, word: &str) -> Option<u64> {
 }
 
 fn rank(line: &str) -> Option<u64> {
+    // The one whose connection has ended, rather than the one that tells.
+    if let Some((before, _)) = line.split_once(" is gone") {
+        return before.rsplit_once("rank ").and_then(|(_, number)| number.parse().ok());
+    }
     // The one that does not answer, rather than the one that reports it, whose name stands in brackets before a warning.
     let blamed =
         ["stands still: ", "] "].iter().find_map(|before| line.split_once(before)).map_or(line, |(_, blamed)| blamed);
@@ -98,6 +102,11 @@ mod tests {
         let (why, rank, host) = found(&[slurm], 137);
         assert_eq!((rank, host.as_deref()), (Some(12), Some("node-4")));
         assert!(why.contains("Out Of Memory"), "{why}");
+        let ended = "error: rank 0: rank 2 is gone: its connection ended";
+        assert_eq!(
+            found(&[ended], 1),
+            ("exit code 1: rank 0: rank 2 is gone: its connection ended".into(), Some(2), None)
+        );
         assert_eq!(found(&["[WARN rank 0] rank 1 was ended by signal 9"], 137).1, Some(1));
     }
 

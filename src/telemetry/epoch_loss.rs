@@ -1,11 +1,14 @@
 //! The mean training loss of an epoch, by which checkpoints are compared if there is no validation data.
 
 use std::collections::VecDeque;
-use std::fs::File;
-use std::io::{BufRead as _, BufReader};
+use std::io::ErrorKind;
 use std::path::Path;
 
 use serde::Deserialize;
+
+use super::long_lines::{FromEnd, record};
+use crate::error::{Error, Result};
+use crate::regular_files;
 
 /// The losses of the last steps, as many as an epoch has.
 #[derive(Debug, Clone)]
@@ -20,20 +23,35 @@ impl EpochLoss {
         Self { losses: VecDeque::new(), steps: samples.div_ceil(batch.max(1)).max(1) as usize }
     }
 
-    /// The same, with the steps that `metrics.jsonl` has: those before a restart.
-    #[must_use]
-    pub fn with(mut self, metrics: &Path) -> Self {
+    /// The same, with the last steps that `metrics.jsonl` has: those before a restart. Damaged lines among them are
+    /// reported.
+    ///
+    /// # Errors
+    /// Returns an error if the file is there and cannot be read.
+    pub fn with(mut self, metrics: &Path) -> Result<Self> {
         #[derive(Deserialize)]
         struct Line {
             loss: Option<f64>,
         }
-        let Ok(file) = File::open(metrics) else { return self };
-        for line in BufReader::new(file).lines().map_while(Result::ok) {
-            if let Ok(Line { loss }) = serde_json::from_str(&line) {
-                self.push(loss.unwrap_or(f64::NAN));
+        let unread = |e| Error::io("read", metrics, e);
+        let file = match regular_files::open(metrics) {
+            Ok(file) => file,
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(self),
+            Err(e) => return Err(unread(e)),
+        };
+        let (mut lines, mut damaged) = (FromEnd::new(file).map_err(unread)?, 0);
+        while self.losses.len() < self.steps
+            && let Some(line) = lines.previous().map_err(unread)?
+        {
+            match record(line.text) {
+                Some(Line { loss }) => self.losses.push_front(loss.unwrap_or(f64::NAN)),
+                None => damaged += u64::from(!line.text.is_empty()),
             }
         }
-        self
+        if damaged > 0 {
+            log::warn!("{}: {damaged} damaged lines do not count in the mean loss of an epoch", metrics.display());
+        }
+        Ok(self)
     }
 
     /// Adds the loss of a step.
@@ -76,8 +94,17 @@ mod tests {
         let path = dir.path().join("metrics.jsonl");
         std::fs::write(&path, "{\"step\":1,\"loss\":9.0}\n{\"step\":2,\"loss\":null}\n{\"step\":3,\"loss\":1.5}\n")
             .unwrap();
-        assert_eq!(EpochLoss::new(4, 2).with(&path).mean(), Some(1.5));
-        assert_eq!(EpochLoss::new(100, 2).with(&path).mean(), Some(5.25));
-        assert_eq!(EpochLoss::new(4, 2).with(&dir.path().join("none")).mean(), None);
+        assert_eq!(EpochLoss::new(4, 2).with(&path).unwrap().mean(), Some(1.5));
+        assert_eq!(EpochLoss::new(100, 2).with(&path).unwrap().mean(), Some(5.25));
+        assert_eq!(EpochLoss::new(4, 2).with(&dir.path().join("none")).unwrap().mean(), None);
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_read_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(EpochLoss::new(4, 2).with(dir.path()).is_err_and(|e| e.to_string().contains("cannot read")));
+        let path = dir.path().join("metrics.jsonl");
+        std::fs::write(&path, b"{\"step\":1,\"loss\":9.0}\n{\"st\xff\n{\"step\":3,\"loss\":1.0}\n").unwrap();
+        assert_eq!(EpochLoss::new(4, 2).with(&path).unwrap().mean(), Some(5.0));
     }
 }

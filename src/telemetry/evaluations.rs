@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::Write as _;
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::classes::Classes;
 use crate::error::{Error, Result};
-use crate::regular_files;
+use crate::{own_files, regular_files};
 
 /// Name of the file in a run's directory.
 pub const FILE: &str = "eval.jsonl";
@@ -199,7 +199,7 @@ fn line(evaluation: &Evaluation) -> Result<String> {
 }
 
 fn add(path: &Path, mut line: String) -> std::io::Result<()> {
-    let mut file = OpenOptions::new().create(true).append(true).read(true).open(path)?;
+    let mut file = own_files::append(path)?;
     // A line that was torn by a kill must not take this one with it.
     if std::fs::read(path)?.last().is_some_and(|byte| *byte != b'\n') {
         line.insert(0, '\n');
@@ -287,7 +287,7 @@ fn rewrite(path: &Path, holds: impl Fn(&Evaluation) -> bool) -> Result<()> {
             return Ok(());
         }
         let temporary = path.with_extension("jsonl.tmp");
-        std::fs::write(&temporary, kept)?;
+        own_files::write(&temporary, kept)?;
         File::open(&temporary)?.sync_all()?;
         std::fs::rename(&temporary, path)?;
         File::open(path.parent().unwrap_or(Path::new(".")))?.sync_all()
@@ -298,7 +298,7 @@ fn rewrite(path: &Path, holds: impl Fn(&Evaluation) -> bool) -> Result<()> {
 /// the same: lines are written whole, and only a trainer that is started again rewrites the file.
 fn exclusively(path: &Path, work: impl FnOnce() -> std::io::Result<()>) -> Result<()> {
     let lock = path.with_file_name(".eval.lock");
-    let held = File::create(&lock).and_then(|file| file.lock().map(|()| file));
+    let held = own_files::create(&lock).and_then(|file| file.lock().map(|()| file));
     if let Err(e) = &held {
         log::warn!("cannot lock {}: {e}", lock.display());
     }
@@ -378,6 +378,8 @@ pub fn retries(evaluations: &[Evaluation], id: &str) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::OpenOptions;
+
     use super::*;
 
     fn done(step: u64, loss: f64) -> Evaluation {

@@ -1,6 +1,5 @@
 //! Logs: everything to this rank's file, warnings also to standard error.
 
-use std::fs::{File, OpenOptions};
 use std::path::Path;
 use std::sync::OnceLock;
 
@@ -8,6 +7,7 @@ use env_logger::{Builder, Logger, Target};
 use log::{LevelFilter, Log, Metadata, Record};
 
 use crate::error::{Error, Result};
+use crate::own_files;
 use crate::visible::visible;
 
 /// The program's logger. The file is known only once the run directory is.
@@ -61,8 +61,7 @@ pub fn to_console(who: &str) {
 /// # Errors
 /// The file cannot be opened.
 pub fn to_file(path: &Path, level: LevelFilter) -> Result<()> {
-    let file: File =
-        OpenOptions::new().create(true).append(true).open(path).map_err(|e| Error::io("open the log", path, e))?;
+    let file = own_files::append(path).map_err(|e| Error::io("open the log", path, e))?;
     let mut builder = Builder::new();
     builder.filter_level(level).parse_default_env().target(Target::Pipe(Box::new(file)));
     let logger = builder.build();

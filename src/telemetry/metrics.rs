@@ -1,13 +1,14 @@
 //! `metrics.jsonl`: one JSON object a line, floats that read back to the same bits.
 
-use std::fs::{File, OpenOptions};
-use std::io::{ErrorKind, Write as _};
-use std::path::{Path, PathBuf};
+use std::io::ErrorKind;
+use std::path::Path;
 
 use serde::{Deserialize, Deserializer, Serialize};
 
+use super::long_lines::{FromEnd, record};
 use super::times::Times;
 use crate::error::{Error, Result};
+use crate::regular_files;
 
 /// One training step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
@@ -92,112 +93,34 @@ pub fn null_is_nan<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<f6
     Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
-/// The energy that the newest record at `path` with one gives, in kWh; 0 without such a record.
+/// Records at the end that are searched for an energy, in units of `log.every`, and at least.
+const ENERGY_RECORDS: (u64, u64) = (4, 10_000);
+
+/// The energy that the newest record at `path` with one gives, in kWh; 0 without such a record among the last ones, where
+/// every `every`-th has one.
 ///
 /// # Errors
 /// Returns an error if the file is there and cannot be read.
-pub fn energy_so_far(path: &Path) -> Result<f64> {
+pub fn energy_so_far(path: &Path, every: u64) -> Result<f64> {
     #[derive(Deserialize)]
     struct Energy {
         energy_kwh: f64,
     }
-    let records = match std::fs::read(path) {
-        Ok(records) => records,
+    let file = match regular_files::open(path) {
+        Ok(file) => file,
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(0.0),
         Err(e) => return Err(Error::io("read", path, e)),
     };
-    let newest = records.rsplit(|byte| *byte == b'\n').find_map(|line| serde_json::from_slice::<Energy>(line).ok());
-    Ok(newest.map_or(0.0, |newest| newest.energy_kwh))
-}
-
-/// A file of JSON lines.
-pub struct JsonLines {
-    path: PathBuf,
-    file: File,
-    /// Bytes that are not in the file yet: the file system refused them, and is asked again with the next line.
-    waiting: Vec<u8>,
-}
-
-impl JsonLines {
-    /// Opens `path` to append, first dropping the lines after step `last`: a resumed run writes them again.
-    ///
-    /// # Errors
-    /// The file system refused.
-    pub fn open(path: &Path, last: u64) -> Result<Self> {
-        #[derive(Deserialize)]
-        struct Numbered {
-            step: u64,
+    let unread = |e| Error::io("read", path, e);
+    let mut lines = FromEnd::new(file).map_err(unread)?;
+    let (periods, least) = ENERGY_RECORDS;
+    for _ in 0..every.saturating_mul(periods).max(least) {
+        let Some(line) = lines.previous().map_err(unread)? else { break };
+        if let Some(Energy { energy_kwh }) = record(line.text) {
+            return Ok(energy_kwh);
         }
-        let old = match std::fs::read(path) {
-            Ok(old) => Some(old),
-            Err(e) if e.kind() == ErrorKind::NotFound => None,
-            Err(e) => return Err(Error::io("read", path, e)),
-        };
-        if let Some(old) = old {
-            let mut text = Vec::with_capacity(old.len());
-            let mut damaged = 0;
-            let mut lines = old.split(|byte| *byte == b'\n').peekable();
-            while let Some(line) = lines.next() {
-                // A value that is not looked at may be no text.
-                let text_of = std::str::from_utf8(line).map_err(|e| e.to_string());
-                match text_of.and_then(|line| serde_json::from_str::<Numbered>(line).map_err(|e| e.to_string())) {
-                    Ok(numbered) if numbered.step <= last => text.extend([line, b"\n"].concat()),
-                    Ok(_) => {}
-                    // The last one was torn by a kill, or is empty.
-                    Err(_) => damaged += u64::from(lines.peek().is_some()),
-                }
-            }
-            if damaged > 0 {
-                log::warn!("{}: {damaged} damaged lines left out", path.display());
-            }
-            // Always another file: a process that still writes to the old one, without a right to, does no harm.
-            let temporary = path.with_extension("jsonl.tmp");
-            std::fs::write(&temporary, text)
-                .and_then(|()| File::open(&temporary)?.sync_all())
-                .and_then(|()| std::fs::rename(&temporary, path))
-                .map_err(|e| Error::io("rewrite", path, e))?;
-        }
-        let file = OpenOptions::new().create(true).append(true).open(path).map_err(|e| Error::io("open", path, e))?;
-        Ok(Self { path: path.to_path_buf(), file, waiting: Vec::new() })
     }
-
-    /// Appends one line.
-    ///
-    /// # Errors
-    /// The file system refused. The line, or the rest of it, waits for the next call.
-    pub fn write(&mut self, record: &impl Serialize) -> Result<()> {
-        let mut line = serde_json::to_string(record).map_err(|e| Error::internal(format!("metrics: {e}")))?;
-        line.push('\n');
-        self.waiting.extend(line.into_bytes());
-        self.flush()
-    }
-
-    /// Appends all that waits.
-    ///
-    /// # Errors
-    /// The file system refused.
-    pub fn flush(&mut self) -> Result<()> {
-        let refused = |e| Error::io("write", &self.path, e);
-        while !self.waiting.is_empty() {
-            match self.file.write(&self.waiting) {
-                Ok(0) => return Err(refused(ErrorKind::WriteZero.into())),
-                Ok(written) => drop(self.waiting.drain(..written)),
-                Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                Err(e) => return Err(refused(e)),
-            }
-        }
-        Ok(())
-    }
-
-    /// Opens the file anew, if it has become another one by its name: network file systems forget files that are open.
-    ///
-    /// # Errors
-    /// The file system refused.
-    pub fn reopen(&mut self) -> Result<()> {
-        let refused = |e| Error::io("open", &self.path, e);
-        self.file = OpenOptions::new().create(true).append(true).open(&self.path).map_err(refused)?;
-        Ok(())
-    }
+    Ok(0.0)
 }
 
 #[cfg(test)]
@@ -246,39 +169,14 @@ mod tests {
     }
 
     #[test]
-    fn reopening_drops_what_will_be_written_again() {
+    fn the_newest_energy_counts() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
-        let mut lines = JsonLines::open(&path, 0).unwrap();
-        (1..=4).for_each(|i| lines.write(&step(i, 1.0)).unwrap());
-        drop(lines);
-        // A torn last line, as a killed run leaves it.
-        OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"step\":2,\"lo").unwrap();
-        JsonLines::open(&path, 2).unwrap().write(&step(3, 2.0)).unwrap();
-        let text = std::fs::read_to_string(&path).unwrap();
-        let steps: Vec<Step> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        assert_eq!(steps.iter().map(|s| (s.step, s.loss)).collect::<Vec<_>>(), [(1, 1.0), (2, 1.0), (3, 2.0)]);
-    }
-
-    #[test]
-    fn damage_costs_its_line_alone() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("metrics.jsonl");
-        let mut lines = JsonLines::open(&path, 0).unwrap();
-        (1..=4).for_each(|i| lines.write(&step(i, 1.0)).unwrap());
-        let mut bytes = std::fs::read(&path).unwrap();
-        let second = bytes.iter().position(|byte| *byte == b'\n').unwrap() + 4;
-        bytes[second] = 0xff;
-        // In a value that nobody looks at, on the way to other programs.
-        bytes.extend(b"{\"step\":3,\"note\":\"\xff\"}\n");
-        std::fs::write(&path, bytes).unwrap();
-        JsonLines::open(&path, 3).unwrap();
-        let text = std::fs::read_to_string(&path).unwrap();
-        let steps: Vec<u64> = text.lines().map(|line| serde_json::from_str::<Step>(line).unwrap().step).collect();
-        assert_eq!(steps, [1, 3]);
-        // An unreadable file is not written anew.
-        std::fs::remove_file(&path).unwrap();
-        std::fs::create_dir(&path).unwrap();
-        assert!(JsonLines::open(&path, 3).is_err_and(|e| e.to_string().contains("cannot read")));
+        assert_eq!(energy_so_far(&path, 2).unwrap(), 0.0);
+        let of = |kwh: Option<f64>, number: u64| Step { energy_kwh: kwh, ..step(number, 1.0) };
+        let steps = [of(None, 1), of(Some(0.5), 2), of(None, 3), of(Some(0.75), 4), of(None, 5)];
+        let text: String = steps.iter().map(|step| serde_json::to_string(step).unwrap() + "\n").collect();
+        std::fs::write(&path, text + "{\"energy_kwh\":9").unwrap();
+        assert_eq!(energy_so_far(&path, 2).unwrap(), 0.75);
     }
 }

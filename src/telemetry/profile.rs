@@ -9,6 +9,7 @@ use serde::Serialize;
 use super::times::Times;
 use crate::backend::{Tallies, Tally};
 use crate::error::{Error, Result};
+use crate::own_files;
 
 /// A kernel's share.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -99,7 +100,7 @@ impl Report {
     /// The file system refused.
     pub fn write(&self, path: &Path) -> Result<()> {
         let text = serde_json::to_string_pretty(self).map_err(|e| Error::internal(format!("profile: {e}")))?;
-        std::fs::write(path, text + "\n").map_err(|e| Error::io("write", path, e))
+        own_files::write(path, text + "\n").map_err(|e| Error::io("write", path, e))
     }
 }
 

@@ -1,9 +1,15 @@
-//! `ranks.jsonl`: the compute time of every rank, one JSON object a window of `log.straggler_window` steps.
+//! `ranks.jsonl`: the compute times of ranks, one JSON object a window of `log.straggler_window` steps.
 
 use serde::{Deserialize, Serialize};
 
 /// Name of the file in a run's directory.
 pub const FILE: &str = "ranks.jsonl";
+
+/// Most ranks of which each one's time is recorded.
+const EACH: usize = 64;
+
+/// Of more ranks, the slowest that are recorded.
+const SLOWEST: usize = 16;
 
 /// The ranks in a window of steps.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -12,6 +18,68 @@ pub struct RankTimes {
     pub step: u64,
     /// Its steps.
     pub steps: u64,
-    /// Milliseconds a step that each rank computed, waits for messages and data left out; ranks in order.
+    /// Milliseconds a step that each rank computed, waits for messages and data excluded; ranks in order, if they are at
+    /// most 64.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub compute_ms: Vec<f64>,
+    /// The distribution of these times over more ranks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub spread: Option<Spread>,
+}
+
+/// Times of many ranks.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Spread {
+    /// Number of ranks.
+    pub ranks: usize,
+    /// Their shortest time, the times that 10 %, 50 % and 90 % of them do not exceed, and the longest.
+    pub quantiles_ms: [f64; 5],
+    /// The slowest ranks with their times, slowest first.
+    pub slowest_ms: Vec<(usize, f64)>,
+}
+
+impl RankTimes {
+    /// The record of a window of `steps` steps that ends with step `step`, in which ranks took these milliseconds a step.
+    pub fn new(step: u64, steps: u64, compute_ms: Vec<f64>) -> Self {
+        if compute_ms.len() <= EACH {
+            return Self { step, steps, compute_ms, spread: None };
+        }
+        let mut sorted: Vec<(usize, f64)> = compute_ms.into_iter().enumerate().collect();
+        sorted.sort_by(|a, b| b.1.total_cmp(&a.1));
+        let ranks = sorted.len();
+        // The smallest time that this share of ranks does not exceed.
+        let quantile = |percent: usize| sorted[ranks - (ranks * percent).div_ceil(100).max(1)].1;
+        let quantiles_ms = [0, 10, 50, 90, 100].map(quantile);
+        sorted.truncate(SLOWEST);
+        let spread = Spread { ranks, quantiles_ms, slowest_ms: sorted };
+        Self { step, steps, compute_ms: Vec::new(), spread: Some(spread) }
+    }
+
+    /// Number of ranks.
+    pub fn ranks(&self) -> usize {
+        self.spread.as_ref().map_or(self.compute_ms.len(), |spread| spread.ranks)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_does_not_grow_with_the_ranks() {
+        let few = RankTimes::new(20, 10, vec![1.5; EACH]);
+        assert_eq!((few.ranks(), few.compute_ms.len(), &few.spread), (EACH, EACH, &None));
+        let length = |ranks: usize| {
+            let many = RankTimes::new(20, 10, (0..ranks).map(|rank| rank as f64 + 1.0).collect());
+            let line = serde_json::to_string(&many).unwrap();
+            assert_eq!(serde_json::from_str::<RankTimes>(&line).unwrap(), many);
+            assert_eq!(many.ranks(), ranks);
+            let spread = many.spread.unwrap();
+            let share = |percent: f64| (ranks as f64 * percent).ceil();
+            assert_eq!(spread.quantiles_ms, [1.0, share(0.1), share(0.5), share(0.9), ranks as f64]);
+            assert_eq!((spread.slowest_ms.len(), spread.slowest_ms[0]), (SLOWEST, (ranks - 1, ranks as f64)));
+            line.len()
+        };
+        assert!(length(10_000) < 600 && length(100) < 600);
+    }
 }

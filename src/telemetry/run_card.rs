@@ -10,6 +10,7 @@ use crate::comm::DevicePath;
 use crate::data::DataChange;
 use crate::energy::Source;
 use crate::error::{Error, Result};
+use crate::own_files;
 
 /// Memory of a stage's ranks, in bytes by category.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -143,6 +144,6 @@ impl RunCard {
     /// The file system refused.
     pub fn write(&self, path: &Path) -> Result<()> {
         let text = serde_json::to_string_pretty(self).map_err(|e| Error::internal(format!("run card: {e}")))?;
-        std::fs::write(path, text + "\n").map_err(|e| Error::io("write", path, e))
+        own_files::write(path, text + "\n").map_err(|e| Error::io("write", path, e))
     }
 }

@@ -18,6 +18,10 @@ const SLOW_DISK: f64 = 100e6;
 #[derive(Debug, Clone)]
 pub struct Budget {
     end: Option<Instant>,
+    /// Whether Slurm has set the end.
+    is_slurms: bool,
+    /// The value of [`SLURM_END`], if it is not a time.
+    malformed: Option<String>,
     /// The longest step so far.
     step: Duration,
     /// The longest save so far, or a guess.
@@ -28,12 +32,26 @@ impl Budget {
     /// The time that the configuration gives a job that began at `started`, or else Slurm. `saved` is the bytes of a
     /// checkpoint.
     pub fn new(limit: Option<Time>, started: Instant, saved: u64) -> Self {
-        let end = match limit {
-            Some(Time(limit)) if limit.is_zero() => None,
-            Some(Time(limit)) => started.checked_add(limit),
-            None => std::env::var(SLURM_END).ok().and_then(|text| slurm_end(&text)),
+        let budget = Self {
+            end: None,
+            is_slurms: false,
+            malformed: None,
+            step: Duration::ZERO,
+            save: Duration::from_secs_f64(saved as f64 / SLOW_DISK),
         };
-        Self { end, step: Duration::ZERO, save: Duration::from_secs_f64(saved as f64 / SLOW_DISK) }
+        match limit {
+            Some(Time(limit)) if limit.is_zero() => budget,
+            Some(Time(limit)) => Self { end: started.checked_add(limit), ..budget },
+            None => std::env::var_os(SLURM_END).map_or(budget.clone(), |text| budget.ends(&text.to_string_lossy())),
+        }
+    }
+
+    /// The same with the end that Slurm has set, in seconds since 1970.
+    fn ends(self, text: &str) -> Self {
+        match text.trim().parse() {
+            Ok(seconds) => Self { end: slurm_end(seconds), is_slurms: true, ..self },
+            Err(_) => Self { malformed: Some(text.to_owned()), ..self },
+        }
     }
 
     /// A step took so long.
@@ -60,11 +78,21 @@ impl Budget {
     /// A job that must end before its first step would be started again for ever.
     ///
     /// # Errors
-    /// Its time is up.
+    /// Its time is up, or the end that Slurm has set cannot be read.
     pub fn check(&self) -> Result<()> {
+        if let Some(text) = &self.malformed {
+            return Err(Error::input(format!("{SLURM_END}={text:?} is not a time in seconds since 1970"))
+                .hint(format!("unset {SLURM_END}, or set run.time_limit, with 0s for no limit")));
+        }
         match self.told() {
-            Some(told) if self.is_up() => Err(Error::input(format!("no time to train: {told}"))
-                .hint("raise run.time_limit, or the time limit of the Slurm job")),
+            Some(told) if self.is_up() && self.is_slurms => {
+                Err(Error::input(format!("no time to train: {told}, by {SLURM_END}")).hint(format!(
+                    "raise the time limit of the Slurm job; outside of one, unset {SLURM_END} or set run.time_limit=0s"
+                )))
+            }
+            Some(told) if self.is_up() => {
+                Err(Error::input(format!("no time to train: {told}")).hint("raise run.time_limit"))
+            }
             _ => Ok(()),
         }
     }
@@ -77,9 +105,9 @@ impl Budget {
     }
 }
 
-/// The moment that Slurm names.
-fn slurm_end(text: &str) -> Option<Instant> {
-    let end = UNIX_EPOCH + Duration::from_secs(text.parse().ok()?);
+/// The moment that Slurm names; none that the clock does not reach.
+fn slurm_end(seconds: u64) -> Option<Instant> {
+    let end = UNIX_EPOCH.checked_add(Duration::from_secs(seconds))?;
     let left = end.duration_since(SystemTime::now()).unwrap_or_default();
     Instant::now().checked_add(left)
 }
@@ -116,9 +144,18 @@ mod tests {
     #[test]
     fn slurm_says_when() {
         let in_an_hour = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() + 3600;
-        let left = slurm_end(&in_an_hour.to_string()).unwrap().duration_since(Instant::now());
+        let left = slurm_end(in_an_hour).unwrap().duration_since(Instant::now());
         assert!(left > Duration::from_secs(3590) && left <= Duration::from_secs(3600));
-        assert_eq!(slurm_end("soon"), None);
-        assert!(slurm_end("1").is_some());
+        let told = |text: &str| of(0).ends(text).check().err().map(|e| e.to_string());
+        assert_eq!(told(&in_an_hour.to_string()), None);
+        // Farther than any clock.
+        assert_eq!(told("18446744073709551615"), None);
+        assert_eq!(told("9223372036854775807"), None);
+        let past = told("1").unwrap();
+        assert!(past.contains("0s left") && past.contains("by SLURM_JOB_END_TIME\nhint: "), "{past}");
+        for text in ["soon", "", "-1", "1.5", "99999999999999999999"] {
+            let error = told(text).unwrap();
+            assert!(error.starts_with(&format!("SLURM_JOB_END_TIME={text:?} is not a time")), "{error}");
+        }
     }
 }

@@ -110,6 +110,19 @@ impl Outages {
         if checked.is_ok() { Ok(()) } else { self.record(checked) }
     }
 
+    /// Ends the wait for a file system that refuses, as the run was asked to end: nothing is tried again.
+    ///
+    /// # Errors
+    /// Returns the refusal that lasts, if one does.
+    pub fn give_up(&self) -> Result<()> {
+        match self.save.as_ref().or(self.record.as_ref()) {
+            Some((_, error)) => {
+                Err(error.clone().outlasted(self.saved.map_or(Duration::ZERO, |saved| saved.elapsed())))
+            }
+            None => Ok(()),
+        }
+    }
+
     fn bear(&self, error: &Error) -> Result<()> {
         let Some(saved) = self.saved else { return Err(error.clone()) };
         let age = saved.elapsed();
@@ -152,6 +165,18 @@ mod tests {
         assert!(outages.told().unwrap().starts_with("not recorded since 0 s"));
         outages.record(Ok(())).unwrap();
         assert_eq!(outages.told(), None);
+    }
+
+    #[test]
+    fn it_ends_at_once_when_it_is_asked_to() {
+        let mut outages = Outages::new(600, true);
+        outages.give_up().unwrap();
+        outages.save_refused(full()).unwrap();
+        assert_eq!(outages.give_up().unwrap_err().exit_code(), 74);
+        outages.published();
+        outages.give_up().unwrap();
+        outages.record(Err(full())).unwrap();
+        assert_eq!(outages.give_up().unwrap_err().exit_code(), 74);
     }
 
     #[test]

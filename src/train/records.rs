@@ -5,10 +5,12 @@ use std::path::PathBuf;
 
 use crate::config::Plan;
 use crate::error::{Error, Result};
+use crate::own_files;
 use crate::run_dir::RunDirectory;
 use crate::telemetry::epoch_loss::EpochLoss;
 use crate::telemetry::evaluations::{self, Evaluation, Status};
-use crate::telemetry::metrics::{JsonLines, Step, energy_so_far};
+use crate::telemetry::json_lines::JsonLines;
+use crate::telemetry::metrics::{Step, energy_so_far};
 use crate::telemetry::progress::Progress;
 use crate::telemetry::rank_times::RankTimes;
 use crate::telemetry::restarts;
@@ -59,11 +61,12 @@ impl Records {
         directory.write_config(&plan.config)?;
         if let Some(choices) = choices {
             let path = directory.collectives_path();
-            std::fs::write(&path, choices).map_err(|e| Error::io("write", &path, e))?;
+            own_files::write(&path, choices).map_err(|e| Error::io("write", &path, e))?;
         }
         let checkpoints = directory.checkpoints();
         evaluations::forget_after(&directory.evaluations_path(), step, |step| checkpoints.save(step))?;
-        let energy = EnergyAccount::new(energy_so_far(&directory.metrics_path())?, step, plan.tokens_per_step());
+        let kwh = energy_so_far(&directory.metrics_path(), plan.config.log.every)?;
+        let energy = EnergyAccount::new(kwh, step, plan.tokens_per_step());
         let metrics = JsonLines::open(&directory.metrics_path(), step)?;
         let optional = |is_wanted: bool, path: PathBuf| is_wanted.then(|| JsonLines::open(&path, step)).transpose();
         let rank_times = optional(plan.mesh.ranks() > 1, directory.rank_times_path())?;
@@ -87,7 +90,7 @@ impl Records {
             rank_times,
             samples,
             evaluations: (directory.evaluations_path(), VecDeque::new()),
-            epoch_loss: epoch_loss.map(|epoch| epoch.with(&directory.metrics_path())),
+            epoch_loss: epoch_loss.map(|epoch| epoch.with(&directory.metrics_path())).transpose()?,
             progress: Progress::new(step, plan.config.run.steps, plan.config.log.every, plan.network.predictions()),
             stragglers: Stragglers::new(
                 plan.config.log.straggler_factor,
@@ -114,8 +117,7 @@ impl Records {
     pub fn computed(&mut self, step: u64, seconds: &[f64]) -> (Vec<Straggler>, Result<()>) {
         let Some(window) = self.stragglers.step(seconds) else { return (Vec::new(), Ok(())) };
         let compute_ms = || window.seconds.iter().map(|seconds| 1e3 * seconds / window.steps as f64).collect();
-        let write =
-            |file: &mut JsonLines| file.write(&RankTimes { step, steps: window.steps, compute_ms: compute_ms() });
+        let write = |file: &mut JsonLines| file.write(&RankTimes::new(step, window.steps, compute_ms()));
         let written = self.rank_times.as_mut().map_or(Ok(()), write);
         (window.stragglers, written)
     }
@@ -160,6 +162,15 @@ impl Records {
             board.evaluation(evaluation);
             self.taken_in = evaluation.step;
         }
+    }
+
+    /// Opens the files of steps anew, of which one could not be written: for the run's trainer.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn reopen(&mut self) -> Result<()> {
+        let optional = self.rank_times.iter_mut().chain(&mut self.samples);
+        [&mut self.metrics].into_iter().chain(optional).try_for_each(JsonLines::reopen)
     }
 
     /// Writes all that waits because the file system has refused it.

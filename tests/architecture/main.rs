@@ -21,7 +21,7 @@ const LEVELS: [&[&str]; 13] = [
         "tree",
         "visible",
     ],
-    &["descriptors", "hdf5_files", "layout", "mesh", "private", "signals", "spawn"],
+    &["descriptors", "hdf5_files", "layout", "mesh", "own_files", "private", "signals", "spawn"],
     &["backend"],
     &["comm", "data"],
     &["nn", "optim"],

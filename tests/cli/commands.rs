@@ -40,6 +40,26 @@ fn help_names_every_command() {
     assert!(printed(&["data", "import", "text", "--help"]).contains("Example: hpctrain data import text"));
 }
 
+/// As tasks that srun has started without an interface by which ranks meet, such as the shell of `srun -n 4 --pty bash`.
+#[test]
+fn commands_without_ranks_need_no_launcher_for_ranks() {
+    let of_srun = |args: &[&str]| {
+        let mut command = program(args);
+        finish(command.envs([("SLURM_STEP_NUM_TASKS", "4"), ("SLURM_PROCID", "0")]))
+    };
+    for args in [&["--version"][..], &["config", "show"], &["runs", "--help"], &["completions", "bash"]] {
+        let ended = of_srun(args).succeeded();
+        assert!(!ended.stdout.is_empty() && ended.stderr.is_empty(), "{ended}");
+    }
+    let ended = of_srun(&["train"]);
+    assert_eq!(ended.code(), 2, "{ended}");
+    for words in
+        ["srun started 4 tasks without a process-management interface", "hint: srun --mpi=pmix", "HPCTRAIN_MPI=0"]
+    {
+        assert!(ended.stderr.contains(words), "{ended}");
+    }
+}
+
 #[test]
 fn version() {
     let version = format!("hpctrain {}\n", env!("CARGO_PKG_VERSION"));

@@ -6,10 +6,10 @@ use std::process::Command;
 
 use hpctrain::checkpoint::{Checkpoints, Reader};
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::launch::{Ended, LIMIT, start};
-use crate::common::runs::{Run, RunFiles, copy};
-use crate::{LARGE, refused, saves};
+use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
+use crate::common::launch::{Ended, LIMIT, finish, program, send, start};
+use crate::common::runs::{Run, RunFiles, copy, json};
+use crate::{LARGE, lines, ranks, refused, saves};
 
 /// A file system in memory, unmounted in the end.
 pub struct Tmpfs(PathBuf);
@@ -19,7 +19,8 @@ impl Tmpfs {
     pub fn mount(at: &Path, size: &str) -> Option<Self> {
         std::fs::create_dir_all(at).unwrap();
         let mut mount = Command::new("mount");
-        let output = mount.args(["-t", "tmpfs", "-o", &format!("size={size}"), "tmpfs"]).arg(at).output();
+        // By default all may write there, and a run's directory is refused.
+        let output = mount.args(["-t", "tmpfs", "-o", &format!("size={size},mode=755"), "tmpfs"]).arg(at).output();
         if output.is_ok_and(|output| output.status.success()) {
             return Some(Self(at.to_path_buf()));
         }
@@ -125,6 +126,51 @@ fn a_disk_that_is_full_for_a_while_costs_nothing() {
         files.same_as(&reference, STEPS, &format!("{transport:?} {way:?}"));
         only_whole_one(&files, STEPS);
     }
+}
+
+/// A run that waits for room for its last checkpoint ends after one more attempt when it is asked to.
+#[test]
+fn a_run_that_waits_for_room_ends_when_it_is_asked_to() {
+    let root = tempfile::tempdir().unwrap();
+    for (name, transport) in [("alone", Alone), ("two", Mpirun(2))] {
+        let asked = large(transport, root.path(), name, &["checkpoint.tolerate=3600"]);
+        let files = asked.files();
+        let Some(_disk) = Tmpfs::mount(&files.path("checkpoints"), "14m") else { return };
+        let mut job = start(&mut asked.command());
+        job.until("waits at its end", || {
+            lines(&files.path("metrics.jsonl")) == STEPS as usize && log(&files).matches("saves again").count() > 2
+        });
+        send(ranks(&asked)[0], libc::SIGTERM);
+        given_up(&job.finish(LIMIT), &["No space left"]);
+        assert_eq!(json(&files.path("END"))["status"], "failed", "{name}");
+    }
+}
+
+/// A limit on the size of files is met as a full disk is, and kills nobody.
+#[test]
+fn a_limit_on_the_size_of_files_is_an_error() {
+    let root = tempfile::tempdir().unwrap();
+    let limited = |inner: &Command| {
+        let mut command = Command::new("sh");
+        command.args(["-c", "ulimit -f 4096; exec \"$0\" \"$@\""]).arg(inner.get_program()).args(inner.get_args());
+        command.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        finish(&mut command)
+    };
+    // Not mpirun, which itself writes larger files.
+    let ways = [
+        (Alone, "checkpoint.asynchronous=true"),
+        (Alone, "checkpoint.asynchronous=false"),
+        (Spawn(2), "parallel.zero=1"),
+    ];
+    for (i, (transport, way)) in ways.into_iter().enumerate() {
+        let run = large(transport, root.path(), &format!("x-{i}"), &[way]);
+        refused(&limited(&run.command()), &["File too large", "ulimit -f"]);
+    }
+    let whole = large(Alone, root.path(), "whole", &[]).succeeds();
+    let out = root.path().join("exported");
+    let export = limited(program(["checkpoint", "export"]).arg(&whole.0).arg("--out").arg(&out));
+    refused(&export, &["File too large", "ulimit -f"]);
+    assert!(!out.exists());
 }
 
 /// Points for TensorBoard wait for room, and nothing else does: training goes on after one warning.

@@ -9,11 +9,13 @@ mod common;
 
 mod audits;
 mod containers;
+mod copied_runs;
 mod disks;
 mod evaluators;
 mod input;
 mod kills;
 mod observer;
+mod planted;
 mod servers;
 mod signals;
 mod soak;

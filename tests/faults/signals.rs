@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use libc::{SIGINT, SIGTERM, SIGUSR1};
+use libc::{SIGINT, SIGTERM, SIGUSR1, SIGXCPU};
 
 use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
 use crate::common::launch::{Ended, LIMIT, Running, Share, handles, send, start, start_on};
@@ -76,6 +76,8 @@ fn interrupted_runs_go_on_as_if_nothing_was() {
         (Mpirun(2), SIGINT, To::Rank(0), During::Training, Alone),
         (Spawn(2), SIGTERM, To::Launcher, During::Training, Mpirun(2)),
         (Simulate(2), SIGUSR1, To::Rank(0), During::Training, Simulate(4)),
+        // Of a limit on CPU time.
+        (Alone, SIGXCPU, To::Rank(0), During::Training, Alone),
         (Alone, SIGUSR1, To::Rank(0), During::Save, Mpirun(2)),
         (Spawn(2), SIGINT, To::Rank(1), During::Save, Spawn(4)),
         (Mpirun(2), SIGUSR1, To::Launcher, During::Save, Alone),

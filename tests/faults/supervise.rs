@@ -66,6 +66,25 @@ fn a_run_that_is_killed_ten_times_has_the_same_bits() {
     assert!((share - useful / seconds).abs() <= 0.01 * share, "{share}, not {}: {goodput}", useful / seconds);
 }
 
+/// A supervisor that is killed leaves its job behind; the next one waits for it, and goes on where it ended.
+#[test]
+fn a_job_that_outlives_its_supervisor_is_found() {
+    let root = tempfile::tempdir().unwrap();
+    let settings = [&LARGE[..], &["run.steps=40", "eval.every=0"]].concat();
+    let run = Run::new(Alone, root.path(), "x", &settings).resume("auto");
+    let files = run.files();
+    let mut first = start(&mut supervised(&run, &[]));
+    first.until("under way", || lines(&files.path("metrics.jsonl")) > 2);
+    send(first.id(), libc::SIGKILL);
+    first.finish(LIMIT);
+    let ended = finish(&mut supervised(&run, &[])).succeeded();
+    assert!(ended.stderr.contains("by a job that has outlived its supervisor"), "{ended}");
+    assert_eq!(json(&files.path("END"))["status"], "finished");
+    assert_eq!(files.steps().len(), 40);
+    let names = root.path().read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    assert!(names.into_iter().all(|name| !name.starts_with(".hpctrain-supervised")), "leftovers");
+}
+
 pub fn newest(files: &RunFiles) -> u64 {
     let checkpoints = hpctrain::checkpoint::Checkpoints::new(files.path("checkpoints"));
     checkpoints.steps().unwrap_or_default().into_iter().next_back().unwrap_or(0)

@@ -11,7 +11,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
 use super::holder::{Holder, Life};
-use crate::regular_files;
+use crate::{own_files, regular_files};
 
 /// Longest wait for another process that takes or removes a lease at this moment.
 const TURN: Duration = Duration::from_secs(2);
@@ -127,7 +127,8 @@ impl System for Process {
     }
 
     fn create_dir(&self, dir: &Path) -> io::Result<()> {
-        fs::create_dir_all(dir)
+        dir.parent().map_or(Ok(()), fs::create_dir_all)?;
+        own_files::directory(dir)
     }
 
     fn list(&self, dir: &Path) -> io::Result<Vec<OsString>> {
@@ -139,7 +140,7 @@ impl System for Process {
     }
 
     fn create(&self, path: &Path) -> io::Result<Box<dyn Open>> {
-        let file = File::create_new(path)?;
+        let file = own_files::create_new(path)?;
         let is_locked = file.try_lock().is_ok();
         Ok(Box::new(OpenFile { file, is_locked }))
     }
@@ -172,12 +173,12 @@ impl System for Process {
     fn turn(&self, dir: &Path) -> Turn {
         let path = dir.join(TURN_FILE);
         let begun = Instant::now();
-        let mut file = File::create(&path).ok()?;
+        let mut file = own_files::create(&path).ok()?;
         loop {
             match file.try_lock() {
                 Ok(()) if is_at(&file, &path) => return Some(file),
                 // The one before has removed it.
-                Ok(()) => file = File::create(&path).ok()?,
+                Ok(()) => file = own_files::create(&path).ok()?,
                 Err(TryLockError::WouldBlock) if begun.elapsed() < TURN => std::thread::sleep(TURN / 400),
                 Err(_) => return None,
             }

@@ -5,9 +5,9 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use crate::backend::Backend;
-use crate::checkpoint::directory::step_of;
 use crate::checkpoint::lease::Lease;
-use crate::checkpoint::{Checkpoints, manifest};
+use crate::checkpoint::names::step_of;
+use crate::checkpoint::{Checkpoints, Pointer, Target, manifest};
 use crate::comm::Group;
 use crate::error::{Error, Result};
 
@@ -28,18 +28,17 @@ pub fn run(path: &Path) -> Result<Checkpoints> {
     }
 }
 
-/// The directory of the checkpoint at `path`, which may be a link to it, or a run: then its latest. The path does not
-/// go through the links `latest` and `best`, which a trainer may move.
+/// The directory of the checkpoint at `path`, which may be a link to it, a file `latest` or `best` that names it, or a
+/// run: then its latest. The returned path does not go through `latest` and `best`, which a trainer may move.
 ///
 /// # Errors
-/// There is no checkpoint.
+/// Returns an error if there is no checkpoint, or `best` is a directory beside checkpoints.
 pub fn checkpoint(path: &Path) -> Result<PathBuf> {
     exists(path)?;
     let found = match checkpoints(path)? {
-        Some(checkpoints) => latest(&checkpoints)?,
-        None => path.to_path_buf(),
+        Some(checkpoints) => current(&checkpoints)?,
+        None => followed(path)?,
     };
-    let found = without_link(found)?;
     if is_checkpoint(&found) {
         return Ok(found);
     }
@@ -104,24 +103,40 @@ fn is_checkpoint(dir: &Path) -> bool {
     dir.is_dir() && (named || [manifest::FILE, manifest::SEAL].iter().any(|file| dir.join(file).exists()))
 }
 
-/// The newest published checkpoint.
-fn latest(checkpoints: &Checkpoints) -> Result<PathBuf> {
-    let link = checkpoints.latest();
-    let newest = || Ok(checkpoints.steps()?.last().map(|step| checkpoints.path(*step)));
-    let found = if link.exists() { Some(link) } else { newest()? };
+/// The checkpoint that readers of a run take.
+fn current(checkpoints: &Checkpoints) -> Result<PathBuf> {
+    let alone = checkpoints.latest();
+    let found = match checkpoints.current_step()? {
+        Some(step) => Some(checkpoints.path(step)),
+        // `latest` alone was copied, as a directory or with a link that leads elsewhere.
+        None => alone.exists().then(|| followed(&alone)).transpose()?,
+    };
     found.ok_or_else(|| {
         Error::input(format!("there is no checkpoint in {}", checkpoints.root().display()))
             .hint("the first one is saved after checkpoint.every steps")
     })
 }
 
-/// The path with its last component, if that is a link, replaced by the target of the link.
-fn without_link(path: PathBuf) -> Result<PathBuf> {
-    if !path.is_symlink() {
-        return Ok(path);
+/// The directory that a path leads to by its last component: a link, a file that names a checkpoint, or a directory.
+/// Beside checkpoints, a directory called `latest` or `best` is a copy that may be old.
+fn followed(path: &Path) -> Result<PathBuf> {
+    let beside = path.parent().unwrap_or(Path::new(""));
+    let name = path.file_name().unwrap_or_default();
+    if path.is_symlink() {
+        let target = std::fs::read_link(path).map_err(|e| Error::io("read", path, e))?;
+        return Ok(beside.join(target));
     }
-    let target = std::fs::read_link(&path).map_err(|e| Error::io("read", &path, e))?;
-    Ok(path.parent().unwrap_or(Path::new("")).join(target))
+    if name != "latest" && name != "best" {
+        return Ok(path.to_path_buf());
+    }
+    let (pointer, checkpoints) = (Pointer::at(path), Checkpoints::new(beside));
+    match pointer.target()? {
+        Target::Step(step) => Ok(checkpoints.path(step)),
+        Target::Directory if checkpoints.steps()?.is_empty() => Ok(path.to_path_buf()),
+        Target::Directory if name == "latest" => current(&checkpoints),
+        Target::Directory => Err(pointer.taken()),
+        Target::Absent | Target::Elsewhere => Ok(path.to_path_buf()),
+    }
 }
 
 #[cfg(test)]
@@ -149,6 +164,23 @@ mod tests {
         assert!(run(dir.path()).unwrap_err().to_string().contains("not the directory of a run"));
         assert!(checkpoint(dir.path()).unwrap_err().to_string().contains("neither"));
         assert!(checkpoint(&root.join("y")).unwrap_err().to_string().contains("does not exist"));
+        // Where there are no symbolic links; and after a copy that followed them, with a later save.
+        std::fs::remove_file(root.join("latest")).unwrap();
+        std::fs::write(root.join("latest"), "step-00000001\n").unwrap();
+        assert_eq!(checkpoint(&root.join("latest")).unwrap(), one);
+        for name in ["latest", "best"] {
+            let _ = std::fs::remove_file(root.join(name));
+            std::fs::create_dir(root.join(name)).unwrap();
+            empty(1).write(&root.join(name)).unwrap();
+        }
+        let two = root.join("step-00000002");
+        std::fs::create_dir(&two).unwrap();
+        empty(2).write(&two).unwrap();
+        std::fs::create_dir(root.join("step-00000003")).unwrap();
+        for path in [dir.path().join("x"), root.join("latest")] {
+            assert_eq!(checkpoint(&path).unwrap(), two);
+        }
+        assert!(checkpoint(&root.join("best")).unwrap_err().to_string().contains("hint: a copy that follows links"));
         // A copy elsewhere, under another name.
         let copy = dir.path().join("mine");
         std::fs::rename(&one, &copy).unwrap();

@@ -5,7 +5,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use serde::Serialize;
 
-use crate::checkpoint::directory::name_of;
+use crate::checkpoint::names::name_of;
 use crate::checkpoint::{Checkpoints, Manifest};
 use crate::data::inspect::table;
 use crate::error::{Kind, Result};
@@ -56,7 +56,7 @@ pub fn list(checkpoints: &Checkpoints) -> Result<List> {
         log::warn!("{}", e.to_string().replace('\n', "; "));
     }
     let known = evaluated.known();
-    let linked = |link: PathBuf, name: &str| std::fs::read_link(link).is_ok_and(|target| target.as_os_str() == name);
+    let (latest, best) = (checkpoints.latest_step()?, checkpoints.best_step()?);
     let one = |step: u64| {
         let (found, name) = (checkpoints.sound(step), name_of(step));
         let loss = match &found {
@@ -74,8 +74,8 @@ pub fn list(checkpoints: &Checkpoints) -> Result<List> {
             time: manifest.as_ref().map(|manifest| manifest.origin.time),
             id: manifest.map(|manifest| manifest.id),
             loss,
-            latest: linked(checkpoints.latest(), &name),
-            best: linked(checkpoints.best(), &name),
+            latest: latest == Some(step),
+            best: best == Some(step),
             leased: checkpoints.leases().holds(&name)?,
             fault,
         })

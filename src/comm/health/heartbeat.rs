@@ -7,7 +7,7 @@
 //! NFS.
 
 use std::fmt;
-use std::fs::{self, File, OpenOptions};
+use std::fs;
 use std::io::ErrorKind;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use super::ledger::Entry;
 use super::runs;
 use crate::error::{Error, Result};
+use crate::own_files;
 
 /// Bytes of a heartbeat's line.
 const LINE: usize = 2048;
@@ -220,7 +221,7 @@ impl Files {
 
     /// Says that the job stands still. Whether this is the first rank to say so.
     pub fn mark(&self) -> bool {
-        match File::create_new(self.marker()) {
+        match own_files::create_new(&self.marker()) {
             Err(e) if e.kind() == ErrorKind::AlreadyExists => false,
             // If nothing can be written, every rank is the first.
             _ => true,
@@ -230,7 +231,7 @@ impl Files {
     /// Leaves the report, for ranks that the end of the job does not reach.
     pub fn tell(&self, report: &str) {
         // Without it they end as well, and say less.
-        let _ = fs::write(self.marker(), format!("{report}\n"));
+        let _ = own_files::write(&self.marker(), format!("{report}\n"));
     }
 
     /// The report that a rank has left.
@@ -276,7 +277,7 @@ impl Pulse {
     }
 
     fn put(&self, line: &[u8]) -> std::io::Result<()> {
-        OpenOptions::new().create(true).write(true).truncate(false).open(&self.path)?.write_all_at(line, self.offset)
+        own_files::update(&self.path)?.write_all_at(line, self.offset)
     }
 }
 

@@ -38,6 +38,7 @@ use crate::comm::exit::Exit;
 use crate::comm::shared::Shared;
 use crate::comm::wire::World;
 use crate::error::Result;
+use crate::own_files;
 use crate::spawn::spawn;
 
 /// Exit code of a job that was ended.
@@ -368,7 +369,7 @@ impl Watchdog {
         };
         let path = files.ledger(self.seat.world.rank);
         let text = serde_json::to_string_pretty(&ledger).map_err(std::io::Error::from);
-        if let Err(error) = text.and_then(|text| std::fs::write(&path, text + "\n")) {
+        if let Err(error) = text.and_then(|text| own_files::write(&path, text + "\n")) {
             log::warn!("cannot write {}: {error}", path.display());
         }
     }

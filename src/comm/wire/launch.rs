@@ -61,7 +61,7 @@ pub fn launched(env: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>> 
     let tasks: usize = env("SLURM_STEP_NUM_TASKS").and_then(|tasks| tasks.parse().ok()).unwrap_or(1);
     if tasks > 1 && env("SLURM_PROCID").is_some() {
         return Err(Error::input(format!("srun started {tasks} tasks without a process-management interface"))
-            .hint("srun --mpi=pmix (or pmi2)"));
+            .hint("srun --mpi=pmix (or pmi2); HPCTRAIN_MPI=0 if each is to run by itself, as in srun --pty bash"));
     }
     Ok(None)
 }

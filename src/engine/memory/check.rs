@@ -22,6 +22,12 @@ use crate::topology::Topology;
 /// A rank does not fit; the error gives the need by category, the available memory, and settings that would fit.
 pub fn check<B: Kernels>(plan: &Plan, topology: &Topology, held: Held, gpu: Option<usize>) -> Result<()> {
     let node = Node { host: &topology.here().host, ranks: topology.ranks_here(), available: available(), gpu };
+    if node.available.is_none() {
+        log::warn!(
+            "{}: neither /proc/meminfo nor a control group gives the free memory: only run.memory_limit is checked",
+            node.host
+        );
+    }
     fits::<B>(plan, &node, held)
 }
 

@@ -79,6 +79,12 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
+    /// The last step at which an audit has found replicas equal, or the first; none without audits, or with one replica, which
+    /// is compared with nobody.
+    pub fn audited(&self) -> Option<u64> {
+        self.audits.filter(|_| self.groups.step.replica.size() > 1).and_then(|audits| audits.good)
+    }
+
     /// The last step at which replicas were equal, once an audit has found that they are no more.
     pub fn doubtful_since(&self) -> Option<u64> {
         let of_tables = self.tables.as_ref().and_then(|tables| tables.doubtful_since());

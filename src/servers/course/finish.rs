@@ -9,6 +9,7 @@ use crate::run_dir::Ending;
 use crate::run_dir::markers::{End, Status};
 use crate::servers::hub::Halt;
 use crate::servers::terms::layouts;
+use crate::signals;
 use crate::telemetry::run_card::RunCard;
 use crate::telemetry::{say, unix_time};
 
@@ -28,11 +29,14 @@ impl Course<'_> {
             }
             let written = self.records.flush().and_then(|()| self.tally.flush());
             let is_recorded = written.is_ok();
-            self.outages.record(written)?;
+            self.recorded(written)?;
             if is_recorded && self.saved == Some(step) {
                 break;
             }
-            std::thread::sleep(self.outages.pause());
+            if self.stop_requests.must_end() {
+                self.outages.give_up()?;
+            }
+            signals::pause(self.outages.pause());
         }
         self.outages.at_end(self.directory.check())?;
         self.records.progress.finish();

@@ -407,7 +407,7 @@ impl<'a> Course<'a> {
             board.staleness(step, &contributions.iter().filter_map(|one| one.staleness).collect::<Vec<_>>());
         }
         let tallied = self.tally.step(step, took, taken.skipped, &contributions);
-        self.outages.record(written.and(tallied))?;
+        self.recorded(written.and(tallied))?;
         self.records.progress.step(&record, self.outages.told().as_deref());
         self.stop_requests.stepped(took);
         let told = [

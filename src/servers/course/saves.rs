@@ -81,6 +81,16 @@ impl Course<'_> {
         }
         let evaluation = Evaluation::of_epoch(step, epoch.mean());
         let written = self.records.evaluated(evaluation);
+        self.recorded(written)
+    }
+
+    /// Goes on if the file system has refused a record for a short time: opens the files anew, while the run is this
+    /// process's.
+    pub(super) fn recorded(&mut self, written: Result<()>) -> Result<()> {
+        if written.is_err() && self.directory.check().is_ok() {
+            // A file that cannot be opened fails with the next write, too.
+            let _ = self.records.reopen().and_then(|()| self.tally.reopen());
+        }
         self.outages.record(written)
     }
 

@@ -10,6 +10,7 @@ use prost::Message as _;
 
 use super::protocol::{Event, START, SessionLog, VERSION, What};
 use crate::error::{Error, Result};
+use crate::own_files;
 
 /// Bytes that may wait for a file system that refuses them. Records that come then are left out.
 const MOST_WAITING: usize = 32 << 20;
@@ -37,7 +38,7 @@ impl EventsFile {
     /// # Errors
     /// The file system refused.
     pub fn begin(directory: &Path, step: u64, now: f64) -> Result<Self> {
-        let made = std::fs::create_dir_all(directory);
+        let made = own_files::directory(directory);
         made.map_err(|e| Error::io("create", directory, e))?;
         let mut second = now as u64;
         for entry in std::fs::read_dir(directory).map_err(|e| Error::io("list", directory, e))? {
@@ -50,8 +51,7 @@ impl EventsFile {
         }
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
         let path = directory.join(format!("{PREFIX}{second:010}.{host}.hpctrain"));
-        let file =
-            OpenOptions::new().create_new(true).append(true).open(&path).map_err(|e| Error::io("create", &path, e))?;
+        let file = own_files::create_new(&path).map_err(|e| Error::io("create", &path, e))?;
         let mut begun = Self { path, file: Some(file), waiting: Vec::new(), lost: 0, is_told: false };
         begun.append(&Event { wall_time: now, step: 0, what: Some(What::FileVersion(VERSION.into())) });
         let start = What::SessionLog(SessionLog { status: START });
@@ -151,7 +151,7 @@ fn forget_after(path: &Path, last: u64) -> std::io::Result<()> {
     let mut from = BufReader::new(File::open(path)?);
     // By its name no file of events.
     let temporary = path.with_file_name(".rewritten.tmp");
-    let mut to = BufWriter::new(File::create(&temporary)?);
+    let mut to = BufWriter::new(own_files::create(&temporary)?);
     let mut kept = 0;
     while let Some((event, record)) = next(&mut from)? {
         if event.step <= last as i64 {

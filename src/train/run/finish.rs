@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::evaluate::{Sampling, generate};
 use crate::run_dir::Ending;
 use crate::run_dir::markers::{End, Status};
+use crate::signals;
 use crate::telemetry::epoch_loss::EpochLoss;
 use crate::telemetry::run_card::{EnergyUse, RunCard, StageMemory};
 use crate::telemetry::{say, unix_time};
@@ -32,7 +33,8 @@ impl<B: Kernels> Run<'_, B> {
             if self.schedule.saved == Some(self.progress.step) && self.all_is_recorded()? {
                 break;
             }
-            std::thread::sleep(self.outages.pause());
+            self.end_if_asked()?;
+            signals::pause(self.outages.pause());
         }
         let ending = self.schedule.ending.take().unwrap_or(Ending::Finished);
         let text = if matches!(ending, Ending::Preempted(_)) { None } else { self.sample()? };
@@ -59,6 +61,14 @@ impl<B: Kernels> Run<'_, B> {
         let published = self.tolerated(ended)?;
         self.note_published(published.flatten());
         Ok(())
+    }
+
+    /// Ends a run that waits for its file system, if any rank was asked to end: it has tried once. Collective.
+    fn end_if_asked(&self) -> Result<()> {
+        let told = self.world.gather_bytes(vec![u8::from(self.stop_requests.must_end())]).wait()?;
+        let is_asked = told.contains(&vec![1]);
+        let verdict = if is_asked && self.records.is_some() { self.outages.give_up() } else { Ok(()) };
+        self.world.agree(verdict)
     }
 
     /// Whether no record waits for the file system; the same on all ranks.

@@ -263,7 +263,7 @@ impl<'h, B: Kernels> Run<'h, B> {
     /// Replicas that differ have differed for some time: checkpoints since they were last equal count as damaged.
     fn doubt(&self, found: &Error) {
         if let Some(good) = self.engine.model.sharded.doubtful_since() {
-            let marked = self.directory.checkpoints().doubt_after(good, found.message());
+            let marked = self.saver.doubt_after(good, found.message());
             marked.unwrap_or_else(|e| log::warn!("{e}"));
         }
     }
@@ -553,7 +553,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let is_mine = written.is_err() && self.directory.check().is_ok();
         if let Some(records) = self.records.as_mut().filter(|_| is_mine) {
             // One that fails is told with the next write.
-            let _ = records.metrics.reopen();
+            let _ = records.reopen();
         }
         self.outages.record(written)
     }

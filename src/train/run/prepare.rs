@@ -8,7 +8,7 @@ use super::{Own, Request, Run, Schedule};
 use crate::backend::Kernels;
 use crate::checkpoint::{Job, Manifest, Origin, Saver};
 use crate::comm::{self, Comm, Group};
-use crate::config::{ModelKind, Parallel, Plan};
+use crate::config::{Config, ModelKind, Parallel, Plan};
 use crate::data::{Mix, TrainedOn};
 use crate::engine::feed::{self, Feed};
 use crate::engine::{Splits, engine, memory, plan, time_products};
@@ -172,7 +172,8 @@ impl<'h, B: Kernels> Run<'h, B> {
             }
             say(banner);
             train.unscaled().iter().for_each(|told| log::warn!("{told}"));
-            few_micros(&plan).iter().chain(&idle_schedule(&plan)).for_each(|told| log::warn!("{told}"));
+            let notes = [few_micros(&plan), idle_schedule(&plan), rare_audits(&plan)];
+            notes.iter().flatten().for_each(|note| log::warn!("{note}"));
         }
 
         let job = Job {
@@ -252,6 +253,20 @@ fn few_micros(plan: &Plan) -> Option<String> {
         format!(
             "{micros} micro-batches a rank for {stages} stages leave {idle:.0} % of a step idle; \
              hint: batch.micro=1 with batch.global={batch} or more, or a smaller parallel.pipeline"
+        )
+    })
+}
+
+/// A warning about replicas that are compared less often than checkpoints are replaced.
+fn rare_audits(plan: &Plan) -> Option<String> {
+    let Config { run, checkpoint, .. } = &plan.config;
+    let kept = (checkpoint.keep as u64).saturating_mul(checkpoint.every);
+    let is_rare = plan.mesh.replica > 1 && checkpoint.every > 0 && run.audit_every > kept;
+    is_rare.then(|| {
+        format!(
+            "run.audit_every = {} is more than checkpoint.keep × checkpoint.every = {kept}: an audit may put all checkpoints in doubt              but one, which is kept for that and may be {} steps old; hint: run.audit_every={kept} or less",
+            run.audit_every,
+            run.audit_every + checkpoint.every
         )
     })
 }

@@ -1,0 +1,125 @@
+//! The file into which a supervised trainer writes the directory of its run, and those that supervisors have left which were killed:
+//! their jobs may train on.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::process::{Pid, test_kill_process};
+
+use crate::error::{Error, Result};
+use crate::run_dir::RunDirectory;
+use crate::{signals, train};
+
+/// Prefix of the names of these files; a job's name, the supervisor's process and its host follow.
+const PREFIX: &str = ".hpctrain-supervised-";
+
+/// Time between two looks at the run of an orphaned job.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// A job whose supervisor is gone.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Orphan {
+    /// The file of its supervisor.
+    place: PathBuf,
+    /// The process of its supervisor.
+    pub supervisor: i32,
+    /// The directory of its run.
+    pub run: PathBuf,
+}
+
+/// The file of this supervisor, where a rank of another host may see it.
+///
+/// # Errors
+/// Returns an error if there is no working directory.
+pub fn of_this_process() -> Result<PathBuf> {
+    let name = format!("{PREFIX}{}-{}-{}", train::fresh_id(), std::process::id(), host());
+    Ok(here()?.join(name))
+}
+
+/// The run's directory, once the trainer has written it.
+pub fn run_in(place: &Path) -> Option<PathBuf> {
+    let text = fs::read_to_string(place).ok()?;
+    text.strip_suffix('\n').map(PathBuf::from)
+}
+
+/// The orphaned job that trains the run of which a start says that another process trains it.
+///
+/// # Errors
+/// Returns an error if the working directory cannot be read.
+pub fn orphan_named_by(refusal: &str) -> Result<Option<Orphan>> {
+    let here = here()?;
+    let entries = fs::read_dir(&here).map_err(|e| Error::io("list", &here, e))?;
+    let orphans = entries.flatten().filter_map(|entry| orphan(&entry.path(), &host()));
+    Ok(orphans.into_iter().find(|orphan| refuses(refusal, &orphan.run)))
+}
+
+/// Whether a start was refused because another process trains this run.
+fn refuses(refusal: &str, run: &Path) -> bool {
+    let Some((path, _)) = refusal.split_once(" is being trained by ") else { return false };
+    let path = Path::new(path.rsplit(": ").next().unwrap_or(path));
+    std::path::absolute(path).is_ok_and(|path| path == run)
+}
+
+/// The orphan of which a file tells; none if its supervisor lives, or is of another host.
+fn orphan(place: &Path, host: &str) -> Option<Orphan> {
+    let name = place.file_name()?.to_str()?.strip_prefix(PREFIX)?;
+    let mut parts = name.splitn(3, '-').skip(1);
+    let supervisor: i32 = parts.next()?.parse().ok()?;
+    let is_gone = test_kill_process(Pid::from_raw(supervisor)?).is_err();
+    (is_gone && parts.next()? == host)
+        .then(|| Some(Orphan { place: place.to_path_buf(), supervisor, run: run_in(place)? }))?
+}
+
+impl Orphan {
+    /// Waits until the job has ended, or a signal comes. The file of its supervisor goes with it.
+    pub fn outlast(&self) {
+        // A lease that cannot be read may be held.
+        while signals::came().is_none() && RunDirectory::at(&self.run).has_trainer().unwrap_or(true) {
+            signals::pause(LOOK);
+        }
+        if signals::came().is_none() {
+            // It may be gone already.
+            let _ = fs::remove_file(&self.place);
+        }
+    }
+}
+
+fn here() -> Result<PathBuf> {
+    std::env::current_dir().map_err(|e| Error::internal(format!("no working directory: {e}")))
+}
+
+fn host() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_of_supervisors_that_are_gone_are_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut ended = std::process::Command::new("true").spawn().unwrap();
+        ended.wait().unwrap();
+        let place = |process: u32, host: &str| dir.path().join(format!("{PREFIX}abc-{process}-{host}"));
+        let [gone, alive, far] =
+            [place(ended.id(), "my-host"), place(std::process::id(), "my-host"), place(ended.id(), "far")];
+        for path in [&gone, &alive, &far] {
+            fs::write(path, "/x/runs/y\n").unwrap();
+        }
+        let found = Orphan { place: gone.clone(), supervisor: ended.id() as i32, run: "/x/runs/y".into() };
+        assert_eq!([&gone, &alive, &far].map(|path| orphan(path, "my-host")), [Some(found), None, None]);
+        assert_eq!(orphan(&dir.path().join("other"), "my-host"), None);
+    }
+
+    #[test]
+    fn the_refusal_names_the_run() {
+        let run = Path::new("/x/runs/y");
+        assert!(refuses("exit code 2: /x/runs/y is being trained by process 7 on a", run));
+        assert!(!refuses("exit code 2: /x/runs/z is being trained by process 7 on a", run));
+        assert!(!refuses("exit code 2: /x/runs/y holds another run", run));
+        let relative = std::path::absolute("runs/y").unwrap();
+        assert!(refuses("exit code 2: runs/y is being trained by process 7 on a", &relative));
+    }
+}

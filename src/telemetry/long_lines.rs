@@ -1,0 +1,299 @@
+//! Long files of JSON lines, which grow by a line a step: read from the end, and searched for a step, in time and memory
+//! that do not grow with the file.
+
+use std::io::{self, BufRead as _, BufReader, Read, Seek, SeekFrom};
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
+/// Bytes that are read at once from the end.
+const BLOCK: usize = 64 << 10;
+
+/// Bytes at the end that are read line by line before a step is searched by bisection.
+const TAIL: u64 = 1 << 20;
+
+/// Bytes that are read at once in a bisection, whose every look needs a line or two.
+const LOOK: usize = 4 << 10;
+
+/// Lines of a file from its end to its beginning.
+pub struct FromEnd<R> {
+    file: R,
+    /// Offset of the buffer in the file.
+    start: u64,
+    buffer: Vec<u8>,
+    /// Bytes of the buffer that no line was taken of.
+    unread: usize,
+    is_done: bool,
+}
+
+/// A line, without its line break.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Line<'a> {
+    /// Offset of its first byte in the file.
+    pub offset: u64,
+    /// Its bytes.
+    pub text: &'a [u8],
+}
+
+impl<R: Read + Seek> FromEnd<R> {
+    /// Begins at the end of a file.
+    ///
+    /// # Errors
+    /// Returns an error if the file system refuses.
+    pub fn new(mut file: R) -> io::Result<Self> {
+        let start = file.seek(SeekFrom::End(0))?;
+        Ok(Self { file, start, buffer: Vec::new(), unread: 0, is_done: false })
+    }
+
+    /// The line before the one that was returned last; at first, all that follows the last line break: nothing, or a line
+    /// that a kill has torn.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be read.
+    pub fn previous(&mut self) -> io::Result<Option<Line<'_>>> {
+        if self.is_done {
+            return Ok(None);
+        }
+        loop {
+            if let Some(at) = self.buffer[..self.unread].iter().rposition(|byte| *byte == b'\n') {
+                let text = at + 1..std::mem::replace(&mut self.unread, at);
+                return Ok(Some(Line { offset: self.start + text.start as u64, text: &self.buffer[text] }));
+            }
+            if self.start == 0 {
+                self.is_done = true;
+                return Ok(Some(Line { offset: 0, text: &self.buffer[..self.unread] }));
+            }
+            self.load()?;
+        }
+    }
+
+    /// Reads the block before the buffer.
+    fn load(&mut self) -> io::Result<()> {
+        let length = self.start.min(BLOCK as u64);
+        self.start -= length;
+        self.file.seek(SeekFrom::Start(self.start))?;
+        let mut bytes = vec![0; length as usize];
+        self.file.read_exact(&mut bytes)?;
+        bytes.extend_from_slice(&self.buffer[..self.unread]);
+        self.unread = bytes.len();
+        self.buffer = bytes;
+        Ok(())
+    }
+}
+
+/// The record in a line; none if the line is not text, or not such a record. Text is checked as a whole: other programs
+/// read the values that are not looked at here.
+pub fn record<T: DeserializeOwned>(line: &[u8]) -> Option<T> {
+    serde_json::from_str(std::str::from_utf8(line).ok()?).ok()
+}
+
+/// The part of a file that a run at some step keeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kept {
+    /// Its bytes.
+    pub bytes: u64,
+    /// Whether its last line has no line break.
+    pub is_torn: bool,
+    /// Damaged lines among those after it.
+    pub damaged: u64,
+}
+
+impl Kept {
+    /// Nothing of a file.
+    pub const NOTHING: Self = Self { bytes: 0, is_torn: false, damaged: 0 };
+}
+
+/// Finds the part of a file of records of ascending steps that ends with the last record of step `last` or of one
+/// before. Damaged lines in it stay: readers pass over them.
+///
+/// # Errors
+/// Returns an error if the file cannot be read.
+pub fn until_step<R: Read + Seek>(mut file: R, last: u64) -> io::Result<Kept> {
+    let mut lines = FromEnd::new(&mut file)?;
+    let all = lines.start;
+    let (mut offset, mut damaged) = (all, 0);
+    while all - offset < TAIL {
+        let Some(line) = lines.previous()? else { return Ok(Kept { damaged, ..Kept::NOTHING }) };
+        offset = line.offset;
+        let end = offset + line.text.len() as u64;
+        match step_in(line.text) {
+            Some(step) if step <= last => {
+                return Ok(Kept { bytes: (end + 1).min(all), is_torn: end == all, damaged });
+            }
+            Some(_) => {}
+            // What a kill has torn is the last.
+            None => damaged += u64::from(end < all),
+        }
+    }
+    let bytes = search(file, offset, last)?;
+    Ok(Kept { bytes, is_torn: false, damaged })
+}
+
+fn step_in(line: &[u8]) -> Option<u64> {
+    #[derive(Deserialize)]
+    struct Numbered {
+        step: u64,
+    }
+    record(line).map(|numbered: Numbered| numbered.step)
+}
+
+/// As [`until_step`], by bisection in the first `high` bytes, which end with a line break.
+fn search<R: Read + Seek>(file: R, mut high: u64, last: u64) -> io::Result<u64> {
+    let mut file = BufReader::with_capacity(LOOK, file);
+    // The lines before `low` are kept, and those that begin at `high` or after it are not.
+    let mut low: u64 = 0;
+    // A line that begins before `high` may end after it.
+    while high.saturating_sub(low) > BLOCK as u64 {
+        let middle = low + (high - low) / 2;
+        match first_record(&mut file, middle, high)? {
+            Some((end, step)) if step <= last => low = end,
+            _ => high = middle,
+        }
+    }
+    let mut at = low;
+    while let Some((end, step)) = record_from(&mut file, at, high)?
+        && step <= last
+    {
+        (low, at) = (end, end);
+    }
+    Ok(low)
+}
+
+/// The end and the step of the first record that begins at `middle` or after it, and before `high`.
+fn first_record<R: Read + Seek>(file: &mut BufReader<R>, middle: u64, high: u64) -> io::Result<Option<(u64, u64)>> {
+    // The byte before tells whether a line begins here.
+    file.seek(SeekFrom::Start(middle - 1))?;
+    let skipped = file.skip_until(b'\n')? as u64;
+    record_from(file, middle - 1 + skipped, high)
+}
+
+/// The same from the line that begins at `start`.
+fn record_from<R: Read + Seek>(file: &mut BufReader<R>, start: u64, high: u64) -> io::Result<Option<(u64, u64)>> {
+    let mut at = start;
+    file.seek(SeekFrom::Start(at))?;
+    let mut line = Vec::new();
+    while at < high {
+        line.clear();
+        let length = file.read_until(b'\n', &mut line)? as u64;
+        if length == 0 {
+            break;
+        }
+        at += length;
+        if let Some(step) = step_in(line.strip_suffix(b"\n").unwrap_or(&line)) {
+            return Ok(Some((at, step)));
+        }
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Cursor;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A file of a line of [`WIDTH`] bytes for each step, which is nowhere; counts the bytes that are read.
+    struct Steps {
+        steps: u64,
+        at: u64,
+        read: u64,
+        most: usize,
+    }
+
+    const WIDTH: u64 = 400;
+
+    fn line(step: u64) -> Vec<u8> {
+        let text = format!("{{\"step\":{step},\"loss\":1.5,\"note\":\"");
+        let padding = WIDTH as usize - text.len() - 3;
+        format!("{text}{}\"}}\n", "x".repeat(padding)).into_bytes()
+    }
+
+    impl Read for Steps {
+        fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+            self.most = self.most.max(out.len());
+            if self.at >= self.steps * WIDTH {
+                return Ok(0);
+            }
+            let line = line(self.at / WIDTH + 1);
+            let rest = &line[(self.at % WIDTH) as usize..];
+            let length = rest.len().min(out.len());
+            out[..length].copy_from_slice(&rest[..length]);
+            self.at += length as u64;
+            self.read += length as u64;
+            Ok(length)
+        }
+    }
+
+    impl Seek for Steps {
+        fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+            self.at = match to {
+                SeekFrom::Start(at) => at,
+                SeekFrom::End(by) => (self.steps * WIDTH).strict_add_signed(by),
+                SeekFrom::Current(by) => self.at.strict_add_signed(by),
+            };
+            Ok(self.at)
+        }
+    }
+
+    /// A file of 400 MB, and one of 4 GB: what is read does not follow their length, nor does what is held at once.
+    #[test]
+    fn a_step_is_found_without_reading_the_file() {
+        for steps in [1_000_000, 10_000_000] {
+            for last in [0, 1, 17, steps / 3, steps / 2, steps - 5_000, steps - 2_000, steps - 1, steps, steps + 9] {
+                let mut file = Steps { steps, at: 0, read: 0, most: 0 };
+                let kept = until_step(&mut file, last).unwrap();
+                assert_eq!(kept.bytes, last.min(steps) * WIDTH, "{last} of {steps}");
+                assert!(file.read < 2_000_000, "{} bytes for step {last} of {steps}", file.read);
+                assert!(file.most <= BLOCK, "{} bytes at once", file.most);
+            }
+        }
+    }
+
+    #[test]
+    fn lines_come_from_the_end() {
+        let text = b"one\n\nthree\nto".to_vec();
+        let mut lines = FromEnd::new(Cursor::new(&text)).unwrap();
+        let mut seen = Vec::new();
+        while let Some(Line { offset, text }) = lines.previous().unwrap() {
+            seen.push((offset, String::from_utf8(text.to_vec()).unwrap()));
+        }
+        assert_eq!(seen, [(11, "to".into()), (5, "three".into()), (4, String::new()), (0, "one".into())]);
+    }
+
+    #[test]
+    fn torn_and_damaged_lines_at_the_end_go() {
+        let kept = |text: &str, last| until_step(Cursor::new(text.as_bytes()), last).unwrap();
+        let text = "{\"step\":1}\n{\"step\":2}\n";
+        let whole = Kept { bytes: 22, is_torn: false, damaged: 0 };
+        assert_eq!(kept(text, 2), whole);
+        assert_eq!(kept(&format!("{text}{{\"st"), 2), whole);
+        assert_eq!(kept(&format!("{text}x\n{{\"st"), 2), Kept { damaged: 1, ..whole });
+        assert_eq!(kept(text.trim_end(), 2), Kept { bytes: 21, is_torn: true, damaged: 0 });
+        assert_eq!(kept("", 2), Kept::NOTHING);
+        assert_eq!(kept("x\ny\n", 2), Kept { damaged: 2, ..Kept::NOTHING });
+        assert_eq!(kept(&format!("{text}x\n{{\"step\":3}}\n"), 3), Kept { bytes: 35, is_torn: false, damaged: 0 });
+    }
+
+    proptest! {
+        /// Bisection finds what reading all lines finds, whatever the lengths of lines, and wherever there is damage.
+        #[test]
+        fn bisection_finds_the_last_line_of_a_step(
+            lines in prop::collection::vec((0u64..3, 0usize..40_000, prop::bool::weighted(0.2)), 1..40),
+            last in 0u64..60,
+        ) {
+            let (mut text, mut step, mut kept) = (Vec::new(), 0, 0);
+            for (more, padding, is_damaged) in lines {
+                step += more;
+                let name = if is_damaged { "stop" } else { "step" };
+                text.extend(format!("{{\"{name}\":{step},\"note\":\"{}\"}}\n", "x".repeat(padding)).into_bytes());
+                if !is_damaged && step <= last {
+                    kept = text.len() as u64;
+                }
+            }
+            let length = text.len() as u64;
+            prop_assert_eq!(search(Cursor::new(text), length, last).unwrap(), kept);
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! Run directories that other users have prepared, and those that are shared on purpose.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{PermissionsExt as _, chown, lchown, symlink};
+use std::path::Path;
+
+use crate::common::launch::Transport::{Alone, Mpirun};
+use crate::common::launch::{finish, program};
+use crate::common::runs::Run;
+use crate::refused;
+
+/// Another user, and another group.
+const OTHER: u32 = 12345;
+
+const SETTINGS: [&str; 4] = ["run.steps=2", "checkpoint.every=1", "eval.every=1", "log.sample=4"];
+
+fn is_root() -> bool {
+    let is_root = rustix::process::geteuid().is_root();
+    if !is_root {
+        println!("skipped: only root makes files of another user");
+    }
+    is_root
+}
+
+fn run(root: &Path, more: &[&str]) -> Run {
+    Run::new(Alone, root, "x", &[&SETTINGS[..], more].concat())
+}
+
+/// Everything below a directory, links not followed.
+fn entries(path: &Path) -> usize {
+    let count = |entry: fs::DirEntry| match entry.file_type().unwrap().is_dir() {
+        true => 1 + entries(&entry.path()),
+        false => 1,
+    };
+    fs::read_dir(path).unwrap().map(|entry| count(entry.unwrap())).sum()
+}
+
+#[test]
+fn a_directory_of_another_user_is_refused_and_nothing_is_written_through_its_links() {
+    if !is_root() {
+        return;
+    }
+    let root = tempfile::tempdir().unwrap();
+    let shared = root.path().join("shared");
+    let [victim, run_of_other] = [root.path().join("victim"), shared.join("x")];
+    fs::create_dir_all(&run_of_other).unwrap();
+    fs::set_permissions(&shared, Permissions::from_mode(0o1777)).unwrap();
+    fs::write(&victim, "precious").unwrap();
+    symlink(&victim, run_of_other.join(".eval.lock")).unwrap();
+    symlink(root.path().join("made"), run_of_other.join("config.toml")).unwrap();
+    symlink(root.path(), run_of_other.join("logs")).unwrap();
+    for path in [run_of_other.clone(), run_of_other.join(".eval.lock"), run_of_other.join("logs")] {
+        lchown(path, Some(OTHER), Some(OTHER)).unwrap();
+    }
+    let before = (entries(root.path()), entries(&run_of_other));
+    for run in [run(&shared, &[]), run(&shared, &[]).resume("auto"), Run { transport: Mpirun(2), ..run(&shared, &[]) }]
+    {
+        refused(&run.ends(), &["x belongs to user 12345, not to you (user 0)", "run.group"]);
+    }
+    assert_eq!(fs::read(&victim).unwrap(), b"precious");
+    assert!(!root.path().join("made").exists());
+    assert_eq!((entries(root.path()), entries(&run_of_other)), before);
+}
+
+/// The directory of the run is this user's, and a link in it is not.
+#[test]
+fn a_link_of_another_user_is_not_followed() {
+    if !is_root() {
+        return;
+    }
+    for name in ["logs", "checkpoints"] {
+        let root = tempfile::tempdir().unwrap();
+        let [target, mine] = [root.path().join("target"), root.path().join("x")];
+        fs::create_dir(&target).unwrap();
+        fs::create_dir(&mine).unwrap();
+        symlink(&target, mine.join(name)).unwrap();
+        lchown(mine.join(name), Some(OTHER), Some(OTHER)).unwrap();
+        refused(&run(root.path(), &[]).ends(), &[&format!("x/{name} is a link of user 12345")]);
+        assert_eq!(entries(&target), 0, "{name}");
+    }
+}
+
+#[test]
+fn links_of_this_user_lead_where_they_should() {
+    let root = tempfile::tempdir().unwrap();
+    let [scratch, runs, checkpoints] = ["scratch", "runs", "checkpoints"].map(|name| root.path().join(name));
+    for path in [&scratch, &runs, &checkpoints] {
+        fs::create_dir(path).unwrap();
+    }
+    // The root, the run and its checkpoints.
+    symlink(&runs, root.path().join("linked")).unwrap();
+    symlink(&scratch, runs.join("x")).unwrap();
+    symlink(&checkpoints, scratch.join("checkpoints")).unwrap();
+    let linked = root.path().join("linked");
+    run(&linked, &[]).succeeds();
+    assert!(checkpoints.join("step-00000002").exists() && scratch.join("metrics.jsonl").exists());
+    let more = run(&linked, &["run.steps=3"]).resume("auto").succeeds();
+    assert_eq!(more.steps().len(), 3);
+    finish(program(["eval", "--checkpoint"]).arg(linked.join("x"))).succeeded();
+}
+
+#[test]
+fn a_directory_that_all_may_write_to_is_refused() {
+    let root = tempfile::tempdir().unwrap();
+    let path = root.path().join("x");
+    fs::create_dir(&path).unwrap();
+    fs::set_permissions(&path, Permissions::from_mode(0o777)).unwrap();
+    refused(&run(root.path(), &[]).ends(), &["x has mode 777", "chmod o-w"]);
+    fs::set_permissions(&path, Permissions::from_mode(0o755)).unwrap();
+    run(root.path(), &[]).succeeds();
+}
+
+#[test]
+fn a_group_shares_a_run() {
+    if !is_root() {
+        return;
+    }
+    let root = tempfile::tempdir().unwrap();
+    let path = root.path().join("x");
+    fs::create_dir(&path).unwrap();
+    chown(&path, Some(OTHER), Some(OTHER)).unwrap();
+    fs::set_permissions(&path, Permissions::from_mode(0o2775)).unwrap();
+    refused(&run(root.path(), &[]).ends(), &["belongs to user 12345"]);
+    refused(&run(root.path(), &["run.group='no-such-group'"]).ends(), &["run.group = no-such-group"]);
+    let shared = ["run.group='12345'"];
+    run(root.path(), &shared).succeeds();
+    run(root.path(), &[&shared[..], &["run.steps=3"]].concat()).resume("auto").succeeds();
+}
