@@ -44,11 +44,16 @@ impl Checkpoints {
             if let Some(job) = name.strip_prefix(MARK) {
                 marks.push((entry.path(), job.to_owned()));
             } else if step_of(&name).is_some() {
-                saves.push(Manifest::read(&entry.path()).map(|manifest| manifest.id));
+                saves.push(entry.path());
             }
         }
+        // Most runs have none, and need not read their manifests.
+        if marks.is_empty() {
+            return;
+        }
+        let saves = saves.iter().map(|save| Manifest::read(save).map(|manifest| manifest.id));
         // A save whose manifest cannot be read may be of any job.
-        let Ok(saves) = saves.into_iter().collect::<Result<Vec<String>>>() else { return };
+        let Ok(saves) = saves.collect::<Result<Vec<String>>>() else { return };
         for (path, job) in marks {
             if !saves.iter().any(|id| belongs(id, &job))
                 && let Err(e) = fs::remove_file(&path)

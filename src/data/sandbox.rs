@@ -29,6 +29,7 @@ use super::raw_path;
 use super::shard::Shard;
 use super::spec::DataSpec;
 use crate::error::{Error, Result};
+use crate::spawn::spawn;
 
 /// The hidden subcommand of the program that is the child.
 pub const COMMAND: &str = "data-sandbox";
@@ -200,7 +201,7 @@ fn start(program: &Path, arguments: &[String]) -> Option<Helper> {
     };
     let (requests, stdout) = (child.stdin.take()?, child.stdout.take()?);
     let (sender, replies) = channel();
-    std::thread::spawn(move || {
+    let hear = move || {
         for line in BufReader::new(stdout).split(b'\n').map_while(std::io::Result::ok) {
             // Plugins of HDF5 may print, too. Texts of a file need not be UTF-8, whatever their type says.
             let Ok(reply) = serde_json::from_str(&String::from_utf8_lossy(&line)) else { continue };
@@ -208,7 +209,14 @@ fn start(program: &Path, arguments: &[String]) -> Option<Helper> {
                 return;
             }
         }
-    });
+    };
+    if let Err(e) = spawn("data sandbox", hear) {
+        drop(requests);
+        // It ends with its standard input; a child that was not waited for would stay as a zombie.
+        drop(child.wait());
+        log::warn!("data: HDF5 files are opened without a child process: {}", e.message());
+        return None;
+    }
     Some(Helper { child, requests: Some(requests), replies, before: Before::default() })
 }
 
