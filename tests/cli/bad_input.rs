@@ -203,10 +203,10 @@ fn options_that_would_do_nothing() {
 #[test]
 fn what_takes_less_memory_is_told() {
     let root = tempfile::tempdir().unwrap();
-    let big = ["model.layers=4", "model.width=256", "model.context=64", "batch.global=16", "run.memory_limit=148MiB"];
+    let big = ["model.layers=4", "model.width=256", "model.context=64", "batch.global=16", "run.memory_limit=151MiB"];
     let command = |transport, more: &[&str]| Run::new(transport, root.path(), "x", &[&big, more].concat()).command();
     let words =
-        ["a rank needs 1", "activations 67.1 MiB", "more than run.memory_limit = 148MiB", "\nhint: batch.micro=2"];
+        ["a rank needs 1", "activations 67.1 MiB", "more than run.memory_limit = 151MiB", "\nhint: batch.micro=2"];
     refuses(&mut command(Alone, &[]), root.path(), &words);
     let words = ["activations ", "\nhint: parallel.zero=", " takes "];
     refuses(&mut command(Mpirun(2), &["run.memory_limit=112MiB", "batch.micro=1"]), root.path(), &words);
