@@ -120,7 +120,7 @@ sections! {
         /// Device that ranks compute on: `cpu`, `cuda` (the GPUs of the node, one a rank), `cuda:0,2`
         /// (those of them), or `auto`: GPUs where there are any.
         device: DeviceChoice = DeviceChoice::Auto,
-        /// Compute threads a rank; left out, the cores the rank may use, shared with its neighbours, at most the CPU
+        /// Compute threads a rank; default: the cores the rank may use, shared with its neighbours, at most the CPU
         /// quota of its control group.
         threads: Option<usize> = None,
         /// Steps in a row whose loss or gradient is not finite before the run gives up.

@@ -61,7 +61,7 @@ pub(super) fn of(path: &Path) -> Result<Inspected> {
     Ok(Inspected { file: name, datasets, origin: origin(&header), classes })
 }
 
-/// Whether a dataset tells of others rather than hold samples.
+/// Whether a dataset describes others rather than holds samples.
 fn is_about(name: &str) -> bool {
     [COLUMNS, TOKENIZER].contains(&name)
         || name.strip_prefix(CHECKSUMS).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))

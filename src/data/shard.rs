@@ -47,7 +47,7 @@ pub(super) struct Shard {
     pub told: Arc<Told>,
 }
 
-/// Returns the numbers that tell a file from others of its file system, and from itself before a change.
+/// Returns the numbers that distinguish a file from others of its file system, and from itself before a change.
 fn identity(metadata: &Metadata) -> (u64, i64, i64) {
     (metadata.ino(), metadata.mtime(), metadata.mtime_nsec())
 }

@@ -83,7 +83,7 @@ impl Reading {
     }
 }
 
-/// What the meter and its thread share.
+/// State that the meter shares with its thread.
 struct Shared {
     reading: Mutex<Reading>,
     is_over: Mutex<bool>,

@@ -61,7 +61,7 @@ fn refuses(refusal: &str, run: &Path) -> bool {
     std::path::absolute(path).is_ok_and(|path| path == run)
 }
 
-/// The orphan of which a file tells; none if its supervisor lives, or is of another host.
+/// The orphan that a file names; none if its supervisor lives, or is of another host.
 fn orphan(place: &Path, host: &str) -> Option<Orphan> {
     let name = place.file_name()?.to_str()?.strip_prefix(PREFIX)?;
     let mut parts = name.splitn(3, '-').skip(1);

@@ -53,7 +53,7 @@ fn number_after(line: &str, word: &str) -> Option<u64> {
 }
 
 fn rank(line: &str) -> Option<u64> {
-    // The one whose connection has ended, rather than the one that tells.
+    // The one whose connection has ended, rather than the one that reports it.
     if let Some((before, _)) = line.split_once(" is gone") {
         return before.rsplit_once("rank ").and_then(|(_, number)| number.parse().ok());
     }

@@ -105,7 +105,7 @@ impl JsonLines {
     }
 }
 
-/// Opens a file to append, and tells its length.
+/// Opens a file to append, and returns its length.
 fn append(path: &Path) -> Result<(File, u64)> {
     let opened = own_files::append(path);
     let told = opened.and_then(|file| file.metadata().map(|of| (file, of.len())));

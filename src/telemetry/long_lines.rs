@@ -121,7 +121,7 @@ pub fn until_step<R: Read + Seek>(mut file: R, last: u64) -> io::Result<Kept> {
                 return Ok(Kept { bytes: (end + 1).min(all), is_torn: end == all, damaged });
             }
             Some(_) => {}
-            // What a kill has torn is the last.
+            // A line that a kill has torn is the last one.
             None => damaged += u64::from(end < all),
         }
     }
@@ -161,7 +161,7 @@ fn search<R: Read + Seek>(file: R, mut high: u64, last: u64) -> io::Result<u64> 
 
 /// The end and the step of the first record that begins at `middle` or after it, and before `high`.
 fn first_record<R: Read + Seek>(file: &mut BufReader<R>, middle: u64, high: u64) -> io::Result<Option<(u64, u64)>> {
-    // The byte before tells whether a line begins here.
+    // The byte before shows whether a line begins here.
     file.seek(SeekFrom::Start(middle - 1))?;
     let skipped = file.skip_until(b'\n')? as u64;
     record_from(file, middle - 1 + skipped, high)

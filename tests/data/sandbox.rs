@@ -72,7 +72,7 @@ fn a_file_that_ends_its_reader_is_one_error_of_the_job() {
     }
 }
 
-/// Whatever byte is changed, the program reads the file or refuses it.
+/// The program reads a file or refuses it, with any byte changed.
 #[test]
 fn no_byte_of_a_files_structure_ends_the_program() {
     let root = tempfile::tempdir().unwrap();

@@ -143,7 +143,7 @@ impl Segment {
         let range = ((me * BYTES) as u64, BYTES as u64);
         fallocate(&file, FallocateFlags::empty(), range.0, range.1).map_err(|e| refused("reserve", e))?;
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a mapping of its own, of a file that has so many bytes and that no process makes shorter.
+        // SAFETY: a new mapping, of a file that has so many bytes and that no process makes shorter.
         let base = unsafe { mmap(null_mut(), ranks * BYTES, access, MapFlags::SHARED, &file, 0) };
         let base = base.map_err(|e| refused("map", e))?;
         let base = NonNull::new(base.cast()).ok_or_else(|| Error::internal("a mapping at address 0"))?;
