@@ -242,9 +242,10 @@ impl Checkpoints {
 
     /// Forgets a checkpoint that could not be written.
     pub fn abandon(&self, staging: &Path) {
-        // It may not even have been created; or this run is no longer ours to change.
+        // It may not even have been created. If another trainer has taken the run over, the save has failed with that error.
         if staging.exists()
-            && let Err(e) = self.may_change().and_then(|()| self.discard(staging))
+            && self.may_change().is_ok()
+            && let Err(e) = self.discard(staging)
         {
             log::warn!("{e}");
         }
@@ -260,7 +261,8 @@ impl Checkpoints {
         self.may_change()?;
         let replaced = self.put(staging, &path, exchange)?;
         sync(&self.root)?;
-        match self.point(&Pointer::at(self.latest()), step) {
+        self.may_change()?;
+        match Pointer::at(self.latest()).point_to(step) {
             // Waiting would not help, and readers take the newest whole checkpoint.
             Err(e) if e.kind() == Kind::Input => log::warn!("{}; {} is published", one_line(&e), path.display()),
             pointed => pointed?,
@@ -324,7 +326,10 @@ impl Checkpoints {
         }
         match (evaluations::best(evaluated, steps), target) {
             (Some((step, _)), Ok(Target::Step(old))) if old == step => Ok(()),
-            (Some((step, _)), _) => self.point(&best, step),
+            (Some((step, _)), _) => {
+                self.may_change()?;
+                best.point_to(step)
+            }
             (None, Ok(Target::Absent)) => Ok(()),
             (None, _) => {
                 self.may_change()?;
@@ -448,12 +453,6 @@ impl Checkpoints {
             std::thread::sleep(Duration::from_millis(100));
         }
         Reader::open(&path)
-    }
-
-    /// Makes `latest` or `best` name the checkpoint of a step, in one rename.
-    fn point(&self, pointer: &Pointer, step: u64) -> Result<()> {
-        self.may_change()?;
-        pointer.point_to(step)
     }
 }
 

@@ -156,7 +156,8 @@ fn run<B: Kernels>(
         }
         // Ranks that share an error can still meet to publish the save that they have begun.
         Err(e) if e.is_shared() || comm.size() == 1 => {
-            let published = run.saver.finish().inspect_err(|e| log::error!("{e}"));
+            // The run ends with its first error, which is often the cause of this one.
+            let published = run.saver.finish().inspect_err(|e| log::warn!("{}", e.message()));
             run.note_published(published.ok().flatten());
             run.tell_of_failure(e);
             run.tell_hooks(Err(e)).unwrap_or_else(|e| log::error!("{e}"));
