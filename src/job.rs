@@ -91,6 +91,15 @@ pub fn fail(error: &Error) -> i32 {
     error.exit_code()
 }
 
+/// From now on a panic on any thread of this process, which has no ranks, ends it with exit code 1 and a message: a thread that
+/// others wait for would be missed by nobody.
+pub fn exit_on_panic(process: &'static str) {
+    std::panic::set_hook(Box::new(move |panic| {
+        say_error(format_args!("error: {process}: internal error, please report it: {panic}"));
+        std::process::exit(1)
+    }));
+}
+
 /// A panic on any thread of a rank ends the whole job, with the rank named.
 fn abort_on_panic(comm: &Comm<Cpu>) {
     let comm = comm.clone();
@@ -98,4 +107,31 @@ fn abort_on_panic(comm: &Comm<Cpu>) {
         say_error(format_args!("error: rank {}: internal error, please report it: {panic}", comm.rank()));
         comm.abort(1)
     }));
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+    use std::time::Duration;
+
+    use super::*;
+
+    /// The variable that makes the test play the process that panics.
+    const PLAYS: &str = "HPCTRAIN_TEST_PANICS";
+
+    #[test]
+    fn a_panic_on_any_thread_ends_the_process() {
+        if std::env::var_os(PLAYS).is_some() {
+            exit_on_panic("server");
+            std::thread::spawn(|| panic!("as planned"));
+            std::thread::sleep(Duration::from_secs(60));
+            return;
+        }
+        let mut again = Command::new(std::env::current_exe().unwrap());
+        again.args(["--exact", "job::tests::a_panic_on_any_thread_ends_the_process", "--nocapture"]).env(PLAYS, "1");
+        let ended = again.output().unwrap();
+        let told = String::from_utf8_lossy(&ended.stderr);
+        assert_eq!(ended.status.code(), Some(1), "{told}");
+        assert!(told.contains("error: server: internal error") && told.contains("as planned"), "{told}");
+    }
 }

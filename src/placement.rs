@@ -11,11 +11,12 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::backend::cpu::{Cpu, Products};
-use crate::backend::cuda::{Allotment, Arithmetic, Cuda, Device, Precision, devices};
+use crate::backend::cuda::{Allotment, Arithmetic, Cuda, Device, Precision, devices, libraries};
 use crate::backend::{Backend, readable};
 use crate::comm::{Comm, OwnDevice, PathSetting};
 use crate::config::{self, Compute, Config, DeviceChoice, DeviceMemory, Plan, USUAL_PART};
 use crate::error::{Error, Result};
+use crate::simd;
 use crate::topology::{Topology, parse_list};
 
 /// Bytes of a GPU that are enough to try things out.
@@ -77,6 +78,15 @@ impl Gpu {
         Cuda::with_journal(&self.device, memory, precision, plan.config.log.placement)
     }
 
+    /// Returns the name of the device: all that decides the bits that it computes.
+    ///
+    /// # Errors
+    /// Returns an error if cuBLASLt is missing.
+    pub fn name(&self) -> Result<String> {
+        let (major, minor) = self.device.capability;
+        Ok(format!("{} (compute capability {major}.{minor}, cuBLASLt {})", self.device.name, libraries::cublaslt()?))
+    }
+
     /// The communicator of a rank that has this device.
     pub fn beside(&self, comm: &Comm<Cpu>) -> Comm<Cuda> {
         let device = self.device.clone();
@@ -112,6 +122,17 @@ fn products(config: &Config) -> Products {
 /// As [`cpu_can`].
 pub fn cpu(plan: &Plan) -> Result<Cpu> {
     Cpu::new(plan.threads).with_products(products(&plan.config))
+}
+
+/// Returns the name of the CPU as a device: all that decides the bits that it computes by these settings.
+pub fn cpu_name(config: &Config) -> String {
+    let products = match products(config) {
+        Products::Own => "",
+        Products::OwnBf16 => ", bf16",
+        Products::OneDnn => ", oneDNN",
+        Products::OneDnnBf16 => ", bf16 by oneDNN",
+    };
+    format!("CPU ({}{products})", simd::name())
 }
 
 /// Whether the CPU computes in the format that is asked for.

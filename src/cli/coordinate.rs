@@ -4,7 +4,7 @@ use clap::Args;
 
 use super::servers::coordinate_as;
 use super::train::RunArgs;
-use crate::job::fail;
+use crate::job::{exit_on_panic, fail};
 use crate::signals;
 
 /// Arguments of `hpctrain coordinate`.
@@ -22,6 +22,7 @@ pub struct CoordinateArgs {
 
 /// `hpctrain coordinate`; returns the exit code.
 pub fn run(args: &CoordinateArgs) -> i32 {
+    exit_on_panic("coordinator");
     match signals::listen().and_then(|()| args.run.request(None)) {
         Ok(run) => coordinate_as(run, usize::from(args.servers), args.workers.map(usize::from)),
         Err(e) => fail(&e),

@@ -13,7 +13,7 @@ use crate::comm::single;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::evaluate::{self, Policy};
-use crate::job::fail;
+use crate::job::{exit_on_panic, fail};
 use crate::signals;
 
 /// The variable that `TensorFlow`'s guides use.
@@ -177,6 +177,7 @@ pub fn run(args: &RoleArgs) -> i32 {
             }
         }
     };
+    exit_on_panic("role");
     part().unwrap_or_else(|e| fail(&e))
 }
 

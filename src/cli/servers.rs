@@ -8,12 +8,12 @@ use clap::Args;
 use super::roles::{Part, Role};
 use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, single};
-use crate::config::{Batch, Config, Servers};
+use crate::config::{self, Batch, Config, Servers};
 use crate::error::{Error, Result};
-use crate::job::fail;
-use crate::placement::{cpu, cpu_can, place};
+use crate::job::{exit_on_panic, fail};
+use crate::placement::{cpu, cpu_can, cpu_name, place};
 use crate::run_dir::Ending;
-use crate::servers::{Call, Hand, Post, ServedRun, Site, config_of_run, serve, work};
+use crate::servers::{Call, Hand, Post, ServedRun, Site, config_of_run, host_of, serve, work};
 use crate::signals;
 use crate::telemetry::say;
 use crate::train::Request;
@@ -59,11 +59,12 @@ pub struct StatusArgs {
 /// # Errors
 /// There is one.
 pub fn check_without(config: &Config) -> Result<()> {
-    let without =
-        Config { servers: Servers::default(), batch: Batch { worker: None, ..config.batch }, ..config.clone() };
+    let comm = config::Comm { interface: None, encrypt: true, ..config.comm };
+    let batch = Batch { worker: None, ..config.batch };
+    let without = Config { servers: Servers::default(), batch, comm, ..config.clone() };
     let [given, without] = [config, &without].map(serde_json::to_value);
     let (Ok(given), Ok(without)) = (given, without) else { return Ok(()) };
-    for section in ["servers", "batch"] {
+    for section in ["servers", "batch", "comm"] {
         let keys = given[section].as_object().into_iter().flatten();
         if let Some((key, value)) = keys.into_iter().find(|(key, value)| without[section][key.as_str()] != **value) {
             return Err(Error::input(format!("{section}.{key} = {value}, but the run has no servers"))
@@ -96,8 +97,12 @@ pub fn take_part(role: &Role, mut request: Request) -> Result<i32> {
         let hand = Hand { site, patience: timeout, threads: role.threads, leaves: false };
         return work_on_device(&role.comm, &config, &hand);
     };
-    let post =
-        Post { site, address: host_of(config.servers.address.as_deref()), patience: timeout, threads: role.threads };
+    let post = Post {
+        site,
+        address: config.servers.address.as_deref().and_then(host_of),
+        patience: timeout,
+        threads: role.threads,
+    };
     std::thread::scope(|scope| {
         let coordinator = opened.map(|opened| scope.spawn(|| opened.run()));
         let served = serve(&post);
@@ -105,13 +110,6 @@ pub fn take_part(role: &Role, mut request: Request) -> Result<i32> {
         let ended = coordinator.join().map_err(|_| Error::internal("the coordinator panicked"))?;
         Ok(code_of(ended))
     })
-}
-
-/// The host of an address: a port can be one process's only.
-fn host_of(address: Option<&str>) -> Option<String> {
-    let address = address?;
-    let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
-    Some(host.to_string()).filter(|host| !host.is_empty())
 }
 
 /// The exit code of a run, whose error is printed: all others end by themselves.
@@ -130,9 +128,9 @@ fn work_on_device(comm: &Comm<Cpu>, config: &Config, hand: &Hand) -> Result<i32>
     match place(comm, config)? {
         None => {
             comm.world().agree(cpu_can(config))?;
-            work(hand, cpu)
+            work(hand, &cpu_name(config), cpu)
         }
-        Some(gpu) => work(hand, |plan| gpu.backend(plan)),
+        Some(gpu) => work(hand, &gpu.name()?, |plan| gpu.backend(plan)),
     }
 }
 
@@ -147,17 +145,23 @@ pub fn simulate(ranks: usize, servers: usize, request: Request) -> Result<i32> {
     }
     let (config, workers) = (request.config.clone(), ranks - servers);
     cpu_can(&config)?;
+    exit_on_panic("simulate");
     let timeout = Duration::from_secs(config.servers.timeout);
     let threads = request.threads.unwrap_or(1);
     let opened = ServedRun::open(Call { run: request, servers, workers: Some(workers), log: "coordinator".into() })?;
     let site = Site::of(opened.directory());
-    let post =
-        Post { site: site.clone(), address: host_of(config.servers.address.as_deref()), patience: timeout, threads };
+    let post = Post {
+        site: site.clone(),
+        address: config.servers.address.as_deref().and_then(host_of),
+        patience: timeout,
+        threads,
+    };
     let hand = Hand { site, patience: timeout, threads, leaves: false };
+    let device = cpu_name(&config);
     std::thread::scope(|scope| {
         let coordinator = scope.spawn(|| opened.run());
         let serving: Vec<_> = (0..servers).map(|_| scope.spawn(|| serve(&post))).collect();
-        let working: Vec<_> = (0..workers).map(|_| scope.spawn(|| work(&hand, cpu))).collect();
+        let working: Vec<_> = (0..workers).map(|_| scope.spawn(|| work(&hand, &device, cpu))).collect();
         let panicked = || Error::internal("a thread panicked");
         let ended = coordinator.join().map_err(|_| panicked())?;
         // The coordinator tells of their errors.
@@ -181,6 +185,7 @@ pub fn coordinate_as(run: Request, servers: usize, workers: Option<usize>) -> i3
 
 /// `hpctrain server`; returns the exit code.
 pub fn serve_alone(args: &ServerArgs) -> i32 {
+    exit_on_panic("server");
     let served = serve_as(&args.run, args.address.clone(), Duration::from_secs(args.timeout));
     served.map_or_else(|e| fail(&e), |()| 0)
 }
@@ -195,6 +200,7 @@ pub fn serve_as(run: &Path, address: Option<String>, patience: Duration) -> Resu
 
 /// `hpctrain worker`; returns the exit code.
 pub fn work_alone(args: &WorkerArgs) -> i32 {
+    exit_on_panic("worker");
     let worked = signals::listen().and_then(|()| work_as(&args.run, Duration::from_secs(args.timeout)));
     worked.unwrap_or_else(|e| fail(&e))
 }

@@ -46,5 +46,8 @@ pub use shared::Stats;
 pub use wire::NodeInfo;
 pub use wire::launch::{Launch, launched};
 pub use wire::mpi;
-pub use wire::tcp::{Acceptor, Caller, HANDSHAKE_TIMEOUT, Handshake, MEETING, Meeting, Secret, call, write_secret};
+pub use wire::tcp::{
+    Acceptor, Caller, Connection, Credentials, HANDSHAKE_TIMEOUT, Handshake, MEETING, Meeting, Secret, call,
+    write_secret,
+};
 pub use wire::threads::Aborted;

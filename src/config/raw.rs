@@ -461,6 +461,12 @@ sections! {
         /// Seconds that a rank may wait for the others before the job says where each is and ends: more than the longest
         /// evaluation or checkpoint takes; 0 waits for ever.
         timeout: u64 = 600,
+        /// Network interface at which the coordinator and the servers of a run listen: its name, such as `ib0`, or the network of
+        /// its address, such as `10.1.0.0/16`. Omitted, the one that the host's name stands for. Ranks that MPI starts have
+        /// the settings of the MPI library.
+        interface: Option<String> = None,
+        /// Encrypt the connections of a run with servers between hosts. Both ends prove in any case that they know the run's secret.
+        encrypt: bool = true,
     }
 
     /// `[log]`

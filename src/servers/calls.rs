@@ -13,11 +13,12 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::address::{host_name, listen};
 use super::heart::Heart;
 use super::line::Line;
 use super::listener::{Listener, Service};
 use super::message::Fault;
-use super::site::{Site, host_name, listen};
+use super::site::{Contact, Site};
 use crate::error::{Error, Kind, Result};
 
 /// Time that a request for work waits for some.
@@ -140,12 +141,14 @@ impl Coordinator {
     /// # Errors
     /// The file system or the network refused.
     pub fn open(run: &Path, address: Option<&str>, patience: Duration) -> Result<Self> {
-        let (listener, address) = listen(address)?;
+        let (listener, address) = listen(address, None)?;
         let site = Site::of(run);
-        let secret = site.open()?;
+        site.open()?;
+        let contact = Contact { address, encrypt: true, interface: None };
+        let credentials = site.credentials(&contact)?;
         let shared = Arc::new(Shared { state: Mutex::default(), changed: Condvar::new(), patience });
-        let listener = Listener::open(listener, secret, shared.clone(), patience * 10)?;
-        site.tell(&address)?;
+        let listener = Listener::open(listener, credentials, shared.clone(), patience * 10)?;
+        site.publish(&contact)?;
         Ok(Self { shared, _listener: listener })
     }
 
@@ -419,8 +422,12 @@ pub fn work_on_calls(run: &Path, patience: Duration, mut functions: Functions) -
 
 /// Joins, and carries calls out; whether the coordinator has ended, or this worker is to join again.
 fn join(site: &Site, patience: Duration, functions: &mut Functions) -> Result<bool> {
-    let (address, secret) = (site.coordinator(patience)?, site.secret()?);
-    let line = || Line::new("the coordinator", &address, secret.clone(), patience).comes_back(Duration::from_secs(1));
+    let contact = site.coordinator(patience)?;
+    let credentials = site.credentials(&contact)?;
+    let line = || {
+        let line = Line::new("the coordinator", &contact.address, credentials.clone(), patience);
+        line.comes_back(Duration::from_secs(1))
+    };
     let (mut coordinator, mut beats) = (line(), line());
     let place = format!("{}:{}", host_name(), std::process::id());
     let Told::Welcome { worker } = coordinator.tell(&Ask::Join { place })? else {
@@ -490,8 +497,9 @@ mod tests {
         let value = coordinator.schedule("count", &1).unwrap();
         let join = || {
             let site = Site::of(folder.path());
-            let mut line =
-                Line::new("the coordinator", site.coordinator(PATIENCE).unwrap(), site.secret().unwrap(), PATIENCE);
+            let contact = site.coordinator(PATIENCE).unwrap();
+            let credentials = site.credentials(&contact).unwrap();
+            let mut line = Line::new("the coordinator", contact.address, credentials, PATIENCE);
             let Told::Welcome { worker } = line.tell(&Ask::Join { place: "x".into() }).unwrap() else { panic!() };
             (line, worker)
         };

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::address::listen;
 use super::course::{Basis, Course, From};
 use super::fleet::Fleet;
 use super::hub::{Halt, Hub, Limits};
@@ -11,14 +12,14 @@ use super::journal::{Entry, Grounds};
 use super::listener::Listener;
 use super::message::{Assignment, FromServer, ToServer};
 use super::pool::Pool;
-use super::site::{Site, listen};
+use super::site::{Contact, Site};
 use super::terms::{Terms, division, layouts};
 use super::trace::Collected;
 use crate::backend::cpu::Cpu;
 use crate::checkpoint::lease::Lease;
 use crate::checkpoint::tools::find;
 use crate::checkpoint::{Progress, Reader};
-use crate::comm::single;
+use crate::comm::{Credentials, single};
 use crate::config::{Config, Plan};
 use crate::data::{Fingerprint, TrainedOn};
 use crate::engine::{Splits, check_size};
@@ -59,6 +60,7 @@ pub struct ServedRun {
     directory: RunDirectory,
     hub: Arc<Hub>,
     site: Site,
+    credentials: Credentials,
     _listener: Listener,
     splits: Splits,
     data: Option<Fingerprint>,
@@ -97,7 +99,7 @@ impl ServedRun {
             return Err(crate::engine::feed::no_validation("eval.patience cannot tell when to stop", &plan.config));
         }
         let trace = call.run.trace.as_deref().map(TraceFile::create).transpose()?;
-        let (listener, address) = listen(config.servers.address.as_deref())?;
+        let (listener, address) = listen(config.servers.address.as_deref(), config.comm.interface.as_deref())?;
         let resume = match call.run.resume {
             Resume::From(path) => Resume::From(find::checkpoint(&path)?),
             other => other,
@@ -107,7 +109,9 @@ impl ServedRun {
         config.run.name = Some(directory.name());
         logging::to_file(&directory.logs_path().join(format!("{}.log", call.log)), config.log.level.into())?;
         let site = Site::of(directory.path());
-        let secret = site.open()?;
+        site.open()?;
+        let contact = Contact { address, encrypt: config.comm.encrypt, interface: config.comm.interface.clone() };
+        let credentials = site.credentials(&contact)?;
         let patience = Duration::from_secs(config.servers.timeout);
         let pool = Pool::new(config.servers.staleness, config.servers.lease, 0);
         let stuck = match config.comm.timeout {
@@ -117,9 +121,9 @@ impl ServedRun {
         let limits = Limits { silent: patience, stuck };
         let trace = trace.map(Collected::begin).transpose()?;
         let first_caller = (unix_time() * 1e3) as u64;
-        let hub = Hub::new(pool, secret.clone(), limits, trace, first_caller);
-        let listener = Listener::open(listener, secret, hub.clone(), patience * 10)?;
-        site.tell(&address)?;
+        let hub = Hub::new(pool, credentials.clone(), limits, trace, first_caller);
+        let listener = Listener::open(listener, credentials.clone(), hub.clone(), patience * 10)?;
+        site.publish(&contact)?;
         let data = splits.train.fingerprint();
         let call = Call { run: Request { config, resume, ..call.run }, workers, ..call };
         Ok(Self {
@@ -127,6 +131,7 @@ impl ServedRun {
             directory,
             hub,
             site,
+            credentials,
             _listener: listener,
             splits,
             data,
@@ -216,7 +221,7 @@ impl ServedRun {
             addresses: servers,
             trace: self.hub.trace.is_some(),
         };
-        let mut fleet = self.fleet(&terms)?;
+        let mut fleet = self.fleet(&terms);
         fleet.assign(|server| Assignment {
             terms: terms.clone(),
             server,
@@ -230,8 +235,8 @@ impl ServedRun {
         self.course(plan, terms, fleet, from)
     }
 
-    fn fleet(&self, terms: &Terms) -> Result<Fleet> {
-        Ok(Fleet::new(terms, self.hub.clone(), self.site.secret()?, self.patience))
+    fn fleet(&self, terms: &Terms) -> Fleet {
+        Fleet::new(terms, self.hub.clone(), self.credentials.clone(), self.patience)
     }
 
     fn course(&self, plan: Plan, terms: Terms, fleet: Fleet, from: From<'_>) -> Result<Ending, Halt> {
@@ -275,7 +280,7 @@ impl ServedRun {
             self.splits.train.conform(preprocessing)?;
             self.splits.validation.as_mut().map_or(Ok(vec![]), |validation| validation.conform(preprocessing))?;
         }
-        let mut fleet = self.fleet(&terms)?;
+        let mut fleet = self.fleet(&terms);
         let generation = terms.generation;
         let step = entry.before.step;
         for answer in fleet.all(|_| ToServer::At { generation })? {

@@ -7,7 +7,7 @@ use super::hub::{Halt, Hub};
 use super::line::Line;
 use super::message::{Assignment, FromServer, ToServer};
 use super::terms::Terms;
-use crate::comm::Secret;
+use crate::comm::Credentials;
 use crate::error::Kind;
 
 /// The factor on the time for requests that move all of a server's memory to a disk.
@@ -20,7 +20,7 @@ const KEEP_ALIVE: Duration = Duration::from_secs(5);
 pub struct Fleet {
     lines: Vec<Line>,
     hub: Arc<Hub>,
-    secret: Secret,
+    credentials: Credentials,
     patience: Duration,
     /// The last time that all servers answered.
     heard: Instant,
@@ -28,24 +28,30 @@ pub struct Fleet {
 
 impl Fleet {
     /// Those of the terms. Requests to them end when one is lost.
-    pub fn new(terms: &Terms, hub: Arc<Hub>, secret: Secret, patience: Duration) -> Self {
+    pub fn new(terms: &Terms, hub: Arc<Hub>, credentials: Credentials, patience: Duration) -> Self {
         let watch = hub.clone();
-        Self::of(&terms.addresses, hub, secret, patience, move || !watch.has_lost())
+        Self::of(&terms.addresses, hub, credentials, patience, move || !watch.has_lost())
     }
 
     fn of(
         addresses: &[String],
         hub: Arc<Hub>,
-        secret: Secret,
+        credentials: Credentials,
         patience: Duration,
         goes_on: impl Fn() -> bool + Clone + Send + Sync + 'static,
     ) -> Self {
         // The heartbeats of a server say that it is there; one that takes no new connection is busy.
         let reach = hub.limits().stuck;
         let line = |address: &String| {
-            Line::new("the server", address, secret.clone(), patience).watched(reach, goes_on.clone())
+            Line::new("the server", address, credentials.clone(), patience).watched(reach, goes_on.clone())
         };
-        Self { lines: addresses.iter().map(line).collect(), hub: hub.clone(), secret, patience, heard: Instant::now() }
+        Self {
+            lines: addresses.iter().map(line).collect(),
+            hub: hub.clone(),
+            credentials,
+            patience,
+            heard: Instant::now(),
+        }
     }
 
     /// Connects to the same servers for another thread, whose requests take longer and end with the generation. They are connected
@@ -57,7 +63,7 @@ impl Fleet {
         let addresses: Vec<String> = self.lines.iter().map(|line| line.address().into()).collect();
         let watch = self.hub.clone();
         let goes_on = move || watch.goes_on(generation);
-        let mut other = Self::of(&addresses, self.hub.clone(), self.secret.clone(), LONG * self.patience, goes_on);
+        let mut other = Self::of(&addresses, self.hub.clone(), self.credentials.clone(), LONG * self.patience, goes_on);
         other.all(|_| ToServer::At { generation })?;
         Ok(other)
     }

@@ -6,15 +6,16 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
+use super::address::host_name;
 use super::line::Line;
 use super::listener::Service;
 use super::message::{FromCoordinator, FromServer, Load, Report, ToCoordinator, ToServer, Work};
 use super::pool::{Member, Pool};
-use super::site::host_name;
+use super::program::{Program, Programs, Role};
 use super::terms::Terms;
 use super::trace::Collected;
 use crate::activity::now;
-use crate::comm::Secret;
+use crate::comm::Credentials;
 use crate::error::{Error, Result};
 
 /// Time that a request for work waits for some, before the worker is told to ask again.
@@ -30,7 +31,7 @@ const BODY: usize = 0;
 pub struct Hub {
     state: Mutex<State>,
     changed: Condvar,
-    secret: Secret,
+    credentials: Credentials,
     limits: Limits,
     /// The trace, if one is wanted.
     pub trace: Option<Collected>,
@@ -88,6 +89,7 @@ pub struct State {
     waiting: BTreeMap<(String, u32), Instant>,
     failed: Option<Error>,
     over: bool,
+    programs: Programs,
 }
 
 /// A server that is there.
@@ -119,7 +121,13 @@ impl Hub {
     /// Nobody is there.
     ///
     /// Callers are numbered from `callers` on: those of a coordinator before it are others.
-    pub fn new(pool: Pool, secret: Secret, limits: Limits, trace: Option<Collected>, callers: u64) -> Arc<Self> {
+    pub fn new(
+        pool: Pool,
+        credentials: Credentials,
+        limits: Limits,
+        trace: Option<Collected>,
+        callers: u64,
+    ) -> Arc<Self> {
         let state = State {
             pool,
             terms: None,
@@ -137,8 +145,9 @@ impl Hub {
             waiting: BTreeMap::new(),
             failed: None,
             over: false,
+            programs: Programs::default(),
         };
-        Arc::new(Self { state: Mutex::new(state), changed: Condvar::new(), secret, limits, trace })
+        Arc::new(Self { state: Mutex::new(state), changed: Condvar::new(), credentials, limits, trace })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -276,11 +285,11 @@ impl Hub {
                 .collect();
             let staleness: Vec<_> = state.pool.histogram().iter().collect();
             let addresses = state.terms.as_ref().map(|terms| terms.addresses.clone()).unwrap_or_default();
-            let told = json!({"run": state.told, "generation": state.generation, "workers": workers, "leases": given, "staleness": staleness});
+            let told = json!({"run": state.told, "generation": state.generation, "workers": workers, "leases": given, "staleness": staleness, "devices": state.programs.devices()});
             (told, addresses)
         };
         let load = |address: &String| {
-            let mut line = Line::new("a server", address, self.secret.clone(), Duration::from_secs(2));
+            let mut line = Line::new("a server", address, self.credentials.clone(), Duration::from_secs(2));
             match line.tell_once(&ToServer::Load) {
                 Ok(FromServer::Load(load)) => json!({"address": address, "load": load}),
                 _ => json!({"address": address, "load": Option::<Load>::None}),
@@ -373,6 +382,24 @@ impl State {
         self.over = true;
     }
 
+    /// Compares the program of a newcomer with those that the run began with.
+    ///
+    /// # Errors
+    /// Returns an error if it differs and all processes must compute the same bits.
+    fn admit(&mut self, role: Role, place: &str, program: &Program) -> Result<()> {
+        let Some(difference) = self.programs.difference(role, program) else { return Ok(()) };
+        if self.pool.is_synchronous() {
+            log::warn!("{role} {place} is refused: {difference}");
+            let told =
+                format!("{role} {place}: {difference}, and with servers.staleness = 0 all must give the same bits");
+            return Err(Error::input(told).hint(
+                "start it with the same executable on the same kind of device, or the run with servers.staleness = \"none\"",
+            ));
+        }
+        log::warn!("{role} {place}: {difference}; what it computes may differ in its last bits");
+        Ok(())
+    }
+
     /// The end of the run, for a worker that was never one.
     fn ended(&mut self) -> FromCoordinator {
         self.waiting.clear();
@@ -447,10 +474,11 @@ impl Service for Hub {
 
     fn answer(&self, visit: &mut Visit, request: ToCoordinator, _: &mut Vec<u8>) -> Result<FromCoordinator> {
         match request {
-            ToCoordinator::Serve { address, generation } => Ok(self.with(|state| {
+            ToCoordinator::Serve { address, generation, program } => self.with(|state| {
                 if state.over {
-                    return FromCoordinator::Over;
+                    return Ok(FromCoordinator::Over);
                 }
+                state.admit(Role::Server, &address, &program)?;
                 state.callers += 1;
                 // One that has its ranges still was only cut off.
                 if generation == Some(state.generation) && state.missing.remove(&address).is_some() {
@@ -461,8 +489,8 @@ impl Service for Hub {
                     Seat { address, holds: generation, order: state.callers, heard: Instant::now(), silent: false };
                 state.seats.insert(state.callers, seat);
                 *visit = Visit::Server(state.callers);
-                FromCoordinator::Serves
-            })),
+                Ok(FromCoordinator::Serves)
+            }),
             ToCoordinator::Served => {
                 // A heartbeat of a server is news for nobody: those who wait are not woken.
                 let mut state = self.lock();
@@ -481,22 +509,24 @@ impl Service for Hub {
                     FromCoordinator::NotYet
                 }
             })),
-            ToCoordinator::Join { host, process } => Ok(self.with(|state| {
+            ToCoordinator::Join { host, process, program } => self.with(|state| {
                 if state.over {
-                    return state.ended();
+                    return Ok(state.ended());
                 }
                 let Some(terms) = state.terms.clone() else {
                     state.waiting.entry((host, process)).or_insert_with(Instant::now);
-                    return FromCoordinator::NotYet;
+                    return Ok(FromCoordinator::NotYet);
                 };
+                let place = format!("{host}:{process}");
+                state.admit(Role::Worker, &place, &program)?;
                 state.callers += 1;
-                let (member, place) = (state.callers, format!("{host}:{process}"));
+                let member = state.callers;
                 log::info!("worker {place} has come");
                 state.pool.join(member, place);
                 state.heard.insert(member, Instant::now());
                 *visit = Visit::Worker(member);
-                FromCoordinator::Welcome { member, terms: Box::new(terms) }
-            })),
+                Ok(FromCoordinator::Welcome { member, terms: Box::new(terms) })
+            }),
             ToCoordinator::Next { member, generation, data, report } => {
                 self.next(member, generation, data, report).map(FromCoordinator::Work)
             }
@@ -542,7 +572,7 @@ impl Service for Hub {
 mod tests {
     use super::*;
     use crate::checkpoint::Progress;
-    use crate::comm::write_secret;
+    use crate::comm::Secret;
     use crate::config::{Config, Staleness};
     use crate::servers::pool::Done;
 
@@ -550,14 +580,17 @@ mod tests {
 
     /// A run that takes workers, of whose work there is some.
     fn hub() -> Arc<Hub> {
-        hub_with(Limits { silent: Duration::from_secs(60), stuck: SHORT })
+        hub_with(Limits { silent: Duration::from_secs(60), stuck: SHORT }, Staleness::None)
     }
 
-    fn hub_with(limits: Limits) -> Arc<Hub> {
-        let dir = tempfile::tempdir().unwrap();
-        write_secret(dir.path()).unwrap();
-        let pool = || Pool::new(Staleness::None, 4, 0);
-        let hub = Hub::new(pool(), Secret::read(dir.path()).unwrap(), limits, None, 0);
+    fn program() -> Program {
+        Program::here("CPU".into())
+    }
+
+    fn hub_with(limits: Limits, staleness: Staleness) -> Arc<Hub> {
+        let credentials = Credentials { secret: Secret::new(vec![7; 32]).unwrap(), encrypt: true };
+        let pool = || Pool::new(staleness, 4, 0);
+        let hub = Hub::new(pool(), credentials, limits, None, 0);
         let terms = Terms {
             generation: 7,
             config: Config::default(),
@@ -581,7 +614,7 @@ mod tests {
     }
 
     fn join(hub: &Hub, process: u32) -> u64 {
-        let join = ToCoordinator::Join { host: "host".into(), process };
+        let join = ToCoordinator::Join { host: "host".into(), process, program: program() };
         match ask(hub, &mut Visit::default(), join) {
             FromCoordinator::Welcome { member, .. } => member,
             other => panic!("{other:?}"),
@@ -610,11 +643,41 @@ mod tests {
     }
 
     #[test]
+    fn programs_that_give_other_bits_are_refused_where_all_must_give_the_same() {
+        let joined = |staleness, program: &Program| {
+            let hub = hub_with(Limits { silent: Duration::from_secs(60), stuck: SHORT }, staleness);
+            join(&hub, 1);
+            let join = ToCoordinator::Join { host: "host".into(), process: 2, program: program.clone() };
+            let serve = ToCoordinator::Serve { address: "host:2".into(), generation: None, program: program.clone() };
+            let ask = |request| hub.answer(&mut Visit::default(), request, &mut Vec::new());
+            (ask(join).map(drop), ask(serve).map(drop))
+        };
+        let rebuilt = Program { build: "00000000".into(), ..program() };
+        let elsewhere = Program::here("CPU (AVX2)".into());
+        for (staleness, is_exact) in
+            [(Staleness::Bound(0), true), (Staleness::Bound(3), false), (Staleness::None, false)]
+        {
+            assert_eq!(joined(staleness, &program()), (Ok(()), Ok(())));
+            let (worker, server) = joined(staleness, &rebuilt);
+            assert_eq!((worker.is_err(), server.is_err()), (is_exact, is_exact));
+            let (worker, server) = joined(staleness, &elsewhere);
+            // It is the first server: its device is that of servers.
+            assert_eq!((worker.is_err(), server), (is_exact, Ok(())));
+            if let Err(e) = worker {
+                let told = e.to_string();
+                assert!(told.contains("worker host:2: it computes on CPU (AVX2), the run on CPU, and"), "{told}");
+                assert!(e.exit_code() == 2 && told.contains("hint: start it with the same executable"), "{told}");
+            }
+        }
+    }
+
+    #[test]
     fn a_server_without_heartbeats_is_lost_and_goes_behind() {
-        let hub = hub_with(Limits { silent: 2 * SHORT, stuck: SHORT });
+        let hub = hub_with(Limits { silent: 2 * SHORT, stuck: SHORT }, Staleness::None);
         let serve = |address: &str| {
             let mut visit = Visit::default();
-            ask(&hub, &mut visit, ToCoordinator::Serve { address: address.into(), generation: None });
+            let serve = ToCoordinator::Serve { address: address.into(), generation: None, program: program() };
+            ask(&hub, &mut visit, serve);
             visit
         };
         let beat = |visit: &mut Visit| ask(&hub, visit, ToCoordinator::Served);
@@ -642,7 +705,8 @@ mod tests {
         let hub = hub();
         let serve = |generation| {
             let mut visit = Visit::default();
-            ask(&hub, &mut visit, ToCoordinator::Serve { address: "host:1".into(), generation });
+            let serve = ToCoordinator::Serve { address: "host:1".into(), generation, program: program() };
+            ask(&hub, &mut visit, serve);
             visit
         };
         let first = serve(None);

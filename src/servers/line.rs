@@ -1,16 +1,15 @@
 //! A connection to a server or to the coordinator, made anew when it is cut.
 
 use std::io::{ErrorKind, IoSlice, Read, Write};
-use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::address;
 use super::message::{self, Fault};
-use super::site;
-use crate::comm::{Caller, HANDSHAKE_TIMEOUT, Secret, call};
+use crate::comm::{Caller, Connection, Credentials, HANDSHAKE_TIMEOUT, call};
 use crate::error::{Error, Result};
 
 /// Pause between two attempts to connect.
@@ -27,7 +26,7 @@ pub struct Line {
     /// The other end, for messages.
     place: String,
     address: String,
-    secret: Secret,
+    credentials: Credentials,
     /// Time within which the other end must answer.
     patience: Duration,
     /// Time within which it must come back once it is cut off.
@@ -36,15 +35,20 @@ pub struct Line {
     reach: Duration,
     /// Whether an answer is still of use.
     goes_on: Arc<dyn Fn() -> bool + Send + Sync>,
-    stream: Option<TcpStream>,
+    connection: Option<Connection>,
 }
 
 impl Line {
     /// To `address`, connected at the first request.
-    pub fn new(place: impl Into<String>, address: impl Into<String>, secret: Secret, patience: Duration) -> Self {
+    pub fn new(
+        place: impl Into<String>,
+        address: impl Into<String>,
+        credentials: Credentials,
+        patience: Duration,
+    ) -> Self {
         let (place, address) = (place.into(), address.into());
         let goes_on = Arc::new(|| true);
-        Self { place, address, secret, patience, comeback: patience, reach: patience, goes_on, stream: None }
+        Self { place, address, credentials, patience, comeback: patience, reach: patience, goes_on, connection: None }
     }
 
     /// Returns the same line to an end that must come back within another time once it is cut off.
@@ -70,7 +74,7 @@ impl Line {
     /// # Errors
     /// Returns an error if nobody listens, or the other end does not prove in time that it knows the secret.
     pub fn connect(&mut self) -> Result<()> {
-        if self.stream.is_some() {
+        if self.connection.is_some() {
             return Ok(());
         }
         if !(self.goes_on)() {
@@ -78,13 +82,14 @@ impl Line {
         }
         let limit = self.patience.min(HANDSHAKE_TIMEOUT);
         let deadline = Instant::now() + limit;
-        let stream = site::connect(&self.address, limit)?;
-        call(&stream, &self.secret, Caller { rank: 0, ranks: 0, lane: SERVERS }, deadline)?;
+        let stream = address::connect(&self.address, limit)?;
+        let caller = Caller { rank: 0, ranks: 0, lane: SERVERS };
+        let connection = call(stream, &self.credentials, caller, deadline)?;
         // Each wait looks again and again whether it still makes sense.
-        let look = Some(LOOK.min(self.patience));
+        let (stream, look) = (connection.stream(), Some(LOOK.min(self.patience)));
         let limited = stream.set_read_timeout(look).and(stream.set_write_timeout(look));
         limited.map_err(|e| Error::comm(e.to_string()))?;
-        self.stream = Some(stream);
+        self.connection = Some(connection);
         Ok(())
     }
 
@@ -95,10 +100,10 @@ impl Line {
     pub fn send(&mut self, head: &impl Serialize, body: &[&[u8]]) -> Result<()> {
         self.connect()?;
         let sent = match self.waiting() {
-            Some(mut stream) => message::write(&mut stream, head, body),
+            Some(mut connection) => message::write(&mut connection, head, body),
             None => Err(Error::comm("the connection ended")),
         };
-        sent.inspect_err(|_| self.stream = None)
+        sent.inspect_err(|_| self.connection = None)
     }
 
     /// The answer to the request that was sent; its body, of at most `limit` bytes, goes into `body`.
@@ -106,16 +111,16 @@ impl Line {
     /// # Errors
     /// The connection failed, and is closed; or an error of the other end.
     pub fn receive<T: DeserializeOwned>(&mut self, limit: usize, body: &mut Vec<u8>) -> Result<Result<T>> {
-        let mut stream = self.waiting().ok_or_else(|| Error::comm("nothing was asked"))?;
-        let read = message::read::<Result<T, Fault>>(&mut stream, limit, body);
+        let mut connection = self.waiting().ok_or_else(|| Error::comm("nothing was asked"))?;
+        let read = message::read::<Result<T, Fault>>(&mut connection, limit, body);
         match read {
             Ok(Some(answer)) => Ok(answer.map_err(Fault::error)),
             Ok(None) => {
-                self.stream = None;
+                self.connection = None;
                 Err(Error::comm("the connection ended"))
             }
             Err(e) => {
-                self.stream = None;
+                self.connection = None;
                 Err(e)
             }
         }
@@ -154,10 +159,10 @@ impl Line {
         }
     }
 
-    /// The stream, whose reads and writes wait for the other end as long as that makes sense.
-    fn waiting(&self) -> Option<Waiting<'_>> {
-        let stream = self.stream.as_ref()?;
-        Some(Waiting { stream, patience: self.patience, goes_on: &*self.goes_on })
+    /// Returns the connection, whose reads and writes wait for the other end as long as that makes sense.
+    fn waiting(&mut self) -> Option<Waiting<'_>> {
+        let connection = self.connection.as_mut()?;
+        Some(Waiting { connection, patience: self.patience, goes_on: &*self.goes_on })
     }
 
     /// As [`Line::ask`], without bodies.
@@ -177,19 +182,19 @@ impl Line {
     }
 }
 
-/// A stream whose reads and writes end when the other end is silent for too long, or an answer is of no use any more.
+/// A connection whose reads and writes end when the other end is silent for too long, or an answer is of no use any more.
 struct Waiting<'a> {
-    stream: &'a TcpStream,
+    connection: &'a mut Connection,
     patience: Duration,
     goes_on: &'a dyn Fn() -> bool,
 }
 
 impl Waiting<'_> {
     /// Repeats a call that times out.
-    fn repeat(&self, mut call: impl FnMut(&TcpStream) -> std::io::Result<usize>) -> std::io::Result<usize> {
+    fn repeat<T>(&mut self, mut call: impl FnMut(&mut Connection) -> std::io::Result<T>) -> std::io::Result<T> {
         let since = Instant::now();
         loop {
-            match call(self.stream) {
+            match call(self.connection) {
                 Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                     if since.elapsed() >= self.patience || !(self.goes_on)() {
                         return Err(ErrorKind::TimedOut.into());
@@ -203,21 +208,21 @@ impl Waiting<'_> {
 
 impl Read for Waiting<'_> {
     fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
-        self.repeat(|mut stream| stream.read(into))
+        self.repeat(|connection| connection.read(into))
     }
 }
 
 impl Write for Waiting<'_> {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.repeat(|mut stream| stream.write(bytes))
+        self.repeat(|connection| connection.write(bytes))
     }
 
     fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> std::io::Result<usize> {
-        self.repeat(|mut stream| stream.write_vectored(slices))
+        self.repeat(|connection| connection.write_vectored(slices))
     }
 
     fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
+        self.repeat(Write::flush)
     }
 }
 
@@ -228,6 +233,7 @@ mod tests {
 
     use super::super::listener::{Listener, Service};
     use super::*;
+    use crate::comm::Secret;
 
     const SHORT: Duration = Duration::from_millis(100);
 
@@ -250,21 +256,23 @@ mod tests {
         fn left(&self, (): ()) {}
     }
 
-    fn line(listener: &TcpListener, secret: &Secret) -> Line {
-        Line::new("the server", listener.local_addr().unwrap().to_string(), secret.clone(), SHORT)
+    fn credentials() -> Credentials {
+        Credentials { secret: Secret::new(vec![7; 32]).unwrap(), encrypt: true }
+    }
+
+    fn line(listener: &TcpListener) -> Line {
+        Line::new("the server", listener.local_addr().unwrap().to_string(), credentials(), SHORT)
     }
 
     #[test]
     fn one_that_takes_no_connection_is_busy_as_long_as_it_lives() {
-        let secret = Secret::new(vec![7; 32]).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut patient = line(&listener, &secret).watched(Duration::MAX, || true);
-        let impatient = line(&listener, &secret).tell::<u32>(&1).unwrap_err();
+        let mut patient = line(&listener).watched(Duration::MAX, || true);
+        let impatient = line(&listener).tell::<u32>(&1).unwrap_err();
         assert!(impatient.to_string().starts_with("the server at 127.0.0.1:"), "{impatient}");
-        let known = secret.clone();
         let busy = std::thread::spawn(move || {
             std::thread::sleep(4 * SHORT);
-            Listener::open(listener, known, Arc::new(Next), Duration::from_secs(60)).unwrap()
+            Listener::open(listener, credentials(), Arc::new(Next), Duration::from_secs(60)).unwrap()
         });
         assert_eq!(patient.tell::<u32>(&1), Ok(2));
         drop(busy.join().unwrap());
@@ -272,11 +280,10 @@ mod tests {
 
     #[test]
     fn waits_end_when_the_answer_is_of_no_use() {
-        let secret = Secret::new(vec![7; 32]).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let goes_on = Arc::new(AtomicBool::new(true));
         let lives = goes_on.clone();
-        let mut line = line(&listener, &secret).watched(Duration::MAX, move || lives.load(Ordering::Relaxed));
+        let mut line = line(&listener).watched(Duration::MAX, move || lives.load(Ordering::Relaxed));
         let asks = std::thread::spawn(move || line.tell::<u32>(&1).is_err());
         goes_on.store(false, Ordering::Relaxed);
         assert!(asks.join().unwrap());

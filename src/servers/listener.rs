@@ -1,6 +1,6 @@
 //! The answering end of connections: a thread for each.
 
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 
 use super::line::SERVERS;
 use super::message::{self, Fault};
-use crate::comm::{Acceptor, Caller, Secret};
+use crate::comm::{Acceptor, Caller, Connection, Credentials};
 use crate::error::{Error, Result};
 use crate::spawn::spawn;
 
@@ -50,23 +50,28 @@ impl Listener {
     ///
     /// # Errors
     /// The system refused a thread.
-    pub fn open<S: Service>(listener: TcpListener, secret: Secret, service: Arc<S>, idle: Duration) -> Result<Self> {
+    pub fn open<S: Service>(
+        listener: TcpListener,
+        credentials: Credentials,
+        service: Arc<S>,
+        idle: Duration,
+    ) -> Result<Self> {
         let over = Arc::new(AtomicBool::new(false));
         let (ends, connections) = (over.clone(), Arc::new(()));
-        let serve = move |caller: Caller, stream: TcpStream| {
+        let serve = move |caller: Caller, connection: Connection| {
             if Arc::strong_count(&connections) > CONNECTIONS {
                 return Err(Error::comm(format!("there are {CONNECTIONS} connections, the most that are served")));
             }
-            prepare(&stream, caller, idle)?;
-            let (service, ends, connection) = (service.clone(), ends.clone(), connections.clone());
+            prepare(&connection, caller, idle)?;
+            let (service, ends, counted) = (service.clone(), ends.clone(), connections.clone());
             let answer = move || {
-                converse(stream, &*service, &ends);
-                drop(connection);
+                converse(connection, &*service, &ends);
+                drop(counted);
             };
             // If the system refuses a thread the connection ends, and a known caller calls again.
             spawn("connection", answer).map(drop)
         };
-        Ok(Self { _acceptor: Acceptor::open(listener, secret, serve)?, over })
+        Ok(Self { _acceptor: Acceptor::open(listener, credentials, serve)?, over })
     }
 }
 
@@ -77,26 +82,27 @@ impl Drop for Listener {
 }
 
 /// Checks the purpose of a connection, and sets its time limits.
-fn prepare(stream: &TcpStream, caller: Caller, idle: Duration) -> Result<()> {
+fn prepare(connection: &Connection, caller: Caller, idle: Duration) -> Result<()> {
     if caller.lane != SERVERS {
         return Err(Error::comm("the caller is a rank, not one of a run on servers"));
     }
+    let stream = connection.stream();
     let set = stream.set_read_timeout(Some(idle)).and_then(|()| stream.set_write_timeout(Some(idle)));
     set.map_err(|e| Error::comm(e.to_string()))
 }
 
 /// Answers the requests of a connection until it ends.
-fn converse<S: Service>(mut stream: TcpStream, service: &S, over: &AtomicBool) {
+fn converse<S: Service>(mut connection: Connection, service: &S, over: &AtomicBool) {
     let (mut visit, mut body) = (S::Visit::default(), Vec::new());
     while !over.load(Ordering::Relaxed) {
         // A connection that fails or ends has nothing more to say.
-        let Ok(Some(request)) = message::read(&mut stream, service.limit(), &mut body) else { break };
+        let Ok(Some(request)) = message::read(&mut connection, service.limit(), &mut body) else { break };
         let answer = service.answer(&mut visit, request, &mut body);
         if answer.is_err() {
             body.clear();
         }
         let answer: Result<S::Answer, Fault> = answer.map_err(|e| Fault::from(&e));
-        if message::write(&mut stream, &answer, &[&body]).is_err() {
+        if message::write(&mut connection, &answer, &[&body]).is_err() {
             break;
         }
     }

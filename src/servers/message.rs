@@ -11,6 +11,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::division::Piece;
+use super::program::Program;
 use super::terms::Terms;
 use crate::checkpoint::Written;
 use crate::error::{Error, Kind, Result};
@@ -19,6 +20,9 @@ use crate::telemetry::trace_file::TraceEvent;
 
 /// Most bytes of a head.
 const HEAD_LIMIT: usize = 1 << 24;
+
+/// Bytes of a body that are read at a time.
+const CHUNK: usize = 1 << 20;
 
 /// A request to a server.
 #[derive(Debug, Serialize, Deserialize)]
@@ -252,6 +256,8 @@ pub enum ToCoordinator {
         address: String,
         /// The generation whose ranges it holds, if it does.
         generation: Option<u64>,
+        /// Its program.
+        program: Program,
     },
     /// A server lives, and asks whether the run goes on.
     Served,
@@ -268,6 +274,8 @@ pub enum ToCoordinator {
         host: String,
         /// Its process.
         process: u32,
+        /// Its program.
+        program: Program,
     },
     /// A worker is ready, or has done something, and asks for more.
     Next {
@@ -514,7 +522,7 @@ pub fn write(stream: &mut impl Write, head: &impl Serialize, body: &[&[u8]]) -> 
             Err(e) => return Err(Error::comm(e.to_string())),
         }
     }
-    Ok(())
+    stream.flush().map_err(|e| Error::comm(e.to_string()))
 }
 
 /// Reads a message, with a body of at most `limit` bytes into `body`. None at the end of the connection.
@@ -538,10 +546,13 @@ pub fn read<T: DeserializeOwned>(stream: &mut impl Read, limit: usize, body: &mu
     let mut head = vec![0; head_len];
     stream.read_exact(&mut head).map_err(lost)?;
     body.clear();
-    body.reserve_exact(body_len as usize);
-    stream.take(body_len).read_to_end(body).map_err(lost)?;
-    if body.len() as u64 != body_len {
-        return Err(Error::comm("the connection ended within a message"));
+    let body_len = body_len as usize;
+    // Memory is taken with the bytes that arrive, whatever length is announced.
+    body.reserve_exact(body_len);
+    while body.len() < body_len {
+        let begun = body.len();
+        body.resize(body_len.min(begun + CHUNK), 0);
+        stream.read_exact(&mut body[begun..]).map_err(lost)?;
     }
     serde_json::from_slice(&head).map(Some).map_err(|e| Error::comm(format!("a malformed message: {e}")))
 }

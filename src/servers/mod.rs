@@ -11,6 +11,7 @@
 //! in the fixed tree (`sums.rs`), and nothing depends on the worker that computed one. Otherwise each worker's gradient is applied as it
 //! comes.
 
+mod address;
 mod calls;
 mod coordinator;
 mod course;
@@ -24,6 +25,8 @@ mod line;
 mod listener;
 mod message;
 mod pool;
+mod program;
+mod rates;
 mod saving;
 mod server;
 mod site;
@@ -36,8 +39,10 @@ mod trace;
 mod wire;
 mod worker;
 
+pub use address::host_of;
 pub use calls::{Coordinator, Functions, Handle, work_on_calls};
 pub use coordinator::{Call, ServedRun};
+pub use rates::{Direction, Rate, rates};
 pub use server::{Post, serve};
 pub use site::Site;
 pub use status::{status, told};

@@ -151,6 +151,11 @@ impl Pool {
         }
     }
 
+    /// Whether all workers take each step together.
+    pub fn is_synchronous(&self) -> bool {
+        self.staleness == Staleness::Bound(0)
+    }
+
     /// A worker comes.
     pub fn join(&mut self, member: u64, place: String) {
         // Nobody is to wait until it has caught up.

@@ -4,15 +4,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
+use super::address::listen;
 use super::line::Line;
 use super::listener::{Listener, Service};
 use super::message::{FromCoordinator, FromServer, ToCoordinator, ToServer};
-use super::site::{Site, listen};
+use super::program::Program;
+use super::site::{Contact, Site};
 use super::storage::Storage;
 use super::trace::Recording;
 use crate::activity::now;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::parallel::Hyper;
+use crate::simd;
 use crate::telemetry::trace_file::TraceEvent;
 
 /// Interval of a server's heartbeats: `servers.timeout` may be as short as a second.
@@ -34,14 +37,21 @@ pub struct Post {
     pub threads: usize,
 }
 
+impl Post {
+    /// Returns a connection to the coordinator.
+    fn line(&self, contact: &Contact) -> Result<Line> {
+        Ok(Line::new("the coordinator", &contact.address, self.site.credentials(contact)?, self.patience))
+    }
+}
+
 /// Serves until the run is over.
 ///
 /// # Errors
 /// The address cannot be listened on, or the coordinator is gone.
 pub fn serve(post: &Post) -> Result<()> {
-    let address = post.site.coordinator(post.patience)?;
-    let secret = post.site.secret()?;
-    let (listener, own) = listen(post.address.as_deref())?;
+    let contact = post.site.coordinator(post.patience)?;
+    let (listener, own) = listen(post.address.as_deref(), contact.interface.as_deref())?;
+    let program = Program::here(format!("CPU ({})", simd::name()));
     let shelves = Arc::new(Shelves {
         storage: RwLock::default(),
         threads: post.threads,
@@ -49,13 +59,17 @@ pub fn serve(post: &Post) -> Result<()> {
         events: Mutex::default(),
     });
     let mut recording = None;
-    let _listener = Listener::open(listener, secret.clone(), shelves.clone(), post.patience * 10)?;
-    let mut coordinator = Line::new("the coordinator", address, secret.clone(), post.patience);
+    let credentials = post.site.credentials(&contact)?;
+    let _listener = Listener::open(listener, credentials, shelves.clone(), post.patience * 10)?;
+    let mut coordinator = post.line(&contact)?;
     let (mut heard, mut known) = (Instant::now(), false);
     loop {
         let generation = shelves.storage().map(|storage| storage.generation());
-        let request =
-            if known { ToCoordinator::Served } else { ToCoordinator::Serve { address: own.clone(), generation } };
+        let request = if known {
+            ToCoordinator::Served
+        } else {
+            ToCoordinator::Serve { address: own.clone(), generation, program: program.clone() }
+        };
         let answer = coordinator.tell_once(&request);
         if answer.is_ok() && shelves.is_traced() {
             // A trace that lacks a part is no reason to end.
@@ -66,14 +80,15 @@ pub fn serve(post: &Post) -> Result<()> {
             Ok(FromCoordinator::Serves) => (heard, known) = (Instant::now(), true),
             Ok(FromCoordinator::Over) => return Ok(()),
             Ok(other) => return Err(Error::comm(format!("the coordinator answered {other:?}"))),
+            // It is refused.
+            Err(e) if e.kind() == Kind::Input => return Err(e),
             Err(e) if heard.elapsed() > post.patience => {
                 return post.site.ended().map_or_else(|| Err(e.at("the coordinator")), |_| Ok(()));
             }
             Err(_) => {
                 // One that comes back may listen elsewhere.
                 known = false;
-                let address = post.site.coordinator(post.patience)?;
-                coordinator = Line::new("the coordinator", address, secret.clone(), post.patience);
+                coordinator = post.line(&post.site.coordinator(post.patience)?)?;
             }
         }
         std::thread::sleep(BEAT);

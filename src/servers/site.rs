@@ -1,23 +1,37 @@
 //! The place where the processes of a run find their coordinator: the directory `servers` in that of the run.
 
 use std::fs;
-use std::net::{TcpListener, TcpStream, ToSocketAddrs as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
+
 use super::journal::Journal;
-use crate::comm::{Secret, write_secret};
+use crate::comm::{Credentials, Secret, write_secret};
 use crate::error::{Error, Result};
 use crate::own_files;
 use crate::private;
 use crate::run_dir::REQUEUE;
 use crate::run_dir::markers::{Markers, Status};
+use crate::signals;
 
 /// Name of the file with the coordinator's address.
 const COORDINATOR: &str = "coordinator";
 
 /// Interval at which a file is looked for.
 const LOOK: Duration = Duration::from_millis(50);
+
+/// The coordinator's address, and the settings that a process needs before it has those of the run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Contact {
+    /// Host and port.
+    pub address: String,
+    /// `comm.encrypt`
+    pub encrypt: bool,
+    /// `comm.interface`
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub interface: Option<String>,
+}
 
 /// The directory.
 #[derive(Debug, Clone)]
@@ -65,28 +79,44 @@ impl Site {
     /// It cannot be read.
     pub fn secret(&self) -> Result<Secret> {
         let hint = "it is the run's secret, which only the user of the coordinator can read";
-        Secret::read(&self.dir).map_err(|e| e.hint(hint))
+        Secret::read(&self.dir).map_err(|e| if e.advice().is_some() { e } else { e.hint(hint) })
     }
 
-    /// Tells the coordinator's address.
+    /// Returns the secret, with the policy of a contact on encryption.
     ///
     /// # Errors
-    /// The file system refused.
-    pub fn tell(&self, address: &str) -> Result<()> {
+    /// Returns an error if the secret cannot be read.
+    pub fn credentials(&self, contact: &Contact) -> Result<Credentials> {
+        Ok(Credentials { secret: self.secret()?, encrypt: contact.encrypt })
+    }
+
+    /// Publishes the coordinator's address.
+    ///
+    /// # Errors
+    /// Returns an error if the file system refuses.
+    pub fn publish(&self, contact: &Contact) -> Result<()> {
         let (path, new) = (self.dir.join(COORDINATOR), self.dir.join("coordinator.new"));
-        own_files::write(&new, address).and_then(|()| fs::rename(&new, &path)).map_err(|e| Error::io("write", &path, e))
+        let text = serde_json::to_string(contact).map_err(|e| Error::internal(e.to_string()))?;
+        own_files::write(&new, text + "\n")
+            .and_then(|()| fs::rename(&new, &path))
+            .map_err(|e| Error::io("write", &path, e))
     }
 
-    /// The coordinator's address, once it is told.
+    /// Returns the coordinator's address, once it is published.
     ///
     /// # Errors
-    /// It has not been for so long.
-    pub fn coordinator(&self, patience: Duration) -> Result<String> {
+    /// Returns an error if it is not for this time, or a signal asks the process to end.
+    pub fn coordinator(&self, patience: Duration) -> Result<Contact> {
         let (path, since) = (self.dir.join(COORDINATOR), Instant::now());
         loop {
             match fs::read_to_string(&path) {
-                Ok(address) => return Ok(address),
-                Err(_) if since.elapsed() < patience => std::thread::sleep(LOOK),
+                Ok(text) => {
+                    return serde_json::from_str(&text).map_err(|e| {
+                        Error::comm(format!("{} holds no address: {e}", path.display()))
+                            .hint("start all processes of a run with the same program")
+                    });
+                }
+                Err(_) if since.elapsed() < patience && signals::came().is_none() => std::thread::sleep(LOOK),
                 Err(e) => {
                     return Err(Error::io("read", &path, e)
                         .hint("start hpctrain coordinate for the run, and give its directory"));
@@ -96,93 +126,25 @@ impl Site {
     }
 }
 
-/// Listens; returns the address for others. `wish` is `servers.address`: a host, a host with a port, or a port as `:2222`. At an IP
-/// address alone, or with a name at all addresses.
-///
-/// # Errors
-/// The address is in use, or of another host.
-pub fn listen(wish: Option<&str>) -> Result<(TcpListener, String)> {
-    let (host, port) = match wish {
-        None => (None, 0),
-        Some(wish) => parse(wish)?,
-    };
-    // A name is for others: in a container it may stand for an address of another host, which passes on.
-    let ip = host.as_deref().filter(|host| host.parse::<std::net::IpAddr>().is_ok());
-    let local = (ip.unwrap_or("0.0.0.0"), port);
-    let refused = |e: std::io::Error| {
-        let told = format!("{}:{port}", local.0);
-        Error::input(format!("cannot listen on {told}: {e}"))
-            .hint("set servers.address to an address of this host that is free, or leave it out")
-    };
-    let listener = TcpListener::bind(local).map_err(refused)?;
-    let port = listener.local_addr().map_err(refused)?.port();
-    let host = host.unwrap_or_else(host_name);
-    Ok((listener, format!("{host}:{port}")))
-}
-
-/// Host and port of `servers.address`.
-fn parse(wish: &str) -> Result<(Option<String>, u16)> {
-    let (host, port) = wish.rsplit_once(':').unwrap_or((wish, "0"));
-    match port.parse() {
-        Ok(port) => Ok((Some(host).filter(|host| !host.is_empty()).map(Into::into), port)),
-        Err(_) => Err(Error::input(format!("servers.address = {wish:?} is no host with a port"))
-            .hint("such as \"node7\", \"10.0.0.7:2222\" or \":2222\"")),
-    }
-}
-
-/// Connects to an address that [`listen`] returned, on this host or another.
-///
-/// # Errors
-/// The host is not known, or nobody listens there.
-pub fn connect(address: &str, patience: Duration) -> Result<TcpStream> {
-    let (host, port) = address.rsplit_once(':').ok_or_else(|| Error::comm(format!("{address:?} is no address")))?;
-    // A host need not know its own name.
-    let host = if host == host_name() { "127.0.0.1" } else { host };
-    let found = format!("{host}:{port}").to_socket_addrs();
-    let found = found.map_err(|e| {
-        Error::comm(format!("{host} does not resolve: {e}")).hint("set servers.address to one that all hosts know")
-    })?;
-    let mut last = Error::comm(format!("{host} has no address"));
-    for one in found {
-        match TcpStream::connect_timeout(&one, patience) {
-            Ok(stream) => {
-                stream.set_nodelay(true).map_err(|e| Error::comm(e.to_string()))?;
-                return Ok(stream);
-            }
-            Err(e) => last = Error::comm(format!("{address}: {e}")),
-        }
-    }
-    Err(last)
-}
-
-/// The name of this host.
-pub fn host_name() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_found() {
+    fn the_coordinator_is_found() {
         let folder = tempfile::tempdir().unwrap();
         let site = Site::of(folder.path());
         assert!(site.coordinator(Duration::ZERO).unwrap_err().to_string().contains("hpctrain coordinate"));
         site.open().unwrap();
         site.open().unwrap();
-        let (listener, address) = listen(None).unwrap();
-        site.tell(&address).unwrap();
-        let found = site.coordinator(Duration::ZERO).unwrap();
-        assert_eq!(found, address);
-        connect(&found, Duration::from_secs(5)).unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let error = listen(Some(&format!("127.0.0.1:{port}"))).unwrap_err().to_string();
-        assert!(error.contains(&format!("cannot listen on 127.0.0.1:{port}: Address already in use")), "{error}");
-        let error = connect("no-such-host.invalid:1", Duration::from_secs(5)).unwrap_err().to_string();
-        assert!(error.contains("no-such-host.invalid does not resolve"), "{error}");
-        assert_eq!(parse("node7").unwrap(), (Some("node7".into()), 0));
-        assert_eq!(parse(":2222").unwrap(), (None, 2222));
-        assert!(parse("a:b").unwrap_err().to_string().contains("is no host with a port"));
+        for interface in [None, Some("ib0".to_owned())] {
+            let contact = Contact { address: "node7:2222".into(), encrypt: interface.is_none(), interface };
+            site.publish(&contact).unwrap();
+            assert_eq!(site.coordinator(Duration::ZERO).unwrap(), contact);
+            assert_eq!(site.credentials(&contact).unwrap().encrypt, contact.encrypt);
+        }
+        fs::write(folder.path().join("servers/coordinator"), "node7:2222").unwrap();
+        let error = site.coordinator(Duration::ZERO).unwrap_err().to_string();
+        assert!(error.contains("holds no address") && error.contains("the same program"), "{error}");
     }
 }

@@ -19,7 +19,8 @@ const PATIENCE: Duration = Duration::from_secs(15);
 /// # Errors
 /// There is no coordinator, or it does not answer.
 pub fn status(site: &Site) -> Result<Value> {
-    let mut line = Line::new("the coordinator", site.coordinator(Duration::ZERO)?, site.secret()?, PATIENCE);
+    let contact = site.coordinator(Duration::ZERO)?;
+    let mut line = Line::new("the coordinator", &contact.address, site.credentials(&contact)?, PATIENCE);
     match line.tell(&ToCoordinator::Status)? {
         FromCoordinator::Status(told) => Ok(*told),
         other => Err(Error::comm(format!("the coordinator answered {other:?}"))),

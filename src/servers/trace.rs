@@ -5,9 +5,9 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use super::address::host_name;
 use super::line::Line;
 use super::message::{FromCoordinator, ToCoordinator};
-use super::site::host_name;
 use crate::activity::{Activity, Track, now};
 use crate::error::{Error, Result};
 use crate::telemetry::trace_file::{TraceEvent, TraceFile};

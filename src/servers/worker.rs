@@ -7,17 +7,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
+use super::address::host_name;
 use super::exchange::{Current, Servers, longest};
 use super::heart::Heart;
 use super::line::Line;
 use super::message::{Fault, FromCoordinator, Pushed, Report, Seconds, ToCoordinator, Values, Work};
-use super::site::{Site, host_name};
+use super::program::Program;
+use super::site::Site;
 use super::terms::Terms;
 use super::trace::Recording;
 use crate::activity::{Activity, Doing, Track, span};
 use crate::backend::cpu::Cpu;
 use crate::backend::{Kernels, readable};
-use crate::comm::{Secret, single};
+use crate::comm::{Credentials, single};
 use crate::config::{Config, Facts, Optimizer, OptimizerKind, Plan, resolve};
 use crate::data::Source;
 use crate::engine::feed::Feed;
@@ -58,11 +60,12 @@ enum After {
 }
 
 impl Hand {
-    /// A connection to the coordinator, and the run's secret.
-    fn coordinator(&self) -> Result<(Line, Secret)> {
-        let (address, secret) = (self.site.coordinator(self.patience)?, self.site.secret()?);
-        let line = Line::new("the coordinator", address, secret.clone(), self.patience);
-        Ok((line.comes_back(COMEBACK), secret))
+    /// Returns a connection to the coordinator, and the credentials of the run.
+    fn coordinator(&self) -> Result<(Line, Credentials)> {
+        let contact = self.site.coordinator(self.patience)?;
+        let credentials = self.site.credentials(&contact)?;
+        let line = Line::new("the coordinator", contact.address, credentials.clone(), self.patience);
+        Ok((line.comes_back(COMEBACK), credentials))
     }
 
     fn is_to_leave(&self) -> bool {
@@ -96,6 +99,7 @@ pub fn config_of_run(hand: &Hand) -> Result<std::result::Result<Config, i32>> {
             Ok(Some(FromCoordinator::Terms(terms))) => return Ok(Ok(terms.config)),
             Ok(Some(FromCoordinator::Work(Work::End(code)))) => return Ok(Err(code)),
             Ok(Some(other)) => return Err(unexpected(&other)),
+            Err(_) if hand.is_to_leave() => return Ok(Err(0)),
             Err(e) if e.kind() != Kind::Comm || since.elapsed() > hand.patience => return Err(e),
             Err(_) => {}
         }
@@ -106,14 +110,15 @@ fn unexpected(answer: &FromCoordinator) -> Error {
     Error::comm(format!("the coordinator answered {answer:?}"))
 }
 
-/// Works until the run is over, or it is asked to leave; returns the run's exit code. `backend` makes the device.
+/// Works until the run is over, or it is asked to leave; returns the run's exit code. `backend` makes the device; `device` names it
+/// with all that decides the bits that it computes.
 ///
 /// # Errors
 /// The coordinator is gone, the data cannot be read, or the device failed.
-pub fn work<B: Kernels>(hand: &Hand, backend: impl Fn(&Plan) -> Result<B>) -> Result<i32> {
+pub fn work<B: Kernels>(hand: &Hand, device: &str, backend: impl Fn(&Plan) -> Result<B>) -> Result<i32> {
     let mut heard = Instant::now();
     loop {
-        match join(hand, &backend, &mut heard) {
+        match join(hand, device, &backend, &mut heard) {
             Ok(After::Over(code)) => return Ok(code),
             Ok(After::Left) => return Ok(0),
             Ok(After::Renew) => {}
@@ -126,9 +131,15 @@ pub fn work<B: Kernels>(hand: &Hand, backend: impl Fn(&Plan) -> Result<B>) -> Re
 }
 
 /// Joins the run and works, as long as this membership lasts. `heard` is set to the last time the coordinator was heard of.
-fn join<B: Kernels>(hand: &Hand, backend: impl Fn(&Plan) -> Result<B>, heard: &mut Instant) -> Result<After> {
-    let (mut coordinator, secret) = hand.coordinator()?;
-    let join = ToCoordinator::Join { host: host_name(), process: std::process::id() };
+fn join<B: Kernels>(
+    hand: &Hand,
+    device: &str,
+    backend: impl Fn(&Plan) -> Result<B>,
+    heard: &mut Instant,
+) -> Result<After> {
+    let (mut coordinator, credentials) = hand.coordinator()?;
+    let program = Program::here(device.into());
+    let join = ToCoordinator::Join { host: host_name(), process: std::process::id(), program };
     let (member, terms) = match hand.ask(&mut coordinator, &join)? {
         None => return Ok(After::Left),
         Some(FromCoordinator::Welcome { member, terms }) => (member, *terms),
@@ -158,7 +169,7 @@ fn join<B: Kernels>(hand: &Hand, backend: impl Fn(&Plan) -> Result<B>, heard: &m
     activity.record(recording.is_some());
     let line = |address: &str| {
         let current = is_current.clone();
-        let line = Line::new("the server", address, secret.clone(), hand.patience).comes_back(COMEBACK);
+        let line = Line::new("the server", address, credentials.clone(), hand.patience).comes_back(COMEBACK);
         line.watched(COMEBACK, move || current.load(Ordering::Relaxed))
     };
     let after = Member::begin(hand, &terms, member, line, backend).and_then(|mut own| {

@@ -17,7 +17,8 @@ const RUN: &str = "--set run.steps=6 --set checkpoint.every=3 --set eval.every=3
 const SMALL: &str = "--set model.layers=1 --set model.width=32 --set model.heads=2 --set model.context=16";
 
 /// Commands that need what a clone does not have, and where they are tested instead.
-const ELSEWHERE: [(&str, &str); 2] = [
+const ELSEWHERE: [(&str, &str); 3] = [
+    ("bench connection", "two hosts: tests/hosts/roles.rs"),
     ("hpctrain predict", "images that a user imports: tests/runs/predict.rs"),
     ("srun ", "a Slurm allocation: tests/cli/slurm.rs, and on a real Slurm tests/hosts/slurm.rs"),
 ];

@@ -96,6 +96,12 @@ impl RunFiles {
         std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
     }
 
+    /// Host and port of its coordinator.
+    #[track_caller]
+    pub fn coordinator(&self) -> String {
+        json(&self.path("servers/coordinator"))["address"].as_str().unwrap().into()
+    }
+
     /// A checkpoint of it.
     pub fn checkpoint(&self, step: u64) -> PathBuf {
         self.path(&format!("checkpoints/step-{step:08}"))

@@ -7,6 +7,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod attacks;
 mod audits;
 mod containers;
 mod copied_runs;

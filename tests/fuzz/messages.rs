@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::{Backend as _, MemoryKind};
 use hpctrain::comm::{
-    Algorithm, Caller, Comm, HANDSHAKE_TIMEOUT, Handshake, Meeting, Secret, call, start_tcp, write_secret,
+    Algorithm, Caller, Comm, Connection, Credentials, HANDSHAKE_TIMEOUT, Handshake, Meeting, Secret, call, start_tcp,
+    write_secret,
 };
 use hpctrain::error::Result;
 use serde_json::{Value, json};
@@ -21,8 +22,11 @@ use crate::common::launch::Transport::Alone;
 use crate::common::launch::{Running, program, start, start_beside};
 use crate::common::runs::Run;
 
-/// Bytes of a caller's greeting: magic, version, nonce; its place; its proof.
-const GREETING: usize = 8 + 4 + 32 + 12 + 32;
+/// Bytes of a caller's first message: magic, version, ephemeral key, tag.
+const FIRST: usize = 8 + 4 + 32 + 16;
+
+/// Bytes of its last message: its place, its wish for encryption, tag.
+const LAST: usize = 12 + 1 + 16;
 
 /// The purpose of connections of runs on servers.
 const SERVERS: u32 = 0x5e72;
@@ -30,6 +34,16 @@ const SERVERS: u32 = 0x5e72;
 /// The deadline of a handshake that begins now.
 fn soon() -> Instant {
     Instant::now() + HANDSHAKE_TIMEOUT
+}
+
+fn credentials(secret: Secret) -> Credentials {
+    Credentials { secret, encrypt: true }
+}
+
+/// The program of a process that the coordinator takes, which computes on `device`.
+fn program_on(device: &Value) -> Value {
+    let build = crc32fast::hash(&std::fs::read(env!("CARGO_BIN_EXE_hpctrain")).unwrap());
+    json!({"version": env!("CARGO_PKG_VERSION"), "build": format!("{build:08x}"), "device": device})
 }
 
 /// A directory where two ranks meet.
@@ -71,7 +85,7 @@ fn address_of_0(dir: &Path) -> String {
     }
 }
 
-/// The words of a real rank 1 on the connection of exchanges, after its greeting.
+/// The words of a real rank 1 on the connection of exchanges, after its handshake.
 fn recorded() -> Vec<u8> {
     let place_0 = meeting_place(None);
     let place_1 = meeting_place(Some(place_0.path()));
@@ -111,7 +125,7 @@ fn recorded() -> Vec<u8> {
     first.join().unwrap().unwrap();
     second.join().unwrap().unwrap();
     let (_, said) = (0..2).map(|_| told.recv().unwrap()).min().unwrap();
-    said[GREETING..].to_vec()
+    said[FIRST + LAST..].to_vec()
 }
 
 #[test]
@@ -119,7 +133,7 @@ fn ranks_hear_each_other() {
     let seed = recorded();
     assert!(seed.len() > 1000);
     let kept = meeting_place(None);
-    let secret = Secret::read(kept.path()).unwrap();
+    let credentials = credentials(Secret::read(kept.path()).unwrap());
     let read = |input: &[u8]| {
         let place = meeting_place(Some(kept.path()));
         std::fs::write(place.path().join("rank-1"), "127.0.0.1:1 host").unwrap();
@@ -128,8 +142,8 @@ fn ranks_hear_each_other() {
         let address = address_of_0(place.path());
         let lanes = [0, 1].map(|lane| {
             let stream = TcpStream::connect(&address).unwrap();
-            call(&stream, &secret, Caller { rank: 1, ranks: 2, lane }, soon()).unwrap();
-            stream
+            let caller = Caller { rank: 1, ranks: 2, lane };
+            call(stream, &credentials, caller, soon()).and_then(Connection::into_stream).unwrap()
         });
         let mut said = lanes[0].try_clone().unwrap();
         // The other end may be gone before it has heard all.
@@ -159,35 +173,35 @@ fn frames(said: &[u8]) -> Vec<Range<usize>> {
 }
 
 #[test]
-fn greetings_of_strangers_are_heard() {
+fn handshakes_of_strangers_are_refused() {
     let place = meeting_place(None);
-    let secret = Secret::read(place.path()).unwrap();
-    // The greeting of a caller that knows another secret: nothing that a stranger can say is right.
+    let known = credentials(Secret::read(place.path()).unwrap());
+    // The words of a caller that knows another secret: nothing that a stranger can say is right.
     let seed = {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let other = Secret::new(vec![3; 32]).unwrap();
+        let other = credentials(Secret::new(vec![3; 32]).unwrap());
         let caller = std::thread::spawn(move || {
             let stream = TcpStream::connect(address).unwrap();
-            call(&stream, &other, Caller { rank: 1, ranks: 2, lane: 0 }, soon()).is_err()
+            call(stream, &other, Caller { rank: 1, ranks: 2, lane: 0 }, soon()).is_err()
         });
         let (mut stream, _) = listener.accept().unwrap();
-        stream.write_all(&[b"hpctrain".as_slice(), &1u32.to_le_bytes(), &[9; 32]].concat()).unwrap();
-        let mut said = vec![0; GREETING];
+        stream.write_all(&[b"hpctrain".as_slice(), &2u32.to_le_bytes()].concat()).unwrap();
+        let mut said = vec![0; FIRST];
         stream.read_exact(&mut said).unwrap();
         drop(stream);
         assert!(caller.join().unwrap());
         said
     };
     let mut first = true;
-    fuzz("greeting", Form::Bytes, &[seed], |input| {
+    fuzz("handshake", Form::Bytes, &[seed], |input| {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut stranger = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         stranger.write_all(input).unwrap();
         stranger.shutdown(Shutdown::Write).unwrap();
         let (stream, _) = listener.accept().unwrap();
-        let mut handshake = Handshake::begin(stream).unwrap();
-        while let Ok(caller) = handshake.advance(&secret) {
+        let mut handshake = Handshake::begin(stream, &known).unwrap();
+        while let Ok(caller) = handshake.advance() {
             assert!(caller.is_none(), "a stranger is let in");
             std::thread::yield_now();
         }
@@ -228,7 +242,8 @@ impl Served {
         served.secret = Secret::read(&served.run.join("servers")).unwrap();
         // It waits for a worker before it opens the run.
         while served.terms.is_null() {
-            let message = framed(json!({"Join": {"host": "here", "process": 1}}).to_string().as_bytes(), &[]);
+            let join = json!({"Join": {"host": "here", "process": 1, "program": program_on(&json!("CPU"))}});
+            let message = framed(join.to_string().as_bytes(), &[]);
             let answer = served.ask(&served.coordinator_address(), &message).unwrap();
             served.terms = answer["Ok"]["Welcome"]["terms"].clone();
             std::thread::sleep(Duration::from_millis(20));
@@ -237,7 +252,8 @@ impl Served {
     }
 
     fn coordinator_address(&self) -> String {
-        std::fs::read_to_string(self.run.join("servers/coordinator")).unwrap()
+        let text = std::fs::read_to_string(self.run.join("servers/coordinator")).unwrap();
+        serde_json::from_str::<Value>(&text).unwrap()["address"].as_str().unwrap().into()
     }
 
     fn server_address(&self) -> String {
@@ -246,9 +262,10 @@ impl Served {
 
     /// Says something to a process; returns its first answer.
     fn ask(&self, address: &str, said: &[u8]) -> Option<Value> {
-        let port = address.rsplit_once(':').unwrap().1;
-        let mut stream = TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
-        call(&stream, &self.secret, Caller { rank: 0, ranks: 0, lane: SERVERS }, soon()).unwrap();
+        let stream = TcpStream::connect(address).unwrap();
+        let caller = Caller { rank: 0, ranks: 0, lane: SERVERS };
+        let called = call(stream, &credentials(self.secret.clone()), caller, soon());
+        let mut stream = called.and_then(Connection::into_stream).unwrap();
         // It may have closed the connection already.
         let _ = stream.write_all(said).and_then(|()| stream.shutdown(Shutdown::Write));
         let mut answer = Vec::new();
@@ -285,15 +302,17 @@ fn message(head: &Value, body: &[u8]) -> Vec<u8> {
 fn coordinators_hear_workers_and_servers() {
     let mut served = Served::start();
     let (address, generation) = (served.coordinator_address(), served.terms["generation"].clone());
+    let status = served.ask(&address, &message(&json!("Status"), &[])).unwrap();
+    let device = status["Ok"]["Status"]["devices"]["server"].clone();
     let seconds = json!({"compute": 0.5, "loader": 0.0, "pull": 0.1, "push": 0.1});
     let losses = [1.5f64.to_bits(), 2.5f64.to_bits()];
     let next = |report: Value| json!({"Next": {"member": 2, "generation": generation, "data": null, "report": report}});
     let event = json!({"name": "forward", "unit": "h.0", "start": 5, "end": 9, "details": {}});
     let seeds = [
-        json!({"Serve": {"address": "127.0.0.1:1", "generation": generation}}),
+        json!({"Serve": {"address": "127.0.0.1:1", "generation": generation, "program": program_on(&device)}}),
         json!("Served"),
         json!({"Terms": {"host": "here", "process": 5}}),
-        json!({"Join": {"host": "here", "process": 5}}),
+        json!({"Join": {"host": "here", "process": 5, "program": program_on(&json!("CPU"))}}),
         next(json!(null)),
         next(json!({"Lanes": {"ticket": 1, "losses": losses, "seconds": seconds}})),
         next(

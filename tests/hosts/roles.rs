@@ -1,5 +1,8 @@
 //! Evaluators, servers and workers on other hosts than the run.
 
+use std::io::{BufRead as _, BufReader};
+use std::process::{Command, Stdio};
+
 use crate::common::hosts::Hosts;
 use crate::common::launch::Transport::{Alone, Simulate};
 use crate::common::launch::{LIMIT, program, start, start_beside};
@@ -53,4 +56,85 @@ fn servers_and_workers_on_other_hosts_give_the_same_bits() {
     // They were there.
     assert!(["h1", "h2"].iter().all(|host| hosts.bytes(host).0 > 100_000));
     assert_eq!(json(&run.files().path("END"))["status"], "finished");
+}
+
+/// Listens to all that a host receives and sends at `eth0`; prints a line once it listens, and at the end of its input the number of
+/// packets and of those with the word.
+const LISTENER: &str = r#"
+import select, socket, sys
+word = sys.argv[1].encode()
+packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+packets.bind(("eth0", 0))
+packets.setsockopt(socket.SOL_SOCKET, 33, 1 << 26)
+print("listens", flush=True)
+heard = found = 0
+while True:
+    ready, _, _ = select.select([packets, sys.stdin], [], [])
+    if packets in ready:
+        heard += 1
+        found += word in packets.recv(1 << 17)
+    elif sys.stdin in ready:
+        break
+print(heard, found)
+"#;
+
+#[test]
+fn messages_between_hosts_are_encrypted() {
+    let Some(hosts) = Hosts::new(2) else { return };
+    let root = tempfile::tempdir().unwrap();
+    for encrypt in [true, false] {
+        let mut listener = Command::new("python3");
+        listener.args(["-c", LISTENER, "\"generation\""]);
+        let mut listener = hosts.on("h1", &listener);
+        let mut listener = listener.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut told = BufReader::new(listener.stdout.take().unwrap());
+        let mut line = String::new();
+        told.read_line(&mut line).unwrap();
+        assert_eq!(line, "listens\n");
+
+        let settings = [format!("comm.encrypt={encrypt}"), "comm.interface='10.77.0.0/16'".into()];
+        let run = Run::new(Alone, root.path(), &format!("{encrypt}"), &settings.each_ref().map(String::as_str));
+        let mut coordinate = program(["coordinate", "--servers", "1", "--workers", "1"]);
+        coordinate.args(run.command().get_args().skip(1));
+        let coordinator = start(&mut hosts.on("h0", &coordinate));
+        let others = [("h0", "server"), ("h1", "worker")].map(|(host, role)| {
+            let mut command = program([role, "--run"]);
+            start_beside(&coordinator, &mut hosts.on(host, command.arg(run.files().0)))
+        });
+        coordinator.finish(LIMIT).succeeded();
+        others.into_iter().for_each(|other| drop(other.finish(LIMIT).succeeded()));
+        assert!(run.files().coordinator().starts_with("10.77.0.1:"), "{}", run.files().coordinator());
+
+        drop(listener.stdin.take());
+        line.clear();
+        told.read_line(&mut line).unwrap();
+        listener.wait().unwrap();
+        let (heard, found) = line.trim().split_once(' ').unwrap();
+        let [heard, found]: [u64; 2] = [heard, found].map(|count| count.parse().unwrap());
+        assert!(heard > 50, "{line}");
+        assert_eq!(
+            found > 0,
+            !encrypt,
+            "comm.encrypt={encrypt}: {found} of {heard} packets have a request in plain text"
+        );
+    }
+}
+
+#[test]
+fn connections_between_hosts_are_timed() {
+    let Some(hosts) = Hosts::new(2) else { return };
+    let command = program(["bench", "connection", "--sizes", "64KiB", "--batches", "1", "--json"]);
+    let ended = start(&mut hosts.across("h0:1,h1:1", &command)).finish(LIMIT).succeeded();
+    let rates: Vec<serde_json::Value> = serde_json::from_str(&ended.stdout).unwrap();
+    assert_eq!(rates.iter().map(|rate| rate["direction"].as_str().unwrap()).collect::<Vec<_>>(), ["push", "pull"]);
+    for rate in rates {
+        assert!(
+            rate["bytes"] == 65536 && rate["plain"].as_f64() > Some(0.0) && rate["encrypted"].as_f64() > Some(0.0),
+            "{rate}"
+        );
+    }
+    // On one host there is nothing to compare.
+    let ended = start(&mut hosts.across("h0:2", &command)).finish(LIMIT);
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert!(ended.stderr.contains("the first two ranks are on one host, h0"), "{ended}");
 }

@@ -2,6 +2,7 @@
 
 mod checkpoint;
 mod comm;
+mod connection;
 mod data;
 mod gpu;
 mod pace;
@@ -22,6 +23,8 @@ pub struct BenchArgs {
 enum What {
     /// Time the collectives, for every operation, algorithm and size: mpirun -np 2 hpctrain bench comm.
     Comm(comm::CommArgs),
+    /// Time connections between two hosts, encrypted and not: mpirun -np 2 --host node1,node2 hpctrain bench connection.
+    Connection(connection::ConnectionArgs),
     /// Time saving and restoring beside plain writes, reads and copies of as many bytes.
     Checkpoint(checkpoint::CheckpointArgs),
     /// Time how fast samples are read, beside plain reads of the same bytes.
@@ -41,6 +44,7 @@ pub fn run(args: &BenchArgs, launch: Option<&Launch>) -> i32 {
     job::run(launch, super::used::patience(&[]), |comm| {
         match &args.what {
             What::Comm(args) => comm::table(comm, args)?,
+            What::Connection(args) => connection::table(comm, args)?,
             What::Checkpoint(args) => checkpoint::table(comm, args)?,
             What::Data(args) => data::table(comm, args)?,
             What::Gpu(args) => gpu::table(comm, args)?,

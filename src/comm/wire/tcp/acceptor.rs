@@ -5,6 +5,7 @@
 //! is closed, so that silent connections of strangers hold up nobody. Authenticated connections are not counted: all workers of a node
 //! have the same address.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +13,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::greeting::{Caller, HANDSHAKE_TIMEOUT, Handshake, Secret};
+use super::connection::Connection;
+use super::handshake::{Caller, Credentials, HANDSHAKE_TIMEOUT, Handshake, Refusal};
 use crate::error::{Error, Result};
 use crate::spawn::spawn;
 
@@ -47,13 +49,13 @@ impl Acceptor {
     /// Returns an error if the system refused a thread.
     pub fn open(
         listener: TcpListener,
-        secret: Secret,
-        mut known: impl FnMut(Caller, TcpStream) -> Result<()> + Send + 'static,
+        credentials: Credentials,
+        mut known: impl FnMut(Caller, Connection) -> Result<()> + Send + 'static,
     ) -> Result<Self> {
         listener.set_nonblocking(true).map_err(|e| Error::comm(format!("cannot listen: {e}")))?;
         let over = Arc::new(AtomicBool::new(false));
         let ends = over.clone();
-        let mut entrance = Entrance { listener, secret, pending: vec![], refusals: Refusals::default() };
+        let mut entrance = Entrance { listener, credentials, pending: vec![], refusals: Refusals::default() };
         let accept = move || {
             while !ends.load(Ordering::Relaxed) {
                 entrance.turn(&mut known);
@@ -73,7 +75,7 @@ impl Drop for Acceptor {
 /// The state of the acceptor's thread.
 struct Entrance {
     listener: TcpListener,
-    secret: Secret,
+    credentials: Credentials,
     /// The oldest one first.
     pending: Vec<Pending>,
     refusals: Refusals,
@@ -88,7 +90,7 @@ struct Pending {
 
 impl Entrance {
     /// Waits until a connection has news, and acts on them.
-    fn turn(&mut self, known: &mut impl FnMut(Caller, TcpStream) -> Result<()>) {
+    fn turn(&mut self, known: &mut impl FnMut(Caller, Connection) -> Result<()>) {
         let ready = self.wait();
         self.advance(&ready, known);
         self.close_late();
@@ -118,10 +120,10 @@ impl Entrance {
     }
 
     /// Advances the handshakes that are ready.
-    fn advance(&mut self, ready: &[bool], known: &mut impl FnMut(Caller, TcpStream) -> Result<()>) {
+    fn advance(&mut self, ready: &[bool], known: &mut impl FnMut(Caller, Connection) -> Result<()>) {
         let mut index = 0;
         for is_ready in ready {
-            let advanced = if *is_ready { self.pending[index].handshake.advance(&self.secret) } else { Ok(None) };
+            let advanced = if *is_ready { self.pending[index].handshake.advance() } else { Ok(None) };
             let outcome = match advanced {
                 Ok(None) => {
                     index += 1;
@@ -131,8 +133,11 @@ impl Entrance {
                 Err(e) => Err(e),
             };
             let Pending { handshake, from, .. } = self.pending.remove(index);
-            let passed = outcome.and_then(|caller| known(caller, handshake.into_stream()?));
-            passed.unwrap_or_else(|e| self.refusals.note(from, e.message()));
+            let passed = outcome.and_then(|caller| {
+                let connection = handshake.into_connection()?;
+                known(caller, connection).map_err(|e| Refusal::Caller(e.message().into()))
+            });
+            passed.unwrap_or_else(|refusal| self.refusals.note(from, refusal));
         }
     }
 
@@ -140,7 +145,7 @@ impl Entrance {
     fn close_late(&mut self) {
         let late = self.pending.iter().take_while(|pending| pending.since.elapsed() >= HANDSHAKE_TIMEOUT).count();
         for Pending { from, .. } in self.pending.drain(..late) {
-            self.refusals.note(from, "its handshake took too long");
+            self.refusals.note(from, Refusal::Late);
         }
     }
 
@@ -154,42 +159,48 @@ impl Entrance {
         };
         if let Some(oldest) = oldest {
             let Pending { from, .. } = self.pending.remove(oldest);
-            self.refusals.note(from, "too many handshakes were pending");
+            self.refusals.note(from, Refusal::Evicted);
         }
         let begun = stream.set_nodelay(true).map_err(|e| Error::comm(e.to_string()));
-        match begun.and_then(|()| Handshake::begin(stream)) {
+        match begun.and_then(|()| Handshake::begin(stream, &self.credentials)) {
             Ok(handshake) => self.pending.push(Pending { handshake, from, since: Instant::now() }),
-            Err(e) => self.refusals.note(from, e.message()),
+            Err(e) => self.refusals.note(from, Refusal::Ended(e.message().into())),
         }
     }
 }
 
-/// Counts refused connections. One warning a minute reports them, the first at once.
+/// Counts refused connections by reason. One warning a minute reports them, the first at once.
 #[derive(Default)]
 struct Refusals {
-    count: u64,
+    /// Since the last warning.
+    counts: BTreeMap<&'static str, u64>,
     /// Source and reason of the last one.
-    last: Option<(IpAddr, String)>,
+    last: Option<(IpAddr, Refusal)>,
     warned: Option<Instant>,
 }
 
 impl Refusals {
-    fn note(&mut self, from: IpAddr, reason: &str) {
-        log::debug!("refused a connection from {from}: {reason}");
-        self.count += 1;
-        self.last = Some((from, reason.into()));
+    fn note(&mut self, from: IpAddr, refusal: Refusal) {
+        log::debug!("refused a connection from {from}: {refusal}");
+        *self.counts.entry(refusal.counted()).or_default() += 1;
+        self.last = Some((from, refusal));
     }
 
     fn report(&mut self) {
         if self.warned.is_some_and(|warned| warned.elapsed() < BETWEEN_WARNINGS) {
             return;
         }
-        let Some((from, reason)) = self.last.take() else { return };
-        match std::mem::take(&mut self.count) {
-            1 => log::warn!("refused a connection from {from}: {reason}"),
-            count => log::warn!(
-                "refused {count} connections since the last such warning; the last was from {from}: {reason}"
-            ),
+        let Some((from, refusal)) = self.last.take() else { return };
+        let counts = std::mem::take(&mut self.counts);
+        match counts.values().sum() {
+            1 => log::warn!("refused a connection from {from}: {refusal}"),
+            count => {
+                let counts: Vec<String> = counts.iter().map(|(reason, count)| format!("{count} {reason}")).collect();
+                let counts = counts.join(", ");
+                log::warn!(
+                    "refused {count} connections since the last such warning ({counts}); the last was from {from}: {refusal}"
+                );
+            }
         }
         self.warned = Some(Instant::now());
     }
@@ -200,20 +211,21 @@ mod tests {
     use std::io::{Read as _, Write as _};
     use std::sync::mpsc::{Receiver, channel};
 
-    use super::super::greeting::call;
+    use super::super::handshake::call;
+    use super::super::secret::Secret;
     use super::*;
 
     /// An acceptor with the callers that it let in.
-    fn acceptor() -> (Acceptor, std::net::SocketAddr, Receiver<(Caller, TcpStream)>) {
+    fn acceptor() -> (Acceptor, std::net::SocketAddr, Receiver<(Caller, Connection)>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let (tell, known) = channel();
-        let take = move |caller, stream| tell.send((caller, stream)).map_err(|e| Error::comm(e.to_string()));
-        (Acceptor::open(listener, secret(), take).unwrap(), address, known)
+        let take = move |caller, connection| tell.send((caller, connection)).map_err(|e| Error::comm(e.to_string()));
+        (Acceptor::open(listener, credentials(), take).unwrap(), address, known)
     }
 
-    fn secret() -> Secret {
-        Secret::new(vec![7; 32]).unwrap()
+    fn credentials() -> Credentials {
+        Credentials { secret: Secret::new(vec![7; 32]).unwrap(), encrypt: true }
     }
 
     const CALLER: Caller = Caller { rank: 1, ranks: 2, lane: 3 };
@@ -229,19 +241,20 @@ mod tests {
         };
         let mut silent: Vec<TcpStream> = (0..PENDING_OF_ADDRESS + BURST).map(|_| connect()).collect();
         let stream = TcpStream::connect(address).unwrap();
-        call(&stream, &secret(), CALLER, Instant::now() + HANDSHAKE_TIMEOUT).unwrap();
+        call(stream, &credentials(), CALLER, Instant::now() + HANDSHAKE_TIMEOUT).unwrap();
         assert_eq!(known.recv().unwrap().0, CALLER);
         // The oldest one was closed: an opening, then the end.
         let mut answer = Vec::new();
         let _ = silent[0].read_to_end(&mut answer);
-        assert!(answer.len() <= 44, "{} bytes", answer.len());
+        assert!(answer.len() <= 12, "{} bytes", answer.len());
     }
 
     #[test]
     fn a_source_address_evicts_its_own_handshakes_only() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let mut entrance = Entrance { listener, secret: secret(), pending: vec![], refusals: Refusals::default() };
+        let mut entrance =
+            Entrance { listener, credentials: credentials(), pending: vec![], refusals: Refusals::default() };
         let mut admit = |from: [u8; 4]| {
             let _caller = TcpStream::connect(address).unwrap();
             let (stream, _) = entrance.listener.accept().unwrap();
@@ -251,6 +264,6 @@ mod tests {
         };
         assert_eq!(admit([10, 0, 0, 1]), (1, 0));
         assert_eq!((0..PENDING).map(|_| admit([10, 0, 0, 2])).last(), Some((1, PENDING_OF_ADDRESS)));
-        assert_eq!(entrance.refusals.count as usize, PENDING - PENDING_OF_ADDRESS);
+        assert_eq!(entrance.refusals.counts["made room for others"] as usize, PENDING - PENDING_OF_ADDRESS);
     }
 }

@@ -9,7 +9,9 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use super::acceptor::Acceptor;
-use super::greeting::{Caller, HANDSHAKE_TIMEOUT, Secret, call};
+use super::connection::Connection;
+use super::handshake::{Caller, Credentials, HANDSHAKE_TIMEOUT, call};
+use super::secret::Secret;
 use crate::error::{Error, Result};
 
 /// Connections between two ranks: one for exchanges, one for posted messages.
@@ -74,7 +76,8 @@ pub struct Connected {
 pub fn meet(meeting: &Meeting) -> Result<(Vec<Connected>, String)> {
     let Meeting { dir, rank, ranks } = meeting;
     let (rank, ranks) = (*rank, *ranks);
-    let secret = Secret::read(dir)?;
+    // Nothing leaves this host.
+    let credentials = Credentials { secret: Secret::read(dir)?, encrypt: false };
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|e| network("listen on 127.0.0.1", e))?;
     let address = listener.local_addr().map_err(|e| network("listen", e))?;
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
@@ -86,13 +89,13 @@ pub fn meet(meeting: &Meeting) -> Result<(Vec<Connected>, String)> {
     for (other, (address, _)) in told.iter().enumerate().take(rank) {
         for (lane, stream) in lanes[other].iter_mut().enumerate() {
             let caller = Caller { rank: rank as u32, ranks: ranks as u32, lane: lane as u32 };
-            *stream = Some(reach(other, address, &secret, caller, until)?);
+            *stream = Some(reach(other, address, &credentials, caller, until)?);
         }
     }
     let (tell, known) = channel();
     let met = || Error::comm("all ranks have met");
-    let _acceptor =
-        Acceptor::open(listener, secret, move |caller, stream| tell.send((caller, stream)).map_err(|_| met()))?;
+    let take = move |caller, connection: Connection| tell.send((caller, connection.into_stream()?)).map_err(|_| met());
+    let _acceptor = Acceptor::open(listener, credentials, take)?;
     for _ in 0..LANES * (ranks - 1 - rank) {
         let left = until.saturating_duration_since(Instant::now());
         let Ok((Caller { rank: other, ranks: of, lane }, stream)) = known.recv_timeout(left) else {
@@ -112,11 +115,17 @@ pub fn meet(meeting: &Meeting) -> Result<(Vec<Connected>, String)> {
 }
 
 /// Connects to a rank before this one, which may not listen yet.
-fn reach(other: usize, address: &SocketAddr, secret: &Secret, caller: Caller, until: Instant) -> Result<TcpStream> {
+fn reach(
+    other: usize,
+    address: &SocketAddr,
+    credentials: &Credentials,
+    caller: Caller,
+    until: Instant,
+) -> Result<TcpStream> {
     loop {
         let connected = TcpStream::connect(address).map_err(|e| Error::comm(e.to_string()));
         let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
-        match connected.and_then(|stream| call(&stream, secret, caller, deadline).map(|()| stream)) {
+        match connected.and_then(|stream| call(stream, credentials, caller, deadline)?.into_stream()) {
             Ok(stream) => return Ok(stream),
             Err(_) if Instant::now() < until => std::thread::sleep(LOOK),
             Err(e) => return Err(Error::comm(format!("cannot reach rank {other} at {address}: {e}"))),
@@ -155,7 +164,7 @@ fn hear(dir: &Path, rank: usize, until: Instant) -> Result<(SocketAddr, String)>
 mod tests {
     use std::io::Write as _;
 
-    use super::super::greeting::write_secret;
+    use super::super::secret::write_secret;
     use super::*;
 
     #[test]

@@ -5,9 +5,11 @@
 //! known when it arrives, else kept until it is asked for. All sockets are polled, as [`Backoff`] has it.
 
 mod acceptor;
-mod greeting;
+mod connection;
+mod handshake;
 mod meet;
 mod message;
+mod secret;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{Shutdown, TcpStream};
@@ -16,8 +18,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use acceptor::Acceptor;
-pub use greeting::{Caller, HANDSHAKE_TIMEOUT, Handshake, Secret, call, write_secret};
+pub use connection::Connection;
+pub use handshake::{Caller, Credentials, HANDSHAKE_TIMEOUT, Handshake, call};
 pub use meet::{MEETING, Meeting};
+pub use secret::{Secret, write_secret};
 
 use meet::meet;
 use message::{Bytes, Elements, Found, HEADER, Inbox, Sink, abort, bye, gone, header, write};

@@ -1,0 +1,103 @@
+//! The program of a process and the device that it computes on: all processes must have the same for the same bits.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::LazyLock;
+
+use serde::{Deserialize, Serialize};
+
+/// All that decides the last bits of what a process computes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Program {
+    /// Version of this package.
+    pub version: String,
+    /// Checksum of the executable file; empty if it cannot be read.
+    pub build: String,
+    /// The device, with its instructions or libraries.
+    pub device: String,
+}
+
+impl Program {
+    /// Returns that of this process, which computes on `device`.
+    pub fn here(device: String) -> Self {
+        static BUILD: LazyLock<String> = LazyLock::new(|| {
+            let file = std::fs::read("/proc/self/exe");
+            file.map(|bytes| format!("{:08x}", crc32fast::hash(&bytes))).unwrap_or_default()
+        });
+        Self { version: env!("CARGO_PKG_VERSION").into(), build: BUILD.clone(), device }
+    }
+
+    /// Returns the difference from the program that a run began with, for people.
+    pub fn difference(&self, run: &Self) -> Option<String> {
+        let named = |one: &Self| format!("{} (build {})", one.version, one.build);
+        if (&self.version, &self.build) != (&run.version, &run.build) {
+            return Some(format!("it is hpctrain {}, the run is of {}", named(self), named(run)));
+        }
+        (self.device != run.device).then(|| format!("it computes on {}, the run on {}", self.device, run.device))
+    }
+}
+
+/// The role of a process that has a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    /// It updates parameters.
+    Server,
+    /// It computes gradients.
+    Worker,
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Server => "server",
+            Self::Worker => "worker",
+        })
+    }
+}
+
+/// The programs that a run began with: the executable is the coordinator's, the device that of the first process of a role.
+#[derive(Debug, Default)]
+pub struct Programs {
+    devices: BTreeMap<Role, String>,
+}
+
+impl Programs {
+    /// Returns the devices of the run by role, as far as they are known.
+    pub fn devices(&self) -> &BTreeMap<Role, String> {
+        &self.devices
+    }
+
+    /// Returns the difference of a newcomer's program from the run's, for people.
+    pub fn difference(&mut self, role: Role, program: &Program) -> Option<String> {
+        let device = self.devices.get(&role).unwrap_or(&program.device).clone();
+        let difference = program.difference(&Program::here(device));
+        if difference.is_none() {
+            self.devices.entry(role).or_insert_with(|| program.device.clone());
+        }
+        difference
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn differences_are_named() {
+        let here = Program::here("CPU (AVX-512)".into());
+        assert_eq!(here.build.len(), 8);
+        assert_eq!(here.difference(&Program::here("CPU (AVX-512)".into())), None);
+        let other = Program::here("CPU (AVX2)".into());
+        assert_eq!(other.difference(&here).unwrap(), "it computes on CPU (AVX2), the run on CPU (AVX-512)");
+        let rebuilt = Program { build: "00000000".into(), ..other };
+        assert!(rebuilt.difference(&here).unwrap().contains("(build 00000000), the run is of"));
+
+        let mut programs = Programs::default();
+        assert!(programs.difference(Role::Worker, &rebuilt).is_some());
+        assert_eq!(programs.difference(Role::Worker, &here), None);
+        assert_eq!(programs.difference(Role::Server, &Program::here("CPU (AVX2)".into())), None);
+        assert_eq!(programs.difference(Role::Worker, &here), None);
+        assert!(programs.difference(Role::Worker, &Program::here("CPU (AVX2)".into())).is_some());
+    }
+}

@@ -1,0 +1,232 @@
+//! Attacks on the ports of a run on servers, by callers that know its secret and by callers that do not. They speak the protocol by
+//! themselves, as docs/servers.md describes it.
+//!
+//! With `HPCTRAIN_ATTACK_STEPS` the run under attack takes as many steps.
+
+use std::collections::BTreeMap;
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use sha2::{Digest as _, Sha256};
+use snow::TransportState;
+
+use crate::common::launch::Transport::Simulate;
+use crate::common::launch::program;
+use crate::common::runs::Run;
+use crate::kills::Dice;
+use crate::servers::{Job, SETTINGS};
+
+/// Pause of an attacker between two attempts.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// Longest wait of an attacker for an answer.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Connections that an attacker keeps open.
+const HELD: usize = 100;
+
+/// Magic and version.
+const OPENING: [u8; 12] = *b"hpctrain\x02\0\0\0";
+
+/// The way of an attack.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Attack {
+    RandomBytes,
+    Http,
+    OtherVersion,
+    /// The first message of a handshake with a random tag.
+    GuessedProof,
+    /// A handshake with another secret.
+    OtherSecret,
+    /// The first message of a caller that knows the secret, recorded, then repeated.
+    Recorded,
+    /// Connections that say nothing.
+    Silent,
+    /// Connections that send one byte at a time.
+    Dribbling,
+    /// A caller that knows the secret announces messages that are too long.
+    Lengths,
+    /// A caller that knows the secret sends requests that are none.
+    Requests,
+}
+
+const ALL: [Attack; 10] = [
+    Attack::RandomBytes,
+    Attack::Http,
+    Attack::OtherVersion,
+    Attack::GuessedProof,
+    Attack::OtherSecret,
+    Attack::Recorded,
+    Attack::Silent,
+    Attack::Dribbling,
+    Attack::Lengths,
+    Attack::Requests,
+];
+
+/// The attacks whose proof is looked at and found wrong.
+const WITHOUT_PROOF: [Attack; 3] = [Attack::GuessedProof, Attack::OtherSecret, Attack::Recorded];
+
+fn connect(address: &str) -> std::io::Result<TcpStream> {
+    let stream = TcpStream::connect(address)?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    Ok(stream)
+}
+
+/// A caller's first message, and the state of its handshake.
+fn first(secret: &[u8]) -> (Vec<u8>, snow::HandshakeState) {
+    let key: [u8; 32] = Sha256::digest(secret).into();
+    let builder = snow::Builder::new("Noise_NNpsk0_25519_AESGCM_SHA256".parse().unwrap());
+    let mut noise = builder.prologue(&OPENING).unwrap().psk(0, &key).unwrap().build_initiator().unwrap();
+    let mut message = [OPENING.to_vec(), vec![0; 48]].concat();
+    noise.write_message(&[], &mut message[12..]).unwrap();
+    (message, noise)
+}
+
+/// The handshake of a caller; an error if the other end refuses it.
+fn shake(stream: &mut TcpStream, secret: &[u8]) -> std::io::Result<TransportState> {
+    stream.read_exact(&mut [0; 12])?;
+    let (message, mut noise) = first(secret);
+    stream.write_all(&message)?;
+    let mut answer = [0; 49];
+    stream.read_exact(&mut answer)?;
+    noise.read_message(&answer, &mut [0]).map_err(std::io::Error::other)?;
+    let mut transport = noise.into_transport_mode().map_err(std::io::Error::other)?;
+    // Rank and ranks, the purpose of the connection, no encryption.
+    let hello = [&[0; 8][..], &0x5e72u32.to_le_bytes(), &[0]].concat();
+    let mut last = [0; 29];
+    transport.write_message(&hello, &mut last).map_err(std::io::Error::other)?;
+    stream.write_all(&last)?;
+    Ok(transport)
+}
+
+/// One attempt, whose connection is kept in `held` if the attack is to hold it. Errors are those of an end that has had enough.
+fn attempt(
+    attack: Attack,
+    address: &str,
+    secret: &[u8],
+    dice: &mut Dice,
+    held: &mut Vec<TcpStream>,
+) -> std::io::Result<()> {
+    if matches!(attack, Attack::Silent | Attack::Dribbling) {
+        held.retain_mut(|stream| attack == Attack::Silent || stream.write_all(b"h").is_ok());
+        if held.len() == HELD {
+            held.remove(0);
+        }
+        held.push(connect(address)?);
+        return Ok(());
+    }
+    let mut random = |len: usize| (0..len).map(|_| dice.below(256) as u8).collect::<Vec<_>>();
+    let mut stream = connect(address)?;
+    let length = |head: u32, body: u64| [&head.to_le_bytes()[..], &body.to_le_bytes(), b"{}"].concat();
+    let said = match attack {
+        Attack::RandomBytes => random(4096),
+        Attack::Http => b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".to_vec(),
+        Attack::OtherVersion => [b"hpctrain\x07\0\0\0".to_vec(), random(48)].concat(),
+        Attack::GuessedProof => [OPENING.to_vec(), random(48 + 29)].concat(),
+        Attack::OtherSecret => return shake(&mut stream, &random(32)).map(drop),
+        // As one that was recorded: this end does not use what it knows.
+        Attack::Recorded => [first(secret).0, random(29)].concat(),
+        Attack::Lengths => {
+            shake(&mut stream, secret)?;
+            match dice.below(4) {
+                0 => length(u32::MAX, 0),
+                1 => length(2, 1 << 62),
+                2 => length((1 << 24) + 1, 0),
+                _ => length(2, 1),
+            }
+        }
+        Attack::Requests => {
+            shake(&mut stream, secret)?;
+            let head: &[u8] = match dice.below(6) {
+                0 => b"[]",
+                1 => b"\"Served\"",
+                2 => br#"{"Pull":{}}"#,
+                3 => &[0xff; 100],
+                4 => br#"{"Beat":{"member":18446744073709551615}}"#,
+                _ => &[b'['; 10_000],
+            };
+            [&(head.len() as u32).to_le_bytes()[..], &0u64.to_le_bytes(), head].concat()
+        }
+        Attack::Silent | Attack::Dribbling => unreachable!("handled before"),
+    };
+    stream.write_all(&said)?;
+    stream.shutdown(std::net::Shutdown::Write)?;
+    stream.read_to_end(&mut Vec::new()).map(drop)
+}
+
+/// Attackers, until they are dropped: one for each attack and address.
+struct Attackers {
+    over: Arc<AtomicBool>,
+    attempts: Arc<Mutex<BTreeMap<Attack, u64>>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Attackers {
+    fn start(addresses: &[String], secret: &[u8]) -> Self {
+        let (over, attempts) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(BTreeMap::new())));
+        let all = ALL.iter().flat_map(|attack| addresses.iter().map(|address| (*attack, address.clone())));
+        let attacker = |(number, (attack, address)): (usize, (Attack, String))| {
+            let (over, attempts, secret) = (over.clone(), attempts.clone(), secret.to_vec());
+            std::thread::spawn(move || {
+                let (mut dice, mut held) = (Dice(number as u64 + 1), vec![]);
+                while !over.load(Ordering::Relaxed) {
+                    let _ = attempt(attack, &address, &secret, &mut dice, &mut held);
+                    *attempts.lock().unwrap().entry(attack).or_default() += 1;
+                    std::thread::sleep(PAUSE);
+                }
+            })
+        };
+        let threads = all.enumerate().map(attacker).collect();
+        Self { over, attempts, threads }
+    }
+
+    /// Ends the attacks; returns the attempts of each.
+    fn end(mut self) -> BTreeMap<Attack, u64> {
+        self.over.store(true, Ordering::Relaxed);
+        self.threads.drain(..).for_each(|thread| thread.join().unwrap());
+        std::mem::take(&mut *self.attempts.lock().unwrap())
+    }
+}
+
+#[test]
+fn attacks_change_no_bit_and_roll_nothing_back() {
+    let steps = std::env::var("HPCTRAIN_ATTACK_STEPS").map_or(240, |steps| steps.parse().unwrap());
+    let root = tempfile::tempdir().unwrap();
+    let own = [format!("run.steps={steps}"), "log.level=debug".into()];
+    let own: Vec<&str> = own.iter().map(String::as_str).collect();
+    let reference = Run::new(Simulate(2), root.path(), "reference", &[&SETTINGS[..7], &own].concat()).succeeds();
+    let mut job = Job::begin(root.path(), "attacked", 1, 2, &own);
+    job.until_step(5);
+    let status = job.beside(program(["status", "--json", "--run"]).arg(job.files().0)).succeeded();
+    let status: serde_json::Value = serde_json::from_str(&status.stdout).unwrap();
+    let server = status["servers"][0]["address"].as_str().unwrap().to_string();
+    let secret = std::fs::read(job.files().path("servers/secret")).unwrap();
+    let since = Instant::now();
+    job.until_step(steps / 2);
+    let quiet = since.elapsed();
+    let since = Instant::now();
+    let attackers = Attackers::start(&[server, job.files().coordinator()], &secret);
+    let last = job.files().checkpoint(steps as u64);
+    job.coordinator.until("saved", || last.exists());
+    let attacked = since.elapsed();
+    let attempts = attackers.end();
+    let files = job.ends();
+    files.same_as(&reference, steps as u64, "attacked");
+
+    let log = files.text("logs/coordinator.log");
+    assert!(!log.contains("a server was lost"), "{log}");
+    let refused: Vec<&str> = log.lines().filter(|line| line.contains("refused a connection from")).collect();
+    let proofs = refused.iter().filter(|line| line.ends_with("does not know this run's secret")).count();
+    println!("half of {steps} steps took {quiet:.1?}, the other half under attack {attacked:.1?}");
+    println!("attempts on two processes: {attempts:?}");
+    println!("the coordinator refused {} connections, of which {proofs} reached the check of the proof", refused.len());
+    // Half of the attempts are on the server.
+    let without_proof: u64 = WITHOUT_PROOF.iter().map(|attack| attempts[attack]).sum();
+    assert!(proofs as u64 >= without_proof / 4 && proofs > 0, "{proofs} of {without_proof}");
+    assert!(attempts.values().all(|count| *count > 0), "{attempts:?}");
+}
