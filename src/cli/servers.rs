@@ -24,7 +24,8 @@ pub struct ServerArgs {
     /// Directory of the run, which `hpctrain coordinate` makes.
     #[arg(long, value_name = "DIR")]
     run: PathBuf,
-    /// Host, port, or both at which it listens, such as `node7:2222`; left out, all addresses and any port.
+    /// Host, port, or both at which others reach it, such as `node7:2222`; it listens there if it is an IP address. Omitted, as
+    /// servers.address and comm.interface of the run.
     #[arg(long, value_name = "ADDRESS")]
     address: Option<String>,
     /// Time within which the coordinator must be there, and come back.

@@ -374,8 +374,9 @@ sections! {
         lease: u64 = 64,
         /// Workers that the run is meant for: as many batches make a step; left out, those that are there at the start.
         workers: Option<usize> = None,
-        /// Host, port, or both at which others reach coordinator and servers, such as `10.0.0.7`, `:2222` or `node7:2222`: they listen
-        /// at an IP address alone, otherwise at all; left out, the host's name and any port.
+        /// Host, port, or both at which others reach coordinator and servers, such as `10.0.0.7`, `[2001:db8::7]:2222`, `:2222` or
+        /// `node7:2222`. They listen at an IP address that is given here, else at that of `comm.interface`, else at the one that the
+        /// host's name stands for. Omitted, the host's name (or the interface's address) and any port.
         address: Option<String> = None,
         /// Seconds after which a process that is not heard of counts as gone, and within which one that all need must come back.
         timeout: u64 = 60,
