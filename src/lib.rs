@@ -79,7 +79,15 @@
 #![warn(missing_docs)]
 
 #[doc(hidden)]
-pub mod activity;
+pub use hpctrain_base::activity;
+pub(crate) use hpctrain_base::{
+    control_groups, descriptors, histogram, own_files, pattern, private, regular_files, simd, spawn, tree, visible,
+};
+#[doc(inline)]
+pub use hpctrain_base::{energy, error, layout, mesh, random, signals};
+#[doc(inline)]
+pub use hpctrain_data as data;
+
 pub mod backend;
 #[doc(hidden)]
 pub mod bench;
@@ -88,31 +96,17 @@ pub mod checkpoint;
 pub mod cli;
 pub mod comm;
 pub mod config;
-mod control_groups;
-pub mod data;
-mod descriptors;
 #[doc(hidden)]
 pub mod doctor;
-pub mod energy;
 pub mod engine;
-pub mod error;
 pub mod evaluate;
-mod hdf5_files;
-mod histogram;
 pub mod job;
-pub mod layout;
-pub mod mesh;
 pub mod nn;
 pub mod optim;
-mod own_files;
 pub mod parallel;
-mod pattern;
 pub mod placement;
 pub mod planner;
 pub mod prelude;
-mod private;
-pub mod random;
-mod regular_files;
 #[doc(hidden)]
 pub mod report;
 pub mod run_dir;
@@ -121,15 +115,10 @@ pub mod run_records;
 #[doc(hidden)]
 pub mod runs;
 pub mod servers;
-pub mod signals;
-mod simd;
-mod spawn;
 pub mod supervise;
 pub mod telemetry;
 #[doc(hidden)]
 pub mod topology;
 pub mod train;
-mod tree;
 #[doc(hidden)]
 pub mod verify;
-mod visible;

@@ -16,9 +16,10 @@ use hdf5::plist::dataset_create::{AllocTime, FillTime};
 
 use super::manifest::{BLOCK, FileEntry, Piece, Stored, Written, dataset, place};
 use super::{PARAMS, refused, writeback};
+use crate::data::hdf5_files;
 use crate::data::one_line;
 use crate::error::{Error, Result};
-use crate::{hdf5_files, own_files};
+use crate::own_files;
 
 /// The action that errors of a file name.
 const WRITE: &str = "write the checkpoint";

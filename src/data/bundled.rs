@@ -19,11 +19,11 @@ struct Bundle {
 const BUNDLES: &[Bundle] = &[Bundle {
     name: "tiny-shakespeare",
     files: &[
-        ("train-00000.h5", include_bytes!("../../data/tiny-shakespeare/train-00000.h5")),
-        ("train-00001.h5", include_bytes!("../../data/tiny-shakespeare/train-00001.h5")),
-        ("train-00002.h5", include_bytes!("../../data/tiny-shakespeare/train-00002.h5")),
-        ("train-00003.h5", include_bytes!("../../data/tiny-shakespeare/train-00003.h5")),
-        ("val-00000.h5", include_bytes!("../../data/tiny-shakespeare/val-00000.h5")),
+        ("train-00000.h5", include_bytes!("bundle/train-00000.h5")),
+        ("train-00001.h5", include_bytes!("bundle/train-00001.h5")),
+        ("train-00002.h5", include_bytes!("bundle/train-00002.h5")),
+        ("train-00003.h5", include_bytes!("bundle/train-00003.h5")),
+        ("val-00000.h5", include_bytes!("bundle/val-00000.h5")),
     ],
 }];
 
@@ -105,7 +105,7 @@ mod tests {
     }
 
     fn names(directory: &Path) -> Vec<String> {
-        crate::data::spec::file_names(directory).unwrap()
+        crate::spec::file_names(directory).unwrap()
     }
 
     #[test]

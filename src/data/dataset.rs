@@ -698,7 +698,7 @@ impl OpenShards {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::format::TokenShard;
+    use crate::format::TokenShard;
 
     #[test]
     fn only_so_many_shards_stay_open() {

@@ -146,7 +146,7 @@ pub(super) fn newer(name: &str, error: &hdf5::Error) -> Error {
 }
 
 /// The top and the bottom of HDF5's error stack, with the system's reason if it refused to read or write.
-pub(crate) fn one_line(error: &hdf5::Error) -> String {
+pub fn one_line(error: &hdf5::Error) -> String {
     let text = match error.stack() {
         Some(stack) => stack.description().to_owned(),
         None => error.to_string(),
@@ -168,7 +168,7 @@ pub(super) fn read_all<T: H5Type>(dataset: &hdf5::Dataset) -> hdf5::Result<Vec<T
 }
 
 /// A string as HDF5 stores it.
-pub(in crate::data) fn var_len(text: &str) -> Result<VarLenUnicode> {
+pub(crate) fn var_len(text: &str) -> Result<VarLenUnicode> {
     text.parse().map_err(|e| Error::input(format!("{text:?} cannot be stored in HDF5: {e}")))
 }
 

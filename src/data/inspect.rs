@@ -76,7 +76,7 @@ pub(super) fn h5_files(path: &Path) -> Result<Vec<PathBuf>> {
 
 /// Columns as wide as their widest cell, two spaces apart. Rows have equally many cells, and a row is one line, whatever
 /// is in its cells.
-pub(crate) fn table(rows: &[impl AsRef<[String]>]) -> String {
+pub fn table(rows: &[impl AsRef<[String]>]) -> String {
     let seen = |row: &[String]| row.iter().map(|cell| in_one_line(cell).into_owned()).collect();
     let rows: Vec<Vec<String>> = rows.iter().map(|row| seen(row.as_ref())).collect();
     let columns = rows.first().map_or(0, Vec::len);

@@ -5,6 +5,10 @@
 //! data sets are mixed), and [`Loader`] reads positions ahead of the training step. A program that
 //! makes its samples itself puts a [`Source`] of its own in the place of the files.
 
+pub(crate) use hpctrain_base::{
+    activity, descriptors, error, pattern, private, random, regular_files, simd, spawn, visible,
+};
+
 mod augment;
 mod axes;
 pub mod bench;
@@ -22,6 +26,8 @@ mod dtype;
 mod fingerprint;
 mod format;
 mod h5;
+#[doc(hidden)]
+pub mod hdf5_files;
 pub mod import;
 pub mod inspect;
 mod links;
@@ -51,9 +57,9 @@ pub use axes::Axes;
 pub use catalogue::{Catalogue, described};
 pub use columns::{Category, Coding, Columns};
 pub use dataset::Dataset;
-pub(crate) use dataset::is_weight;
+pub use dataset::is_weight;
 pub use fingerprint::{DataChange, Fingerprint, ShardPrint, TrainedOn};
-pub(crate) use h5::one_line;
+pub use h5::one_line;
 pub use loader::{Batch, Loader};
 pub use order::{Draw, Mix, Order};
 pub use parts::{Parts, SampleMut, Sizes};

@@ -68,7 +68,7 @@ impl<T> Parts<T, T> {
 
 impl Sizes {
     /// Sizes of so many samples.
-    pub(crate) fn times(self, count: usize) -> Self {
+    pub fn times(self, count: usize) -> Self {
         self.map(|ids| ids * count, |numbers| numbers * count)
     }
 }
@@ -80,7 +80,7 @@ impl SampleMut<'_> {
     }
 
     /// The same buffers, for a while.
-    pub(crate) fn reborrow(&mut self) -> SampleMut<'_> {
+    pub fn reborrow(&mut self) -> SampleMut<'_> {
         self.as_mut().map(|ids| &mut **ids, |numbers| &mut **numbers)
     }
 

@@ -61,7 +61,7 @@ mod columns {
 
     use serde::{Deserialize as _, Deserializer, Serialize as _, Serializer};
 
-    use crate::data::Columns;
+    use crate::Columns;
 
     pub fn serialize<S: Serializer>(columns: &Option<Arc<Columns>>, to: S) -> Result<S::Ok, S::Error> {
         columns.as_deref().serialize(to)

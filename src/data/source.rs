@@ -13,7 +13,7 @@ use crate::error::Result;
 /// Random parts of a sample are therefore to be drawn from its number, as with [`random`](crate::random).
 ///
 /// A whole run looks at each sample, for ids and classes that the network does not know and numbers that are none; in a loop
-/// of one's own, [`Splits::checked`](crate::engine::Splits::checked) does.
+/// of one's own, `engine::Splits::checked` does.
 ///
 /// ```
 /// use hpctrain::data::{SampleMut, Sizes, Source};

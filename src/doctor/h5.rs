@@ -6,9 +6,9 @@ use std::path::Path;
 use super::Finding;
 use super::probe::Teller;
 use super::run_root::{nearest, scratch};
+use crate::data::hdf5_files;
 use crate::data::{DataSpec, Dataset, Split, bundled, one_line};
 use crate::error::{Error, Result};
-use crate::hdf5_files;
 use crate::telemetry::grouped;
 
 /// Decides whether HDF5 locks files.

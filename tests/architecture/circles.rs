@@ -87,10 +87,14 @@ impl Files {
     fn read() -> Self {
         let sources = crate::texts().into_iter().filter(|(file, _)| {
             // Roots know all; the suite is a test.
-            !["main.rs", "lib.rs"].contains(&&**file) && !file.contains("/suite") && !file.ends_with("tests.rs")
+            !["main.rs", "lib.rs", "base/mod.rs"].contains(&&**file)
+                && !file.contains("/suite")
+                && !file.ends_with("tests.rs")
         });
         let read = |(file, text): (String, String)| {
-            let mut module: Path = file.trim_end_matches(".rs").split('/').map(str::to_owned).collect();
+            // Its modules are named as those of the crate that hands them on.
+            let inner = file.strip_prefix("base/").unwrap_or(&file);
+            let mut module: Path = inner.trim_end_matches(".rs").split('/').map(str::to_owned).collect();
             module.pop_if(|last| last == "mod");
             let mut names = Names::default();
             names.visit_file(&syn::parse_file(&text).unwrap());
@@ -107,6 +111,11 @@ impl Files {
             "crate" => {
                 at.clear();
                 rest = &rest[1..];
+                // The root of another crate.
+                let of_crate = [module[0].clone(), rest[0].clone()];
+                if crate::CRATES.iter().any(|(name, _)| *name == module[0]) && self.0.contains_key(&of_crate[..]) {
+                    at.push(module[0].clone());
+                }
             }
             "self" => rest = &rest[1..],
             "super" => {

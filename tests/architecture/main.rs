@@ -1,10 +1,13 @@
-//! The order of the modules: each knows only those below it.
+//! The order of crates and modules: each knows only those below it.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod circles;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+
+/// The crates of `src/`, each with those that it may use. All other folders are of the root's crate, which uses every one.
+const CRATES: [(&str, &[&str]); 2] = [("base", &[]), ("data", &["base"])];
 
 /// Modules by level, lowest first. A module may use those of lower levels.
 const LEVELS: [&[&str]; 13] = [
@@ -21,7 +24,7 @@ const LEVELS: [&[&str]; 13] = [
         "tree",
         "visible",
     ],
-    &["descriptors", "hdf5_files", "layout", "mesh", "own_files", "private", "signals", "spawn"],
+    &["descriptors", "layout", "mesh", "own_files", "private", "signals", "spawn"],
     &["backend"],
     &["comm", "data"],
     &["nn", "optim"],
@@ -79,8 +82,8 @@ const UNSAFE: [&str; 35] = [
     "comm/wire/mpi/segment.rs",
     "comm/wire/mpi/vendor.rs",
     "data/h5.rs",
+    "data/hdf5_files.rs",
     "data/links.rs",
-    "hdf5_files.rs",
 ];
 
 /// Every source file: its path below `src/`, its text without comments.
@@ -113,10 +116,22 @@ fn code(text: &str) -> String {
     lines.flat_map(|line| [line, "\n"]).collect()
 }
 
-/// The module of a file: `train` for `train/run.rs`, none for the roots of library and program.
+/// The module of a file: `train` for `train/run.rs`, `error` for `base/error.rs`; none for the roots of library and program, and for
+/// that of the crate of small modules.
 fn module(file: &str) -> Option<&str> {
-    let first = file.split(['/', '.']).next().unwrap();
-    (!["lib", "main"].contains(&first)).then_some(first)
+    let first = file.strip_prefix("base/").unwrap_or(file).split(['/', '.']).next().unwrap();
+    (!["lib", "main", "mod"].contains(&first)).then_some(first)
+}
+
+/// Whether a name after `crate::` is that of a module inside the file's own crate.
+fn is_inner(sources: &BTreeMap<String, String>, file: &str, name: &str) -> bool {
+    CRATES.iter().filter(|(crate_of, _)| *crate_of != "base" && file.starts_with(&format!("{crate_of}/"))).any(
+        |(crate_of, _)| {
+            let names = [format!("{crate_of}/{name}.rs"), format!("{crate_of}/{name}/mod.rs")];
+            let is_module = LEVELS.iter().any(|level| level.contains(&name));
+            !is_module || names.iter().any(|name| sources.contains_key(name))
+        },
+    )
 }
 
 /// The word at the start of a text.
@@ -163,7 +178,8 @@ fn edges(sources: &BTreeMap<String, String>) -> BTreeMap<(String, String), BTree
         let Some(module) = module(file) else { continue };
         let text = shipped(file, text);
         for (at, path) in text.match_indices("crate::") {
-            for other in used(&text[at + path.len()..]).into_iter().filter(|other| other != module) {
+            let others = used(&text[at + path.len()..]).into_iter();
+            for other in others.filter(|other| other != module && !is_inner(sources, file, other)) {
                 edges.entry((module.to_owned(), other)).or_default().insert(file.clone());
             }
         }
@@ -199,6 +215,26 @@ fn modules_use_only_lower_ones() {
     }
     // The reader finds what is there.
     assert!(edges.contains_key(&("cli".into(), "train".into())) && edges.len() > 30, "{edges:?}");
+}
+
+#[test]
+fn crates_use_only_lower_ones() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut seen = BTreeSet::new();
+    for (name, may_use) in CRATES {
+        let manifest = std::fs::read_to_string(root.join("src").join(name).join("Cargo.toml")).unwrap();
+        let manifest: toml::Table = manifest.parse().unwrap();
+        let dependencies = manifest["dependencies"].as_table().unwrap().keys();
+        let own: BTreeSet<&str> = dependencies.filter_map(|name| name.strip_prefix("hpctrain-")).collect();
+        assert_eq!(own, may_use.iter().copied().collect(), "src/{name}/Cargo.toml");
+        assert!(may_use.iter().all(|other| seen.contains(other)), "{name} stands before one that it uses");
+        seen.insert(name);
+    }
+    // A folder with a manifest is one of the list.
+    let folders = std::fs::read_dir(root.join("src")).unwrap().map(|entry| entry.unwrap().path());
+    let crates = folders.filter(|folder| folder.join("Cargo.toml").exists());
+    let names: BTreeSet<String> = crates.map(|folder| folder.file_name().unwrap().to_str().unwrap().into()).collect();
+    assert_eq!(names, seen.iter().map(|name| (*name).to_owned()).collect());
 }
 
 /// The rows of the page on architecture: each module with those that it uses, highest first.
@@ -245,5 +281,7 @@ fn paths_are_read() {
         ["backend", "comm", "error"]
     );
     assert_eq!(code("a // crate::b\nc\n"), "a \nc\n");
-    assert_eq!((module("train/run.rs"), module("mesh.rs"), module("lib.rs")), (Some("train"), Some("mesh"), None));
+    let modules =
+        ["train/run.rs", "placement.rs", "base/mesh.rs", "base/energy/mod.rs", "base/mod.rs", "lib.rs"].map(module);
+    assert_eq!(modules, [Some("train"), Some("placement"), Some("mesh"), Some("energy"), None, None]);
 }

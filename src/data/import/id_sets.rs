@@ -9,13 +9,13 @@ use super::ids::IdSpooler;
 use super::npy::Array;
 use super::stream::{Imported, Stream, StreamShards};
 use super::{hex, missing};
-use crate::data::compare::Scratch;
-use crate::data::content::{Content, MAX_VOCABULARY};
-use crate::data::sandbox::Sandbox;
-use crate::data::shard::first_invalid;
-use crate::data::spec::{DataSpec, Verify};
-use crate::data::{Tokenizer, TokenizerKind};
+use crate::compare::Scratch;
+use crate::content::{Content, MAX_VOCABULARY};
 use crate::error::{Error, Result};
+use crate::sandbox::Sandbox;
+use crate::shard::first_invalid;
+use crate::spec::{DataSpec, Verify};
+use crate::{Tokenizer, TokenizerKind};
 
 /// Input and options of an import.
 #[derive(Debug, Clone)]

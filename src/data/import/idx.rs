@@ -11,7 +11,7 @@ use flate2::read::GzDecoder;
 use super::open;
 use super::samples::{Imported, Inputs, Kept, Rows};
 use super::spool::{Elements, Spooler};
-use crate::data::bounded::{self, Fault, extent};
+use crate::bounded::{self, Fault, extent};
 use crate::error::{Error, Result};
 
 /// The type of unsigned bytes, the only one that images and labels come in.

@@ -7,10 +7,10 @@ use image::{DynamicImage, ImageDecoder as _, ImageFormat, ImageReader};
 
 use super::samples::{Imported, Inputs, Kept, Rows};
 use super::spool::{Elements, Spooler};
-use crate::data::bounded;
-use crate::data::spec::file_names;
+use crate::bounded;
 use crate::error::{Error, Result};
 use crate::regular_files;
+use crate::spec::file_names;
 
 /// Input and options of an import.
 #[derive(Debug, Clone)]

@@ -30,7 +30,7 @@ pub use id_sets::{ImportIds, Meaning, import_ids};
 pub use idx::{ImportIdx, import_idx};
 pub use images::{ImportImages, import_images};
 pub use numpy::{Arrays, ImportNumpy, import_numpy};
-pub(in crate::data) use samples::{CLASSES, class_names, is_of_samples, left_out, numbered};
+pub(crate) use samples::{CLASSES, class_names, is_of_samples, left_out, numbered};
 pub use samples::{Imported as ImportedSamples, Kept, NotFinite};
 pub use stream::{Imported, StreamShards};
 pub use text::{ImportText, import_text};
@@ -50,7 +50,7 @@ fn missing(path: &Path, e: &std::io::Error, hint: &str) -> Error {
 }
 
 /// The name of a shard.
-pub(in crate::data) fn shard_name(split: Split, shard: u64) -> String {
+pub(crate) fn shard_name(split: Split, shard: u64) -> String {
     let prefix = if split == Split::Train { "train" } else { "val" };
     format!("{prefix}-{shard:05}.h5")
 }
@@ -75,7 +75,7 @@ fn part(len: usize, parts: usize, index: usize) -> Range<usize> {
 }
 
 /// Lower-case hexadecimal.
-pub(in crate::data) fn hex(bytes: &[u8]) -> String {
+pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 

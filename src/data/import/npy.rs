@@ -16,7 +16,7 @@ use zip::result::ZipError;
 
 use super::open;
 use super::spool::{Elements, Spooler};
-use crate::data::bounded::{self, Fault, extent};
+use crate::bounded::{self, Fault, extent};
 use crate::error::{Error, Result};
 
 const MAGIC: &[u8] = b"\x93NUMPY";

@@ -95,7 +95,7 @@ impl<'a> Pieces<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::Tokenizer;
+    use crate::Tokenizer;
 
     const TEXT: &str =
         "Ünïcode words,  two spaces \n\n and\tlines; don't we'll 123 45.6   \n   end\u{3000}中文 字\r\n  ";

@@ -8,13 +8,13 @@ use hdf5::types::{TypeDescriptor, VarLenUnicode};
 
 use super::spool::Elements;
 use super::{Staged, part, refuse_shards, shard_name};
-use crate::data::columns::{COLUMNS, Columns};
-use crate::data::format::{Format, IMPORT, SKIPPED_ROWS, write_rows_by};
-use crate::data::h5::{one_line, read_all, var_len};
-use crate::data::spec::{DataSpec, Split, WEIGHTS};
-use crate::data::standard::{MEAN, STD};
+use crate::columns::{COLUMNS, Columns};
 use crate::error::{Error, Result};
+use crate::format::{Format, IMPORT, SKIPPED_ROWS, write_rows_by};
+use crate::h5::{one_line, read_all, var_len};
 use crate::hdf5_files;
+use crate::spec::{DataSpec, Split, WEIGHTS};
+use crate::standard::{MEAN, STD};
 
 /// Dataset of the file names of rows that were files.
 const FILES: &str = "/files";
@@ -23,16 +23,16 @@ const FILES: &str = "/files";
 const MOST_SCALED: usize = 16_000;
 
 /// The names of classes in the order of their numbers.
-pub(in crate::data) const CLASSES: &str = "/classes";
+pub(crate) const CLASSES: &str = "/classes";
 
 /// Whether rows of this import are in a file.
-pub(in crate::data) fn is_of_samples(file: &File) -> bool {
+pub(crate) fn is_of_samples(file: &File) -> bool {
     let format = file.attr("format").and_then(|format| format.read_scalar::<VarLenUnicode>());
     format.is_ok_and(|format| format.as_str() == Format::Rows.name())
 }
 
 /// The names of classes in the order of their numbers, if a file has some.
-pub(in crate::data) fn class_names(file: &File) -> hdf5::Result<Option<Vec<String>>> {
+pub(crate) fn class_names(file: &File) -> hdf5::Result<Option<Vec<String>>> {
     if !file.link_exists(CLASSES) {
         return Ok(None);
     }
@@ -239,13 +239,13 @@ fn kept_in<T>(
 }
 
 /// Names of classes with their numbers, for people.
-pub(in crate::data) fn numbered(names: &[String]) -> String {
+pub(crate) fn numbered(names: &[String]) -> String {
     let all: Vec<String> = names.iter().enumerate().map(|(number, name)| format!("{number} {name}")).collect();
     all.join(", ")
 }
 
 /// The note on rows that an import has skipped.
-pub(in crate::data) fn left_out(rows: u64) -> String {
+pub(crate) fn left_out(rows: u64) -> String {
     let (noun, verb) = if rows == 1 { ("row", "was") } else { ("rows", "were") };
     format!("{rows} {noun} with numbers that are missing or not finite {verb} left out when the data was imported")
 }

@@ -6,9 +6,9 @@ use super::csv::{Categories, ImportCsv, Missing, TableFormat, import_csv};
 use super::images::{ImportImages, file_names_of, import_images};
 use super::numpy::{Arrays, ImportNumpy, import_numpy};
 use super::samples::{Kept, NotFinite};
-use crate::data::Preprocessing;
-use crate::data::spec::file_names;
+use crate::Preprocessing;
 use crate::error::{Error, Result};
+use crate::spec::file_names;
 
 /// The form of rows without targets, by the name of their file or the contents of their folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -4,8 +4,8 @@
 //! there their tokens are the same, ids and places: from one window to the next it goes on where a run of tokens is equal.
 //! Tokenizers decide by what is near, so the ids are those of the whole; where no run is equal the document is refused.
 
-use crate::data::tokenizer::{HuggingFace, Placed};
 use crate::error::{Error, Result};
+use crate::tokenizer::{HuggingFace, Placed};
 
 /// Equal tokens by which two windows meet.
 const EQUAL: usize = 16;
@@ -117,7 +117,7 @@ mod tests {
     use tokenizers::{NormalizerWrapper, Tokenizer as Parsed};
 
     use super::*;
-    use crate::data::Tokenizer;
+    use crate::Tokenizer;
     use crate::random::Stream;
 
     /// Words, numbers, other scripts, composed and decomposed letters, white space of all kinds.

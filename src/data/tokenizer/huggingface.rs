@@ -102,7 +102,7 @@ impl fmt::Debug for HuggingFace {
 
 /// A token of a text with its place, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::data) struct Placed {
+pub(crate) struct Placed {
     pub id: u32,
     pub start: usize,
     pub end: usize,
@@ -126,7 +126,7 @@ impl HuggingFace {
     ///
     /// # Errors
     /// The crate `tokenizers` does not understand it, or it has no ids.
-    pub(in crate::data) fn new(value: &Value) -> Result<Self> {
+    pub(crate) fn new(value: &Value) -> Result<Self> {
         let text = value.to_string();
         let parsed =
             parse(&text).map_err(|e| Error::input(format!("not understood as a tokenizer.json: {e}")).hint(GIVE))?;
@@ -174,7 +174,7 @@ impl HuggingFace {
     }
 
     /// The ids of a text, which is a whole: no token is added before or behind it. Texts of special tokens become those.
-    pub(in crate::data) fn encode(&self, text: &str) -> Result<Vec<u32>> {
+    pub(crate) fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let encoding = self.parsed()?.encode_fast(text, false).map_err(|e| refused(&e))?;
         let ids = encoding.get_ids().to_vec();
         self.check(ids.iter().copied())?;
@@ -204,7 +204,7 @@ impl HuggingFace {
     }
 
     /// As [`HuggingFace::encode`], with the places of the tokens.
-    pub(in crate::data) fn placed(&self, text: &str) -> Result<Vec<Placed>> {
+    pub(crate) fn placed(&self, text: &str) -> Result<Vec<Placed>> {
         let encoding = self.parsed()?.encode(text, false).map_err(|e| refused(&e))?;
         let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
         let tokens: Vec<Placed> = tokens.map(|(&id, &(start, end))| Placed { id, start, end }).collect();

@@ -7,9 +7,9 @@ use hdf5::types::VarLenUnicode;
 
 use super::beside::Beside;
 use super::meaning::Meaning;
+use crate::data::hdf5_files;
 use crate::data::one_line;
 use crate::error::{Error, Result};
-use crate::hdf5_files;
 
 /// An HDF5 file of outputs.
 pub(super) struct Arrays {

@@ -6,13 +6,13 @@ use csv::StringRecord;
 
 use super::format::{place, twice};
 use super::options::{Categories, ImportCsv};
-use crate::data::columns::{Category, Coder, Columns};
-use crate::data::import::class_names;
-use crate::data::import::samples::Scale;
-use crate::data::sandbox::Sandbox;
-use crate::data::standard::Standard;
-use crate::data::{DataSpec, Split, h5};
+use crate::columns::{Category, Coder, Columns};
 use crate::error::{Error, Result};
+use crate::import::class_names;
+use crate::import::samples::Scale;
+use crate::sandbox::Sandbox;
+use crate::standard::Standard;
+use crate::{DataSpec, Split, h5};
 
 /// Parts of an earlier table that later ones get.
 #[derive(Default)]

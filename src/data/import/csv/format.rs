@@ -6,8 +6,8 @@ use std::path::Path;
 
 use csv::{ErrorKind, Reader, ReaderBuilder, StringRecord};
 
-use crate::data::import::missing;
 use crate::error::{Error, Result};
+use crate::import::missing;
 
 /// Characters that may separate cells, the likeliest first.
 const DELIMITERS: [u8; 4] = *b",;\t|";

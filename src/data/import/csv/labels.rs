@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use crate::data::columns::{Coder, Coding};
-use crate::data::import::spool::{Elements, Spooler};
+use crate::columns::{Coder, Coding};
 use crate::error::{Error, Result};
+use crate::import::spool::{Elements, Spooler};
 
 /// Words of a column that are taken for classes at most.
 const MOST: usize = 1 << 16;

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use super::format::{Missing, TableFormat};
-use crate::data::import::samples::Kept;
-use crate::data::preprocessing::Preprocessing;
+use crate::import::samples::Kept;
+use crate::preprocessing::Preprocessing;
 
 /// Input and options of an import.
 #[derive(Debug, Clone)]
