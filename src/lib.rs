@@ -105,6 +105,8 @@ pub mod mesh;
 pub mod nn;
 pub mod optim;
 mod own_files;
+#[doc(hidden)]
+pub mod panics;
 pub mod parallel;
 mod pattern;
 pub mod placement;
@@ -126,6 +128,7 @@ mod simd;
 mod spawn;
 pub mod supervise;
 pub mod telemetry;
+mod time_limit;
 #[doc(hidden)]
 pub mod topology;
 pub mod train;

@@ -111,6 +111,8 @@ fn settings() {
         ("comm.path=nccl", ALL, &["comm.path = nccl is for GPUs", "hint: leave it out"]),
         ("model.place.tables=disk", ONE, &["unknown value `disk`", "it can be device, host"]),
         ("model.place.tables=host", ALL, &["model.place.tables = host is for GPUs", "hint: leave it out"]),
+        ("model.rope_scaling.rope_type=yarn", ONE, &["unknown value `yarn`", "it can be default, linear, llama3"]),
+        ("model.rope_scaling.factor=8", ALL, &["model.rope_scaling is not of a GPT", "hint: leave it out"]),
         ("model.kind=bert", ONE, &["unknown value `bert`", "gpt"]),
         ("run.steps=0", ONE, &["run.steps = 0 is out of range", "at least 1"]),
         ("model.dropout=1.5", ONE, &["model.dropout = 1.5 is out of range"]),
