@@ -96,6 +96,9 @@ pub fn fail(error: &Error) -> i32 {
 /// others wait for would be missed by nobody.
 pub fn exit_on_panic(process: &'static str) {
     std::panic::set_hook(Box::new(move |panic| {
+        if panics::is_caught() {
+            return;
+        }
         say_error(format_args!("error: {process}: internal error, please report it: {panic}"));
         std::process::exit(1)
     }));

@@ -947,7 +947,7 @@ fn servers_and_their_settings_must_be_possible() {
     refuse(Simulate(3), 1, &["servers.timeout=0"], &["servers.timeout = 0", "at least 1"]);
     refuse(Simulate(3), 1, &["servers.connections=0"], &["servers.connections = 0", "at least 1"]);
     refuse(Spawn(3), 1, &["batch.worker=0", "servers.staleness='none'"], &["batch.worker = 0"]);
-    refuse(Simulate(3), 1, &["servers.address='a:b'"], &["servers.address = \"a:b\" is no host with a port"]);
+    refuse(Simulate(3), 1, &["servers.address='a:b'"], &["servers.address = \"a:b\" is not a host with a port"]);
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("servers.address='{}'", taken.local_addr().unwrap());
     let mut traced = Run::new(Simulate(3), root.path(), "x", &[]).command();
