@@ -9,6 +9,7 @@ use crate::backend::cpu::Cpu;
 use crate::comm::{self, Algorithm, Comm};
 use crate::comm::{Launch, launched};
 use crate::error::{Error, Result};
+use crate::panics;
 use crate::telemetry::{logging, say_error};
 
 /// The whole of a program that works on ranks: does the work of this one, in a world of its own unless an MPI launcher
@@ -95,6 +96,9 @@ pub fn fail(error: &Error) -> i32 {
 /// others wait for would be missed by nobody.
 pub fn exit_on_panic(process: &'static str) {
     std::panic::set_hook(Box::new(move |panic| {
+        if panics::is_caught() {
+            return;
+        }
         say_error(format_args!("error: {process}: internal error, please report it: {panic}"));
         std::process::exit(1)
     }));
@@ -104,6 +108,9 @@ pub fn exit_on_panic(process: &'static str) {
 fn abort_on_panic(comm: &Comm<Cpu>) {
     let comm = comm.clone();
     std::panic::set_hook(Box::new(move |panic| {
+        if panics::is_caught() {
+            return;
+        }
         say_error(format_args!("error: rank {}: internal error, please report it: {panic}", comm.rank()));
         comm.abort(1)
     }));

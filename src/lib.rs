@@ -79,7 +79,7 @@
 #![warn(missing_docs)]
 
 #[doc(hidden)]
-pub use hpctrain_base::activity;
+pub use hpctrain_base::{activity, panics};
 pub(crate) use hpctrain_base::{
     control_groups, descriptors, histogram, own_files, pattern, private, regular_files, simd, spawn, tree, visible,
 };

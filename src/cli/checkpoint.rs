@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use clap::{Args, Subcommand};
 use serde::Serialize;
+use toml::{Table, Value};
 
 use super::{json, report};
 use crate::checkpoint::tools::describe::{Description, describe};
@@ -301,12 +302,21 @@ fn import(args: &ImportArgs) -> Result<()> {
     Ok(())
 }
 
-/// A section as arguments of the command line, without the keys that have their defaults.
+/// Returns a section as arguments of the command line, without the keys that have their defaults.
 fn settings(model: &Model) -> Result<String> {
-    let (default, mut text) = (written(&Model::default())?, String::new());
-    for (key, value) in written(model)?.iter().filter(|(key, value)| default.get(*key) != Some(value)) {
-        let value = value.as_str().map_or_else(|| value.to_string(), Into::into);
-        text += &format!(" --set model.{key}={value}");
-    }
+    let mut text = String::new();
+    add_settings(&mut text, "model", &written(model)?, &written(&Model::default())?);
     Ok(text)
+}
+
+/// Adds the keys of a section, and of sections in it, whose values are not the defaults.
+fn add_settings(text: &mut String, section: &str, table: &Table, defaults: &Table) {
+    for (key, value) in table.iter().filter(|(key, value)| defaults.get(*key) != Some(value)) {
+        let name = format!("{section}.{key}");
+        match (value, defaults.get(key)) {
+            (Value::Table(inner), Some(Value::Table(defaults))) => add_settings(text, &name, inner, defaults),
+            (Value::String(value), _) => *text += &format!(" --set {name}={value}"),
+            _ => *text += &format!(" --set {name}={value}"),
+        }
+    }
 }

@@ -111,7 +111,7 @@ impl SampleArgs {
         }
         let vocabulary = config::network(&mut manifest.config.model.clone(), None)?.outputs();
         let encode = |text: String| {
-            let ids = tokenizer.prompt(&text)?;
+            let ids = tokenizer.prompt(&text).map_err(|e| e.at(&place))?;
             if ids.is_empty() {
                 return Err(Error::input("--prompt is empty").hint("give at least one character, or leave it out"));
             }

@@ -82,7 +82,7 @@ fn most(path: &str) -> u64 {
         ("run", "seed") => u64::MAX,
         ("model", "layers") => BLOCKS,
         ("model", "context") => CONTEXT,
-        ("model", key) if key.starts_with("input") => CONTEXT,
+        ("model", key) if key.starts_with("input") || key.ends_with("original_max_position_embeddings") => CONTEXT,
         ("model", key) if key.ends_with("vocabulary") || key.contains("ids") => IDS,
         ("model", _) => EXTENT,
         ("run", "threads") => THREADS,

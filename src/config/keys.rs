@@ -14,6 +14,7 @@ fn keys(section: &str) -> Option<&'static [Key]> {
     Some(match section {
         "run" => Run::KEYS,
         "model" => Model::KEYS,
+        "model.rope_scaling" => RopeScaling::KEYS,
         "model.place" => Place::KEYS,
         "loss" => Loss::KEYS,
         "data" => Data::KEYS,

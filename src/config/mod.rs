@@ -14,6 +14,7 @@ mod place;
 mod range;
 mod raw;
 mod resolve;
+mod rope;
 mod servers;
 mod size;
 mod synonyms;

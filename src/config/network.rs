@@ -1,7 +1,7 @@
 //! The network that a configuration describes, the samples that it takes, and the loss that it minimises.
 
 use super::range::out_of_range;
-use super::{Config, LayerList, LossKind, Model, ModelKind, bounds};
+use super::{Config, LayerList, LossKind, Model, ModelKind, RopeScaling, bounds, rope};
 use crate::backend::Deviation;
 use crate::backend::cpu::Cpu;
 use crate::data::{Axes, SampleSpec};
@@ -47,6 +47,7 @@ pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
                 ("model.hidden", model.hidden.is_some()),
                 ("model.tied", model.tied.is_some()),
                 ("model.rope_theta", model.rope_theta.is_some()),
+                ("model.rope_scaling", model.rope_scaling != RopeScaling::default()),
                 ("model.norm_epsilon", model.norm_epsilon.is_some()),
             ];
             if let Some((key, _)) = of_llama.into_iter().find(|(_, given)| *given) {
@@ -87,6 +88,7 @@ pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
             if !(epsilon > 0.0 && epsilon.is_finite()) {
                 return Err(out_of_range("model.norm_epsilon", epsilon, "greater than 0"));
             }
+            let rope_scaling = rope::scaling(&model.rope_scaling)?;
             let epsilon = epsilon as f32;
             let tied = *model.tied.get_or_insert(false);
             let llama = Llama {
@@ -98,6 +100,7 @@ pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
                 context,
                 vocabulary,
                 rope_theta,
+                rope_scaling,
                 epsilon,
                 tied,
                 dropout,
@@ -143,6 +146,7 @@ fn by_layers(model: &Model) -> Result<Layers> {
         ("model.hidden", model.hidden.is_some(), "leave it out: dense layers have units"),
         ("model.tied", model.tied.is_some(), "leave it out"),
         ("model.rope_theta", model.rope_theta.is_some(), "leave it out"),
+        ("model.rope_scaling", model.rope_scaling != RopeScaling::default(), "leave it out"),
         ("model.norm_epsilon", model.norm_epsilon.is_some(), "leave it out: layer_norm has an epsilon"),
         ("model.dropout", model.dropout != 0.0, "leave it out, and put dropout layers where they are to be"),
         ("model.bias", model.bias == Some(true), "leave it out: layers have their own"),

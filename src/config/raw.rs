@@ -162,6 +162,9 @@ sections! {
         tied: Option<bool> = None,
         /// Llama: base of the angles of rotary positions; left out, 10000.
         rope_theta: Option<f64> = None,
+        /// `[model.rope_scaling]`, for Llamas: scaling of the frequencies of rotary positions, so that contexts may be longer than those
+        /// of pre-training.
+        rope_scaling: RopeScaling = RopeScaling::default(),
         /// Llama: added to the mean square in norms; left out, 1e-5.
         norm_epsilon: Option<f64> = None,
         /// Dropout rate.
@@ -171,6 +174,21 @@ sections! {
         /// `[model.place]`, for GPUs: `tables` (`host`: the embedding tables of the first layer, their gradients and their optimizer
         /// state are in the memory of the host, which looks rows up and updates them; `device`).
         place: Place = Place::default(),
+    }
+
+    /// `[model.rope_scaling]`
+    RopeScaling {
+        /// Scaling: default (none), linear (all frequencies are divided by `factor`), or llama3, that of Llama 3.1 to 3.3 (low
+        /// frequencies are divided by `factor`, high ones are kept, those in between are interpolated).
+        rope_type: RopeType = RopeType::Default,
+        /// Linear, llama3: the divisor, at least 1.
+        factor: Option<f64> = None,
+        /// Llama3: frequencies that turn at most this many times within the original context are divided by `factor`.
+        low_freq_factor: Option<f64> = None,
+        /// Llama3: frequencies that turn at least this many times within the original context are kept.
+        high_freq_factor: Option<f64> = None,
+        /// Llama3: the original context, the positions of a sequence in pre-training.
+        original_max_position_embeddings: Option<usize> = None,
     }
 
     /// `[model.place]`
@@ -548,6 +566,29 @@ pub enum ModelKind {
     Llama,
     /// Layers, one after the other.
     Layers,
+}
+
+/// Scaling of the frequencies of rotary positions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RopeType {
+    /// None.
+    Default,
+    /// All are divided.
+    Linear,
+    /// Low ones are divided.
+    Llama3,
+}
+
+impl RopeType {
+    /// Returns the name of the type here and in Hugging Face's files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Default => "default",
+            Self::Linear => "linear",
+            Self::Llama3 => "llama3",
+        }
+    }
 }
 
 /// Memory of embedding tables.

@@ -484,6 +484,7 @@ fn schedule(config: &Config) -> Schedule {
 mod tests {
     use super::*;
     use crate::config::{Sources, load};
+    use crate::nn::FrequencyScaling;
 
     fn plan(ranks: usize, overrides: &[&str]) -> Result<Plan> {
         let overrides: Vec<String> = overrides.iter().map(|s| s.to_string()).collect();
@@ -637,6 +638,70 @@ mod tests {
         ] {
             let error = refusal(1, &["model.kind=llama", setting]);
             assert!(error.contains(wanted), "{setting}: {error}");
+        }
+    }
+
+    #[test]
+    fn scaled_positions_are_checked() {
+        let llama3 = [
+            "model.kind=llama",
+            "model.rope_scaling.rope_type=llama3",
+            "model.rope_scaling.factor=8",
+            "model.rope_scaling.low_freq_factor=1",
+            "model.rope_scaling.high_freq_factor=4",
+            "model.rope_scaling.original_max_position_embeddings=8192",
+        ];
+        let Network::Llama(llama) = plan(1, &llama3).unwrap().network else { panic!("not a Llama") };
+        assert_eq!(
+            llama.rope_scaling,
+            FrequencyScaling::Llama3 {
+                factor: 8.0,
+                low_freq_factor: 1.0,
+                high_freq_factor: 4.0,
+                original_max_position_embeddings: 8192
+            }
+        );
+        for (setting, expected) in [
+            (
+                "factor=0.5",
+                "model.rope_scaling.factor = 0.5 is out of range\nhint: model.rope_scaling.factor must be at least 1",
+            ),
+            ("low_freq_factor=0", "model.rope_scaling.low_freq_factor = 0 is out of range"),
+            ("low_freq_factor=-1", "model.rope_scaling.low_freq_factor = -1 is out of range"),
+            (
+                "high_freq_factor=1",
+                "model.rope_scaling.high_freq_factor must be greater than model.rope_scaling.low_freq_factor = 1",
+            ),
+            (
+                "original_max_position_embeddings=0",
+                "model.rope_scaling.original_max_position_embeddings = 0 is out of range",
+            ),
+            (
+                "original_max_position_embeddings=99999999",
+                "model.rope_scaling.original_max_position_embeddings = 99999999",
+            ),
+            (
+                "rope_type=linear",
+                "model.rope_scaling.low_freq_factor is given, but model.rope_scaling.rope_type = linear",
+            ),
+            ("rope_type=default", "model.rope_scaling.factor is given, but model.rope_scaling.rope_type = default"),
+        ] {
+            let setting = format!("model.rope_scaling.{setting}");
+            let error = refusal(1, &[&llama3[..], &[&setting]].concat());
+            assert!(error.contains(expected) && error.contains("\nhint: "), "{setting}: {error}");
+        }
+        for missing in 2..llama3.len() {
+            let error = refusal(1, &[&llama3[..missing], &llama3[missing + 1..]].concat());
+            let (key, _) = llama3[missing].split_once('=').unwrap();
+            let expected = format!("model.rope_scaling.rope_type = llama3, but {key} is missing\nhint: ");
+            assert!(error.contains(&expected), "{error}");
+        }
+        let error = refusal(1, &["model.kind=llama", "model.rope_scaling.rope_type=linear"]);
+        assert!(error.contains("rope_type = linear, but model.rope_scaling.factor is missing\nhint: "), "{error}");
+        for kind in [&["model.kind=gpt"][..], &["model.kind=layers", "model.input=[4]", "model.layers=[{kind='relu'}]"]]
+        {
+            let error = refusal(1, &[kind, &llama3[1..]].concat());
+            assert!(error.contains("model.rope_scaling is not of a "), "{error}");
         }
     }
 

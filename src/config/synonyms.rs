@@ -1,7 +1,7 @@
 //! Keys by the names that other programs give them, for errors that name the right one.
 
 /// A key here, and its names in other programs: the last part of the name, in lower case, without `_` and `-`.
-const KEYS: [(&str, &[&str]); 36] = [
+const KEYS: [(&str, &[&str]); 37] = [
     ("run.steps", &["maxsteps", "maxiters", "numsteps", "totalsteps", "trainsteps", "iterations"]),
     ("run.epochs", &["numepochs", "maxepochs", "nepochs", "numtrainepochs"]),
     ("run.name", &["runname", "experiment", "expname", "jobname"]),
@@ -34,6 +34,7 @@ const KEYS: [(&str, &[&str]); 36] = [
     ("model.vocabulary", &["vocab", "vocabsize", "nvocab", "numtokens", "vocabularysize"]),
     ("model.dropout", &["dropoutrate", "pdropout", "residpdrop", "embdpdrop", "hiddendropoutprob"]),
     ("model.norm_epsilon", &["rmsnormeps", "layernormepsilon", "normeps"]),
+    ("model.rope_scaling", &["ropeparameters"]),
     ("model.tied", &["tiewordembeddings", "tieembeddings"]),
     ("data.path", &["dataset", "datadir", "datapath", "datasetpath", "trainfile", "traindata"]),
     ("data.prefetch", &["numworkers", "prefetchfactor"]),

@@ -6,7 +6,7 @@
 //! makes its samples itself puts a [`Source`] of its own in the place of the files.
 
 pub(crate) use hpctrain_base::{
-    activity, descriptors, error, pattern, private, random, regular_files, simd, spawn, visible,
+    activity, descriptors, error, panics, pattern, private, random, regular_files, simd, spawn, time_limit, visible,
 };
 
 mod augment;

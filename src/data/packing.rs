@@ -5,6 +5,7 @@
 //! | `scale_factor`, `add_offset` | an element is its stored number times the one plus the other |
 //! | `_Unsigned` | `"true"`: stored integers have no sign, although their type has; `"false"`: the reverse |
 //! | `_FillValue`, `missing_value` | stored numbers that stand for missing elements |
+//! | no `_FillValue`, in a NetCDF-4 file | the fill value of the dataset stands for missing elements, unless elements are bytes |
 //! | `valid_range`, `valid_min`, `valid_max` | elements outside are missing; floating-point bounds of packed integers are of the elements, all others of the stored numbers |
 //!
 //! Elements are unpacked when rows are read, before the scale of inputs. A missing element is an error. Other attributes of NetCDF, such
@@ -13,6 +14,7 @@
 use std::fmt;
 
 use half::f16;
+use hdf5::plist::dataset_create::FillValue;
 use hdf5::types::{FixedAscii, FixedUnicode, TypeDescriptor, VarLenAscii, VarLenUnicode};
 use hdf5::{Attribute, Dataset, Location};
 use hdf5_sys::h5t::H5T_class_t;
@@ -30,6 +32,10 @@ const SCALE: &str = "scale_factor";
 const OFFSET: &str = "add_offset";
 const UNSIGNED: &str = "_Unsigned";
 const FILLS: [&str; 2] = ["_FillValue", "missing_value"];
+/// The fill value by the properties of a dataset, where it has no attribute.
+const DEFAULT_FILL: &str = "fill value by NetCDF";
+/// The attribute by which the NetCDF library marks the root group of its files, since version 4.4.1.
+const NETCDF: &str = "_NCProperties";
 const RANGE: &str = "valid_range";
 const LEAST: &str = "valid_min";
 const MOST: &str = "valid_max";
@@ -155,6 +161,11 @@ impl Packing {
             let all = all.into_iter().map(|number| rounded(stored, number)).filter(|number| number.is_finite());
             fills.extend(all.map(|number| Fill { attribute: attribute.to_owned(), number }));
         }
+        if !has.iter().any(|has| has == FILLS[0]) {
+            let default = default_fill(dataset).map_err(|e| storage::unreadable(name, &e))?;
+            let default = default.map(|number| rounded(stored, number)).filter(|number| number.is_finite());
+            fills.extend(default.map(|number| Fill { attribute: DEFAULT_FILL.to_owned(), number }));
+        }
         let mut bounds = Vec::new();
         let mut bound = |attribute: &str, number: f64, is_least: bool, is_float: bool| {
             if number.is_finite() {
@@ -256,6 +267,22 @@ fn similar(dataset: &Dataset) -> hdf5::Result<Stored> {
         (H5T_class_t::H5T_FLOAT, _) => Stored::F64,
         _ => Stored::I64,
     })
+}
+
+/// Returns the number that stands for missing elements where a dataset of NetCDF-4 has no attribute `_FillValue`: what the NetCDF library
+/// has set as the fill value of elements that are never written, by default one of each type (`NC_FILL_SHORT` and so on). By NetCDF's
+/// conventions all bytes are valid then, and a dataset without filling has no such number.
+fn default_fill(dataset: &Dataset) -> hdf5::Result<Option<f64>> {
+    let facts = h5::type_facts(&dataset.dtype()?)?;
+    let is_number = matches!(facts.class, H5T_class_t::H5T_INTEGER | H5T_class_t::H5T_FLOAT);
+    if !is_number || facts.size == 1 || !dataset.file()?.attr_names()?.iter().any(|name| name == NETCDF) {
+        return Ok(None);
+    }
+    let properties = dataset.create_plist()?;
+    match properties.get_fill_value_defined()? {
+        FillValue::UserDefined => properties.get_fill_value_as::<f64>(),
+        FillValue::Default | FillValue::Undefined => Ok(None),
+    }
 }
 
 /// Whether a dataset is a dimension scale: coordinates of an axis of others.
@@ -394,6 +421,46 @@ mod tests {
         assert!(
             read(&dataset, As::Numbers).unwrap_err().to_string().contains("attribute _FillValue of /x cannot be read")
         );
+    }
+
+    /// As the NetCDF library writes variables: with a fill value among the properties, and without one where filling is off.
+    #[test]
+    fn default_fill_values_of_netcdf_are_missing_elements() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = crate::hdf5_files::create(&folder.path().join("x.nc")).unwrap();
+        file.new_dataset::<i16>().fill_value(-32767i16).shape(3).create("short").unwrap();
+        file.new_dataset::<f32>().fill_value(9.969_21e36f32).shape(3).create("float").unwrap();
+        file.new_dataset::<u64>().fill_value(u64::MAX - 1).shape(3).create("long").unwrap();
+        file.new_dataset::<u8>().fill_value(255u8).shape(3).create("bytes").unwrap();
+        file.new_dataset::<i16>().shape(3).create("nofill").unwrap();
+        let own = file.new_dataset::<i16>().fill_value(-1i16).shape(3).create("own").unwrap();
+        attribute(&own, "_FillValue", &[-1i16]);
+        let missing = |name: &str, stored, numbers: &[f64]| {
+            let packing = Packing::read(&file.dataset(name).unwrap(), name, stored, As::Numbers).unwrap();
+            packing.and_then(|packing| packing.first_missing(numbers.iter().copied())).map(|(_, it)| it.to_string())
+        };
+        let cases = [
+            ("short", Stored::I16, -32767.0, Some("is missing: -32767 is its fill value by NetCDF")),
+            ("float", Stored::F32, f64::from(9.969_21e36f32), Some("is its fill value by NetCDF")),
+            ("long", Stored::U64, (u64::MAX - 1) as f64, Some("is its fill value by NetCDF")),
+            ("bytes", Stored::U8, 255.0, None),
+            ("nofill", Stored::I16, 0.0, None),
+            ("own", Stored::I16, -1.0, Some("is missing: -1 is its _FillValue")),
+        ];
+        // A fill value of any HDF5 file means nothing by itself.
+        assert_eq!(missing("short", Stored::I16, &[-32767.0]), None);
+        let text: VarLenAscii = VarLenAscii::from_ascii("version=2,netcdf=4.10.1,hdf5=2.2.0").unwrap();
+        file.new_attr::<VarLenAscii>().create("_NCProperties").unwrap().write_scalar(&text).unwrap();
+        for (name, stored, number, expected) in cases {
+            let found = missing(name, stored, &[1.0, number]);
+            match expected {
+                None => assert_eq!(found, None, "{name}"),
+                Some(expected) => {
+                    assert!(found.as_ref().is_some_and(|found| found.contains(expected)), "{name}: {found:?}")
+                }
+            }
+            assert_eq!(missing(name, stored, &[1.0, 2.0]), None, "{name}");
+        }
     }
 
     #[test]

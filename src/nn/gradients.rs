@@ -161,7 +161,7 @@ mod tests {
     use crate::layout::UnitLayout;
     use crate::nn::gpt::Gpt;
     use crate::nn::llama::Llama;
-    use crate::nn::{Block, Blocks, Context, Micro, Params, Training};
+    use crate::nn::{Block, Blocks, Context, FrequencyScaling, Micro, Params, Training};
     use crate::random;
 
     const SAMPLES: usize = 3;
@@ -178,6 +178,7 @@ mod tests {
             context: TIME,
             vocabulary: 9,
             rope_theta: 1e4,
+            rope_scaling: FrequencyScaling::Unscaled,
             epsilon: 1e-5,
             tied,
             dropout,

@@ -13,7 +13,7 @@ use super::embedding::Embedding;
 use super::gradients::At;
 use super::head::{Head, Table};
 use super::past::attend;
-use super::rotary::Angles;
+use super::rotary::{Angles, FrequencyScaling};
 use super::tensor::{Column, Places, TensorLanes};
 use super::{Block, Blocks, Context, Grads, INIT, Params, Past, take};
 use crate::backend::{Attention, Backend, Kernels, Linear, MemoryKind, Norm, Rotary};
@@ -39,6 +39,8 @@ pub struct Llama {
     pub vocabulary: usize,
     /// Base of the angles of rotary positions.
     pub rope_theta: f64,
+    /// Scaling of the frequencies of rotary positions.
+    pub rope_scaling: FrequencyScaling,
     /// Added to the mean square in norms.
     pub epsilon: f32,
     /// Whether the output matrix is the token table.
@@ -72,7 +74,7 @@ impl Llama {
             table: if self.tied { Table::Tied } else { Table::Own("lm_head.weight") },
             slices: slices.clone(),
         };
-        let angles = Arc::new(Angles::new(self.rope_theta, self.head_width(), self.context));
+        let angles = Arc::new(Angles::new(self.rope_theta, self.rope_scaling, self.head_width(), self.context));
         let decoder = |layer| Decoder { llama: self.clone(), layer, angles: angles.clone(), slices: slices.clone() };
         let mut blocks: Blocks<B> = vec![Box::new(embedding)];
         blocks.extend((0..self.layers).map(|layer| Box::new(decoder(layer)) as _));

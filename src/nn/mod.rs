@@ -30,6 +30,7 @@ pub use gradients::{Deferred, Grads};
 pub use network::{Network, Summary};
 pub use own::{BuildNetwork, Input, OwnNetwork};
 pub use past::Past;
+pub use rotary::FrequencyScaling;
 
 /// Standard deviation of the initial weights of language models; GPT-2's and Llama's.
 const INIT: f32 = 0.02;

@@ -124,9 +124,16 @@ mod tests {
     fn what_shapes_the_curve_is_told() {
         assert_eq!(changed(|_| {}), (Changes::default(), vec![]));
         type Change = fn(&mut Config);
-        let curve: [(&str, Change); 6] = [
+        let curve: [(&str, Change); 7] = [
             ("loss.label_smoothing", |now| now.loss.label_smoothing = 0.5),
             ("model.dropout was 0.0, is 0.5", |now| now.model.dropout = 0.5),
+            (
+                "model.rope_scaling was { rope_type = \"default\" }, is { factor = 8.0, rope_type = \"linear\" }",
+                |now| {
+                    now.model.rope_scaling.rope_type = crate::config::RopeType::Linear;
+                    now.model.rope_scaling.factor = Some(8.0);
+                },
+            ),
             ("optimizer.lr was 0.001, is 0.5", |now| now.optimizer.lr = 0.5),
             ("run.seed", |now| now.run.seed = 7),
             ("data.shuffle was true, is false", |now| now.data.shuffle = false),

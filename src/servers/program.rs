@@ -2,9 +2,15 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::fs::File;
+use std::io::Read as _;
+use std::path::Path;
 use std::sync::LazyLock;
 
 use serde::{Deserialize, Serialize};
+
+/// Bytes of the executable that are read at a time: it may have a hundred megabytes.
+const PIECE: usize = 1 << 20;
 
 /// All that decides the last bits of what a process computes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -20,10 +26,7 @@ pub struct Program {
 impl Program {
     /// Returns that of this process, which computes on `device`.
     pub fn here(device: String) -> Self {
-        static BUILD: LazyLock<String> = LazyLock::new(|| {
-            let file = std::fs::read("/proc/self/exe");
-            file.map(|bytes| format!("{:08x}", crc32fast::hash(&bytes))).unwrap_or_default()
-        });
+        static BUILD: LazyLock<String> = LazyLock::new(|| checksum(Path::new("/proc/self/exe")).unwrap_or_default());
         Self { version: env!("CARGO_PKG_VERSION").into(), build: BUILD.clone(), device }
     }
 
@@ -34,6 +37,17 @@ impl Program {
             return Some(format!("it is hpctrain {}, the run is of {}", named(self), named(run)));
         }
         (self.device != run.device).then(|| format!("it computes on {}, the run on {}", self.device, run.device))
+    }
+}
+
+/// Returns the checksum (CRC-32) of a file, in hexadecimal digits.
+fn checksum(path: &Path) -> std::io::Result<String> {
+    let (mut file, mut sum, mut piece) = (File::open(path)?, crc32fast::Hasher::new(), vec![0; PIECE]);
+    loop {
+        match file.read(&mut piece)? {
+            0 => return Ok(format!("{:08x}", sum.finalize())),
+            bytes => sum.update(&piece[..bytes]),
+        }
     }
 }
 

@@ -111,6 +111,8 @@ fn settings() {
         ("comm.path=nccl", ALL, &["comm.path = nccl is for GPUs", "hint: leave it out"]),
         ("model.place.tables=disk", ONE, &["unknown value `disk`", "it can be device, host"]),
         ("model.place.tables=host", ALL, &["model.place.tables = host is for GPUs", "hint: leave it out"]),
+        ("model.rope_scaling.rope_type=yarn", ONE, &["unknown value `yarn`", "it can be default, linear, llama3"]),
+        ("model.rope_scaling.factor=8", ALL, &["model.rope_scaling is not of a GPT", "hint: leave it out"]),
         ("model.kind=bert", ONE, &["unknown value `bert`", "gpt"]),
         ("run.steps=0", ONE, &["run.steps = 0 is out of range", "at least 1"]),
         ("model.dropout=1.5", ONE, &["model.dropout = 1.5 is out of range"]),
@@ -945,7 +947,7 @@ fn servers_and_their_settings_must_be_possible() {
     refuse(Simulate(3), 1, &["servers.timeout=0"], &["servers.timeout = 0", "at least 1"]);
     refuse(Simulate(3), 1, &["servers.connections=0"], &["servers.connections = 0", "at least 1"]);
     refuse(Spawn(3), 1, &["batch.worker=0", "servers.staleness='none'"], &["batch.worker = 0"]);
-    refuse(Simulate(3), 1, &["servers.address='a:b'"], &["servers.address = \"a:b\" is no host with a port"]);
+    refuse(Simulate(3), 1, &["servers.address='a:b'"], &["servers.address = \"a:b\" is not a host with a port"]);
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("servers.address='{}'", taken.local_addr().unwrap());
     let mut traced = Run::new(Simulate(3), root.path(), "x", &[]).command();

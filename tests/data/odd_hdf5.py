@@ -415,6 +415,14 @@ def netcdf():
 
     packed("filled", stored, scale_factor=0.01, _FillValue=np.int16(32767))
     refused("filled", "filled.h5", "/inputs[1, 3] is missing: 32767 is its _FillValue")
+    # As the NetCDF library has variables without the attribute.
+    for name, marks in [("filled_by_netcdf", {"_NCProperties": np.bytes_("version=2,netcdf=4.10.1,hdf5=2.2.0")}),
+                        ("filled_by_others", {})]:
+        create(name, stored, x_options=dict(fillvalue=32767))
+        with h5py.File(path(name + ".h5"), "a") as f:
+            f.attrs.update(marks)
+    refused("filled_by_netcdf", "/inputs[1, 3] is missing: 32767 is its fill value by NetCDF")
+    right("filled_by_others", stored)
     packed("filled_big", stored.astype(">i2"), _FillValue=np.array(32767, ">i2"))
     refused("filled_big", "/inputs[1, 3] is missing: 32767 is its _FillValue")
     packed("not_filled", stored, _FillValue=np.int16(-32768), missing_value=np.array([9, 10], "i2"))

@@ -8,6 +8,8 @@ use hpctrain::data::import::{ImportIds, ImportText, Meaning, StreamShards, impor
 use hpctrain::data::{DataSpec, Dataset, SampleMut, Split, Tokenizer, TokenizerKind, inspect, verify};
 use hpctrain::error::Result;
 
+use crate::common::launch::{finish, program};
+
 /// All ids of the training shards below `out`.
 fn ids(out: &Path) -> Vec<u32> {
     let mut all = Vec::new();
@@ -171,6 +173,39 @@ fn files_that_are_no_tokenizers_are_refused() {
     let error =
         import(root.path(), "x", from_ref(&text), |import| import.tokenizer = TokenizerKind::File(file.clone()));
     assert!(error.unwrap_err().to_string().contains("tokenizer.json does not exist"));
+}
+
+/// The engine of expressions gives up by a panic in its crate, and such a tokenizer is data of others.
+#[test]
+fn an_expression_that_backtracks_too_much_is_an_error() {
+    let root = tempfile::tempdir().unwrap();
+    let at = |name: &str| root.path().join(name).display().to_string();
+    let mut value: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(foreign(root.path())).unwrap()).unwrap();
+    let split = serde_json::json!({
+        "type": "Split", "pattern": { "Regex": "(a+)+b|c" }, "behavior": "Isolated", "invert": false,
+    });
+    value["pre_tokenizer"] =
+        serde_json::json!({ "type": "Sequence", "pretokenizers": [split, value["pre_tokenizer"]] });
+    std::fs::write(at("tokenizer.json"), value.to_string()).unwrap();
+    std::fs::write(at("harmless.txt"), "aab, abc").unwrap();
+    std::fs::write(at("long.txt"), "a".repeat(40)).unwrap();
+    let imported = |inputs: &[&str], out: &str| {
+        let inputs = inputs.iter().map(|name| at(name));
+        let words = ["data", "import", "text"].map(str::to_owned).into_iter().chain(inputs);
+        let to = ["--val-fraction", "0", "--tokenizer", &at("tokenizer.json"), "--out", &at(out)].map(str::to_owned);
+        finish(&mut program(words.chain(to)))
+    };
+    imported(&["harmless.txt"], "out").succeeded();
+    let ended = imported(&["harmless.txt", "long.txt"], "more");
+    assert_eq!(ended.code(), 2, "{ended}");
+    let expected = format!(
+        "error: {}: {} fails: Onig: Regex search error: retry-limit-in-match over\nhint: an expression of its pre_tokenizer",
+        at("long.txt"),
+        at("tokenizer.json")
+    );
+    assert!(ended.stderr.starts_with(&expected) && ended.stderr.lines().count() == 2, "{ended}");
+    assert!(!Path::new(&at("more")).exists());
 }
 
 /// Documents × ids, as other programs pack them.

@@ -75,6 +75,9 @@ fn watch() {
     static STARTED: Once = Once::new();
     STARTED.call_once(|| {
         set_hook(Box::new(|panic| {
+            if hpctrain::panics::is_caught() {
+                return;
+            }
             if lock(&UNDER_WAY).is_some() {
                 lock(&PANICKED).get_or_insert(panic.to_string());
             } else {

@@ -15,8 +15,13 @@ import torch.nn.functional as F
 HERE = pathlib.Path(__file__).parent
 CONFIG = dict(layers=2, heads=3, width=24, context=13, vocabulary=37, batch=5)
 LLAMA = dict(layers=2, heads=4, width=24, hidden=40, context=13, vocabulary=37, batch=5, rope_theta=100.0, epsilon=1e-5)
-# Heads of keys and values, and whether the head is the token table.
-LLAMA_CASES = dict(grouped=dict(kv_heads=2, tied=False), tied=dict(kv_heads=4, tied=True))
+# Heads of keys and values, whether the head is the token table, and the scaling of the frequencies of rotary positions. The three
+# frequencies of `llama3` are kept, interpolated and divided; its context of 13 is longer than the original one.
+LLAMA_CASES = dict(grouped=dict(kv_heads=2, tied=False, rope_type="default"),
+                   tied=dict(kv_heads=4, tied=True, rope_type="default"),
+                   linear=dict(kv_heads=2, tied=False, rope_type="linear", factor=2.5),
+                   llama3=dict(kv_heads=2, tied=False, rope_type="llama3", factor=4.0, low_freq_factor=0.125,
+                               high_freq_factor=1.0, original_max_position_embeddings=8))
 STEPS = 10
 ADAMW = dict(lr=1e-2, warmup_steps=3, total_steps=STEPS, min_lr=1e-3, schedule="cosine", beta1=0.9, beta2=0.95,
              eps=1e-8, weight_decay=0.1, grad_clip=1.0)
@@ -49,18 +54,35 @@ def rms_norm(x, weight, eps):
     return x / torch.sqrt((x ** 2).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotated(x, theta):
-    """x [B, heads, T, w]: elements i and i + w/2 are a complex number, turned by t·theta^(-2i/w)."""
+def scaled(frequency, scaling):
+    """A frequency in radians per position, scaled for a longer context."""
+    if scaling["rope_type"] == "default":
+        return frequency
+    if scaling["rope_type"] == "linear":
+        return frequency / scaling["factor"]
+    # llama3: by wavelengths in positions, short ones first.
+    wavelength, original = 2 * math.pi / frequency, scaling["original_max_position_embeddings"]
+    longest, shortest = original / scaling["low_freq_factor"], original / scaling["high_freq_factor"]
+    if wavelength < shortest:
+        return frequency
+    if wavelength > longest:
+        return frequency / scaling["factor"]
+    share = (original / wavelength - scaling["low_freq_factor"]) / (scaling["high_freq_factor"] - scaling["low_freq_factor"])
+    return share * frequency + (1 - share) * frequency / scaling["factor"]
+
+
+def rotated(x, frequencies):
+    """x [B, heads, T, w]: elements i and i + w/2 are a complex number, turned by t·frequencies[i]."""
     time, half = x.shape[-2], x.shape[-1] // 2
-    angles = torch.arange(time, dtype=x.dtype)[:, None] * theta ** (-torch.arange(half, dtype=x.dtype) / half)
+    angles = torch.arange(time, dtype=x.dtype)[:, None] * frequencies
     turned = torch.complex(x[..., :half].contiguous(), x[..., half:].contiguous()) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 
-def grouped_attention(q, k, v, theta):
+def grouped_attention(q, k, v, frequencies):
     """Causal, with rotary positions. q [B, heads, T, w], k and v [B, kv_heads, T, w]. Returns [B, T, heads * w]."""
     b, heads, t, w = q.shape
-    q, k = rotated(q, theta), rotated(k, theta)
+    q, k = rotated(q, frequencies), rotated(k, frequencies)
     k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
     future = torch.ones(t, t, dtype=torch.bool).triu(1)
     weights = (q @ k.transpose(-1, -2) / math.sqrt(w)).masked_fill(future, -math.inf).softmax(-1)
@@ -126,9 +148,12 @@ def llama_shapes(layers, heads, kv_heads, width, hidden, vocabulary, tied, **_):
     return out
 
 
-def llama(params, tokens, layers, heads, kv_heads, rope_theta, epsilon, tied, **_):
+def llama(params, tokens, layers, heads, kv_heads, width, rope_theta, epsilon, tied, **scaling):
     """Logits [B, T, V]. Pre-norm with RMS norms, rotary positions, grouped-query attention and SwiGLU."""
     b, t = tokens.shape
+    half = width // heads // 2
+    frequencies = rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    frequencies = torch.tensor([scaled(frequency, scaling) for frequency in frequencies.tolist()], dtype=torch.float64)
 
     def linear(x, name):
         return x @ params[f"{name}.weight"].T
@@ -138,7 +163,7 @@ def llama(params, tokens, layers, heads, kv_heads, rope_theta, epsilon, tied, **
         h = rms_norm(x, params[f"layers.{i}.input_layernorm.weight"], epsilon)
         q, k, v = (linear(h, f"layers.{i}.self_attn.{part}_proj").reshape(b, t, n, -1).transpose(1, 2)
                    for part, n in [("q", heads), ("k", kv_heads), ("v", kv_heads)])
-        x = x + linear(grouped_attention(q, k, v, rope_theta), f"layers.{i}.self_attn.o_proj")
+        x = x + linear(grouped_attention(q, k, v, frequencies), f"layers.{i}.self_attn.o_proj")
         h = rms_norm(x, params[f"layers.{i}.post_attention_layernorm.weight"], epsilon)
         gate = linear(h, f"layers.{i}.mlp.gate_proj")
         x = x + linear(gate * torch.sigmoid(gate) * linear(h, f"layers.{i}.mlp.up_proj"), f"layers.{i}.mlp.down_proj")

@@ -8,7 +8,7 @@ use hpctrain::nn::check::{Named, derivatives};
 use hpctrain::nn::gpt::Gpt;
 use hpctrain::nn::layers::{Layer, Layers};
 use hpctrain::nn::llama::Llama;
-use hpctrain::nn::{Micro, Network};
+use hpctrain::nn::{FrequencyScaling, Micro, Network};
 use hpctrain::optim::Rule;
 use hpctrain::parallel::{ControlFlags, Zero};
 use hpctrain::random::derive;
@@ -38,6 +38,7 @@ fn backward_is_the_derivative_of_forward() {
             context: TIME,
             vocabulary: 13,
             rope_theta: 10.0,
+            rope_scaling: FrequencyScaling::Unscaled,
             epsilon: 1e-5,
             tied,
             dropout,

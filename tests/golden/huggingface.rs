@@ -37,6 +37,16 @@ fn tiny_llama() -> PathBuf {
     golden("hf-llama-tiny")
 }
 
+/// With frequencies of type `llama3`, and a context of three times the original one.
+fn tiny_llama3() -> PathBuf {
+    golden("hf-llama3-tiny")
+}
+
+/// With frequencies of type `linear`.
+fn tiny_linear() -> PathBuf {
+    golden("hf-llama-linear-tiny")
+}
+
 /// The numbers in nested arrays.
 fn flat(value: &Value) -> Vec<f64> {
     match value {
@@ -64,7 +74,7 @@ fn logits(dir: &Path, tokens: &[u32]) -> Vec<f32> {
 
 #[test]
 fn an_imported_model_computes_what_transformers_computes() {
-    for there in [tiny(), tiny_llama()] {
+    for there in [tiny(), tiny_llama(), tiny_llama3(), tiny_linear()] {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("tiny");
         import(&there, &dir, None).unwrap();
@@ -75,16 +85,20 @@ fn an_imported_model_computes_what_transformers_computes() {
         assert_eq!(got.len(), want.len());
         let off = got.iter().zip(&want).map(|(got, want)| (f64::from(*got) - want).abs()).fold(0.0, f64::max);
         let size = want.iter().map(|logit| logit.abs()).fold(0.0, f64::max);
-        assert!(off < 1e-5 && size > 1.0, "{off:e} of {size}");
+        assert!(off < 1e-5 && size > 1.0, "{}: {off:e} of {size}", there.display());
     }
 }
 
 #[test]
 fn an_imported_model_is_exported_as_it_was() {
     // Our network has no dropout in attention; these keys are of other times or other classes.
-    for (there, ours) in
-        [(tiny(), vec!["attn_pdrop", "n_ctx", "torch_dtype"]), (tiny_llama(), vec!["rope_theta", "torch_dtype"])]
-    {
+    let llama = ["rope_theta", "rope_scaling", "torch_dtype"];
+    for (there, ours) in [
+        (tiny(), ["attn_pdrop", "n_ctx", "torch_dtype"]),
+        (tiny_llama(), llama),
+        (tiny_llama3(), llama),
+        (tiny_linear(), llama),
+    ] {
         let root = tempfile::tempdir().unwrap();
         let (dir, out) = (root.path().join("tiny"), root.path().join("out"));
         import(&there, &dir, None).unwrap();
@@ -357,21 +371,54 @@ fn other_models_are_refused() {
 #[test]
 fn other_llamas_are_refused() {
     type Change = fn(&mut Value);
-    let cases: [(Change, &str); 10] = [
+    let cases: [(Change, &str); 16] = [
         (|c| c["hidden_act"] = "gelu".into(), "hidden_act is \"gelu\", here it is \"silu\""),
         (|c| c["attention_bias"] = true.into(), "attention_bias is true, here it is false"),
         (|c| c["head_dim"] = 8.into(), "head_dim is 8, here it is hidden_size / num_attention_heads"),
         (
+            |c| c["rope_parameters"]["rope_type"] = "yarn".into(),
+            "rope_parameters: rope_type is \"yarn\", here it is one of \"default\", \"linear\", \"llama3\"",
+        ),
+        (
+            |c| c["rope_scaling"] = serde_json::json!({ "type": "dynamic", "factor": 2.0 }),
+            "rope_scaling: rope_type is \"dynamic\"",
+        ),
+        (
+            |c| c["rope_scaling"] = serde_json::json!({ "type": "longrope", "rope_type": "longrope", "factor": 2.0 }),
+            "rope_scaling: rope_type is \"longrope\"",
+        ),
+        (
             |c| c["rope_parameters"]["rope_type"] = "llama3".into(),
-            "rope_type is \"llama3\", here positions are not scaled",
+            "config.json: model.rope_scaling.rope_type = llama3, but model.rope_scaling.factor is missing\nhint: ",
         ),
         (
-            |c| c["rope_scaling"] = serde_json::json!({ "type": "linear", "factor": 2.0 }),
-            "rope_scaling: rope_type is \"linear\"",
+            |c| c["rope_parameters"] = serde_json::json!({ "rope_type": "linear", "factor": 0.5 }),
+            "config.json: model.rope_scaling.factor = 0.5 is out of range\nhint: model.rope_scaling.factor must be at least 1",
         ),
         (
-            |c| c["rope_scaling"] = serde_json::json!({ "type": "linear", "rope_type": "linear", "factor": 2.0 }),
-            "rope_scaling: rope_type is \"linear\"",
+            |c| c["rope_parameters"]["factor"] = 2.0.into(),
+            "model.rope_scaling.factor is given, but model.rope_scaling.rope_type = default does not use it",
+        ),
+        (
+            |c| c["rope_scaling"] = serde_json::json!({ "rope_type": "linear", "factor": 2.0 }),
+            "rope_type is \"linear\" in rope_scaling and \"default\" in rope_parameters",
+        ),
+        (
+            |c| {
+                c["rope_parameters"] = serde_json::json!({ "rope_type": "linear", "factor": 4.0 });
+                c["rope_scaling"] = serde_json::json!({ "type": "linear", "factor": 2.0 });
+            },
+            "factor is 2 in rope_scaling and 4 in rope_parameters",
+        ),
+        (
+            |c| {
+                c["original_max_position_embeddings"] = 6.into();
+                c["rope_parameters"] = serde_json::json!({
+                    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8,
+                });
+            },
+            "original_max_position_embeddings is 6, but 8 among the parameters of positions",
         ),
         (
             |c| c["rope_parameters"]["partial_rotary_factor"] = 0.5.into(),
@@ -434,6 +481,76 @@ fn the_base_of_angles_is_read_where_it_is_given() {
         let manifest = import(&dir, &out, None).unwrap();
         assert_eq!(manifest.config.model.rope_theta, Some(theta));
     }
+}
+
+/// As files of `transformers` 4 have it, with the old name of the type or the new one; and as our exports have it, in both spellings.
+#[test]
+fn scaled_positions_are_read_where_they_are_given() {
+    type Change = fn(&mut Value, Value);
+    let cases: [Change; 4] = [
+        |c, scaling| c["rope_scaling"] = scaling,
+        |c, mut scaling| {
+            let map = scaling.as_object_mut().unwrap();
+            let name = map.remove("rope_type").unwrap();
+            map.insert("type".into(), name);
+            c["rope_scaling"] = scaling;
+        },
+        |c, scaling| c["rope_parameters"] = scaling,
+        |c, scaling| {
+            c["rope_scaling"] = scaling.clone();
+            c["rope_parameters"] = scaling;
+        },
+    ];
+    let root = tempfile::tempdir().unwrap();
+    for (name, there) in [("llama3", tiny_llama3()), ("linear", tiny_linear())] {
+        let reference = import(&there, &root.path().join(name), None).unwrap().config.model;
+        assert_eq!(reference.rope_scaling.rope_type.name(), name);
+        for (i, change) in cases.into_iter().enumerate() {
+            let (dir, out) = (root.path().join(format!("{name}-{i}")), root.path().join(format!("{name}-out-{i}")));
+            let mut model = Model::of(&there);
+            let config = model.config.as_object_mut().unwrap();
+            let mut scaling = config.remove("rope_parameters").unwrap();
+            config.insert("rope_theta".into(), scaling.as_object_mut().unwrap().remove("rope_theta").unwrap());
+            change(&mut model.config, scaling);
+            model.write(&dir);
+            assert_eq!(import(&dir, &out, None).unwrap().config.model, reference, "{name}, {i}");
+        }
+    }
+}
+
+/// From training to an export to an import, whose printed command trains it with the same positions.
+#[test]
+fn scaled_positions_travel() {
+    let folder = Folder(tempfile::tempdir().unwrap());
+    std::fs::write(folder.at("text"), "A text about the sea, and of ships.\n".repeat(40)).unwrap();
+    folder.ran("data import text @text --tokenizer byte --out @data");
+    let scaling = "--set model.kind=llama --set model.rope_scaling.rope_type=llama3 --set model.rope_scaling.low_freq_factor=1 \
+                   --set model.rope_scaling.high_freq_factor=4 --set model.rope_scaling.original_max_position_embeddings=12";
+    folder.train("x", &format!("{scaling} --set model.rope_scaling.factor=8 --set optimizer.lr=0.02"));
+    folder.ran("checkpoint export @runs/x --out @there");
+    let config = json(&Path::new(&folder.at("there")).join("config.json"));
+    let mut parameters = serde_json::json!({
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 12,
+    });
+    assert_eq!((&config["rope_scaling"], &config["rope_theta"]), (&parameters, &10000.0.into()));
+    parameters["rope_theta"] = 10000.0.into();
+    assert_eq!(config["rope_parameters"], parameters);
+
+    let imported = folder.ran("checkpoint import @there --out @back");
+    let sampled = |checkpoint: &str| {
+        folder.ran(&format!("sample --checkpoint {checkpoint} --prompt sea --tokens 18 --temperature 0")).stdout
+    };
+    assert_eq!(sampled("@back"), sampled("@runs/x"));
+    let command = imported.stdout.lines().find_map(|line| line.strip_prefix("train it: hpctrain ")).unwrap();
+    assert!(command.contains(" --set model.rope_scaling.rope_type=llama3"), "{command}");
+    let more = "--set run.steps=1 --set batch.global=4 --set eval.samples=4 --set log.sample=0 --set run.root=@runs";
+    folder.ran(&format!("{} {more} --set run.name=tuned", command.replace("DIR", &folder.at("data"))));
+    let [before, after] = ["runs/x", "runs/tuned"].map(|run| {
+        let text = std::fs::read_to_string(Path::new(&folder.at(run)).join("config.toml")).unwrap();
+        text.parse::<toml::Table>().unwrap()["model"]["rope_scaling"].clone()
+    });
+    assert_eq!(before, after);
 }
 
 /// The printed commands of an import work: text is imported as it says, and the network trained and measured on it. Text of another

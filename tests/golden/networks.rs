@@ -1,15 +1,16 @@
 //! Every network against PyTorch: logits, loss, every gradient, ten steps of two optimizers, on every device.
 
+use hdf5::types::FixedAscii;
 use hpctrain::backend::Kernels;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
 use hpctrain::comm;
 use hpctrain::engine::Engine;
 use hpctrain::mesh::Mesh;
-use hpctrain::nn::Network;
 use hpctrain::nn::gpt::Gpt;
 use hpctrain::nn::llama::Llama;
 use hpctrain::nn::loss::Loss;
+use hpctrain::nn::{FrequencyScaling, Network};
 use hpctrain::optim::{Rule, Schedule, Shape};
 use hpctrain::parallel::{ControlFlags, Hyper, Zero};
 
@@ -31,8 +32,29 @@ fn flag(group: &hdf5::Group, name: &str) -> bool {
 }
 
 /// The golden networks: file, group.
-const CASES: [(&str, &str); 4] =
-    [("gpt.h5", "bias"), ("gpt.h5", "nobias"), ("llama.h5", "grouped"), ("llama.h5", "tied")];
+const CASES: [(&str, &str); 6] = [
+    ("gpt.h5", "bias"),
+    ("gpt.h5", "nobias"),
+    ("llama.h5", "grouped"),
+    ("llama.h5", "tied"),
+    ("llama.h5", "linear"),
+    ("llama.h5", "llama3"),
+];
+
+/// The scaling of a Llama's frequencies.
+fn scaling(case: &hdf5::Group) -> FrequencyScaling {
+    match &case.attr("rope_type").unwrap().read_scalar::<FixedAscii<16>>().unwrap()[..] {
+        "default" => FrequencyScaling::Unscaled,
+        "linear" => FrequencyScaling::Linear { factor: attribute(case, "factor") },
+        "llama3" => FrequencyScaling::Llama3 {
+            factor: attribute(case, "factor"),
+            low_freq_factor: attribute(case, "low_freq_factor"),
+            high_freq_factor: attribute(case, "high_freq_factor"),
+            original_max_position_embeddings: size(case, "original_max_position_embeddings"),
+        },
+        other => panic!("{other}"),
+    }
+}
 
 /// Runs a test on every golden network.
 fn each_case(test: impl Fn(&str, &hdf5::Group, &Network)) {
@@ -53,6 +75,7 @@ fn each_case(test: impl Fn(&str, &hdf5::Group, &Network)) {
                 context,
                 vocabulary,
                 rope_theta: attribute(&case, "rope_theta"),
+                rope_scaling: scaling(&case),
                 epsilon: attribute(&case, "epsilon") as f32,
                 tied: flag(&case, "tied"),
                 dropout: 0.0,

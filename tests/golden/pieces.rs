@@ -5,9 +5,9 @@ use hpctrain::backend::{Backend, MemoryKind};
 use hpctrain::comm;
 use hpctrain::engine::Engine;
 use hpctrain::mesh::Mesh;
-use hpctrain::nn::Network;
 use hpctrain::nn::gpt::Gpt;
 use hpctrain::nn::llama::Llama;
+use hpctrain::nn::{FrequencyScaling, Network};
 use hpctrain::optim::Rule;
 use hpctrain::parallel::{ControlFlags, Zero};
 
@@ -63,6 +63,7 @@ fn pieces_add_up_to_the_whole() {
         context: TIME,
         vocabulary: VOCABULARY,
         rope_theta: 10.0,
+        rope_scaling: FrequencyScaling::Unscaled,
         epsilon: 1e-5,
         tied,
         dropout: 0.0,

@@ -5,9 +5,9 @@ use hpctrain::backend::cpu::Cpu;
 use hpctrain::comm;
 use hpctrain::evaluate::{Sampling, generate};
 use hpctrain::mesh::Mesh;
-use hpctrain::nn::Network;
 use hpctrain::nn::gpt::Gpt;
 use hpctrain::nn::llama::Llama;
+use hpctrain::nn::{FrequencyScaling, Network};
 use hpctrain::optim::Rule;
 use hpctrain::parallel::Zero;
 use serde_json::Value;
@@ -20,7 +20,7 @@ use crate::common::{Cut, engine, micro};
 /// One of each family, with what differs in attention and at its ends.
 fn networks() -> Vec<Network> {
     let gpt = |bias| Gpt { layers: 2, heads: 3, width: 24, context: 20, vocabulary: 31, bias, dropout: 0.1 };
-    let llama = |kv_heads, tied| Llama {
+    let llama = |kv_heads, tied, rope_scaling| Llama {
         layers: 2,
         heads: 4,
         kv_heads,
@@ -29,16 +29,23 @@ fn networks() -> Vec<Network> {
         context: 20,
         vocabulary: 31,
         rope_theta: 100.0,
+        rope_scaling,
         epsilon: 1e-5,
         tied,
         dropout: 0.0,
     };
+    let llama3 = FrequencyScaling::Llama3 {
+        factor: 4.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 2.0,
+        original_max_position_embeddings: 8,
+    };
     vec![
         Network::Gpt(gpt(true)),
         Network::Gpt(gpt(false)),
-        Network::Llama(llama(4, false)),
-        Network::Llama(llama(2, true)),
-        Network::Llama(llama(1, false)),
+        Network::Llama(llama(4, false, FrequencyScaling::Unscaled)),
+        Network::Llama(llama(2, true, FrequencyScaling::Linear { factor: 2.0 })),
+        Network::Llama(llama(1, false, llama3)),
     ]
 }
 

@@ -31,7 +31,7 @@ impl Tokens {
 #[serde(untagged)]
 pub enum Architecture {
     Gpt2(gpt2::Architecture),
-    Llama(llama::Architecture),
+    Llama(Box<llama::Architecture>),
 }
 
 impl Architecture {
@@ -43,7 +43,7 @@ impl Architecture {
         let tokens = Tokens::of(tokenizer);
         match network {
             Network::Gpt(gpt) => Ok(Self::Gpt2(gpt2::Architecture::of(gpt, tokens))),
-            Network::Llama(llama) => Ok(Self::Llama(llama::Architecture::of(llama, tokens))),
+            Network::Llama(llama) => Ok(Self::Llama(Box::new(llama::Architecture::of(llama, tokens)))),
             Network::Layers(_) | Network::Own(_) => Err(unknown()),
         }
     }

@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::architecture::Tokens;
-use crate::config::{LayerList, Model, ModelKind};
+use crate::config::{LayerList, Model, ModelKind, RopeScaling, RopeType};
+use crate::nn::FrequencyScaling;
 use crate::nn::llama::Llama;
 
 /// The keys that determine the network's computation. Left out, a key has the default of `transformers`.
@@ -45,12 +46,15 @@ pub struct Architecture {
     /// Base of the angles of positions, unless one of the following has it.
     #[serde(default)]
     rope_theta: Option<f64>,
-    /// Parameters of rotary positions under their old name.
-    #[serde(default, skip_serializing)]
+    /// Parameters of rotary positions by the name of `transformers` 4, which has them for scaled positions alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     rope_scaling: Option<Rope>,
-    /// Parameters of rotary positions.
+    /// Parameters of rotary positions by the name of `transformers` 5.
     #[serde(default)]
     rope_parameters: Option<Rope>,
+    /// The original context of scaled positions, which `transformers` 5 prefers to that among their parameters.
+    #[serde(default, skip_serializing)]
+    original_max_position_embeddings: Option<usize>,
     /// Biases in attention's linear maps.
     #[serde(default)]
     attention_bias: bool,
@@ -72,33 +76,105 @@ pub struct Architecture {
 }
 
 /// Parameters of rotary positions.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 struct Rope {
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     rope_theta: Option<f64>,
-    /// The scale of positions.
+    /// The scaling of frequencies.
     #[serde(default)]
     rope_type: Option<String>,
     /// The same under its old name.
     #[serde(default, rename = "type", skip_serializing)]
     old_type: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    factor: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    low_freq_factor: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    high_freq_factor: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    original_max_position_embeddings: Option<usize>,
     /// Parameters that are not known here.
     #[serde(flatten)]
     others: BTreeMap<String, Value>,
 }
 
 impl Rope {
-    /// The type of positions that are not scaled.
-    const PLAIN: &str = "default";
+    /// The types that are known here.
+    const TYPES: [RopeType; 3] = [RopeType::Default, RopeType::Linear, RopeType::Llama3];
 
-    /// The first difference from our positions, in words.
+    /// Returns the parameters of a network of ours.
+    fn of(llama: &Llama) -> Self {
+        let mut rope = Self { rope_theta: Some(llama.rope_theta), ..Self::default() };
+        let rope_type = match llama.rope_scaling {
+            FrequencyScaling::Unscaled => RopeType::Default,
+            FrequencyScaling::Linear { factor } => {
+                rope.factor = Some(factor);
+                RopeType::Linear
+            }
+            FrequencyScaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_max_position_embeddings,
+            } => {
+                rope.factor = Some(factor);
+                rope.low_freq_factor = Some(low_freq_factor);
+                rope.high_freq_factor = Some(high_freq_factor);
+                rope.original_max_position_embeddings = Some(original_max_position_embeddings);
+                RopeType::Llama3
+            }
+        };
+        rope.rope_type = Some(rope_type.name().into());
+        rope
+    }
+
+    /// Returns the name of the type.
+    fn type_name(&self) -> &str {
+        let given = self.rope_type.as_deref().or(self.old_type.as_deref());
+        given.unwrap_or(RopeType::Default.name())
+    }
+
+    /// Returns the type; none if it is not known here.
+    fn known_type(&self) -> Option<RopeType> {
+        Self::TYPES.into_iter().find(|known| known.name() == self.type_name())
+    }
+
+    /// Returns the first difference from our positions, in words.
     fn differs(&self) -> Option<String> {
-        let kind = self.rope_type.as_deref().or(self.old_type.as_deref()).unwrap_or(Self::PLAIN);
-        if kind != Self::PLAIN {
-            return Some(format!("rope_type is {kind:?}, here positions are not scaled"));
+        if self.known_type().is_none() {
+            let known = Self::TYPES.map(|known| format!("{:?}", known.name())).join(", ");
+            return Some(format!("rope_type is {:?}, here it is one of {known}", self.type_name()));
         }
         let other = self.others.iter().find(|(_, value)| !value.is_null());
         other.map(|(name, value)| format!("{name} is {value}, which is not known here"))
+    }
+
+    /// Returns the first contradiction between `rope_scaling` and `rope_parameters`, in words.
+    fn contradiction(old: &Self, new: &Self) -> Option<String> {
+        let numbers = |rope: &Self| {
+            [
+                ("factor", rope.factor),
+                ("low_freq_factor", rope.low_freq_factor),
+                ("high_freq_factor", rope.high_freq_factor),
+                ("original_max_position_embeddings", rope.original_max_position_embeddings.map(|length| length as f64)),
+            ]
+        };
+        let said = |key: &str, old: String, new: String| {
+            Some(format!("{key} is {old} in rope_scaling and {new} in rope_parameters"))
+        };
+        if old.type_name() != new.type_name() {
+            return said("rope_type", format!("{:?}", old.type_name()), format!("{:?}", new.type_name()));
+        }
+        if let (Some(old), Some(new)) = (old.rope_theta, new.rope_theta)
+            && old != new
+        {
+            return said("rope_theta", old.to_string(), new.to_string());
+        }
+        let text = |number: Option<f64>| number.map_or_else(|| "missing".into(), |number| number.to_string());
+        let mut pairs = numbers(old).into_iter().zip(numbers(new));
+        let ((key, old), (_, new)) = pairs.find(|((_, old), (_, new))| old != new)?;
+        said(key, text(old), text(new))
     }
 }
 
@@ -132,13 +208,10 @@ impl Architecture {
             // The shortest decimal of the f32, not the f32's own digits.
             rms_norm_eps: llama.epsilon.to_string().parse().unwrap_or(f64::from(llama.epsilon)),
             rope_theta: Some(llama.rope_theta),
-            rope_scaling: None,
-            rope_parameters: Some(Rope {
-                rope_theta: Some(llama.rope_theta),
-                rope_type: Some(Rope::PLAIN.into()),
-                old_type: None,
-                others: BTreeMap::new(),
-            }),
+            rope_scaling: (llama.rope_scaling != FrequencyScaling::Unscaled)
+                .then(|| Rope { rope_theta: None, ..Rope::of(llama) }),
+            rope_parameters: Some(Rope::of(llama)),
+            original_max_position_embeddings: None,
             attention_bias: false,
             mlp_bias: false,
             tie_word_embeddings: llama.tied,
@@ -167,17 +240,38 @@ impl Architecture {
                 return Some(format!("{key}: {what}"));
             }
         }
-        match (theta(&self.rope_scaling), theta(&self.rope_parameters)) {
-            (Some(old), Some(new)) if old != new => {
-                Some(format!("rope_theta is {old} in rope_scaling and {new} in rope_parameters"))
-            }
+        if let (Some(old), Some(new)) = (&self.rope_scaling, &self.rope_parameters)
+            && let Some(contradiction) = Rope::contradiction(old, new)
+        {
+            return Some(contradiction);
+        }
+        match (
+            self.original_max_position_embeddings,
+            self.rope().and_then(|rope| rope.original_max_position_embeddings),
+        ) {
+            (Some(outer), Some(inner)) if outer != inner => Some(format!(
+                "original_max_position_embeddings is {outer}, but {inner} among the parameters of positions"
+            )),
             _ => None,
         }
     }
 
+    /// Returns the parameters of rotary positions, of whose names one is enough.
+    fn rope(&self) -> Option<&Rope> {
+        self.rope_parameters.as_ref().or(self.rope_scaling.as_ref())
+    }
+
     /// The `[model]` section that describes it.
     pub fn model(&self) -> Model {
+        let theta = |rope: &Option<Rope>| rope.as_ref()?.rope_theta;
         let rope_theta = theta(&self.rope_parameters).or(theta(&self.rope_scaling)).or(self.rope_theta);
+        let rope_scaling = self.rope().map_or_else(RopeScaling::default, |rope| RopeScaling {
+            rope_type: rope.known_type().unwrap_or(RopeType::Default),
+            factor: rope.factor,
+            low_freq_factor: rope.low_freq_factor,
+            high_freq_factor: rope.high_freq_factor,
+            original_max_position_embeddings: rope.original_max_position_embeddings,
+        });
         Model {
             kind: ModelKind::Llama,
             layers: LayerList::Count(self.num_hidden_layers),
@@ -188,14 +282,10 @@ impl Architecture {
             context: self.max_position_embeddings,
             vocabulary: Some(self.vocab_size),
             rope_theta,
+            rope_scaling,
             norm_epsilon: Some(self.rms_norm_eps),
             tied: Some(self.tie_word_embeddings),
             ..Model::default()
         }
     }
-}
-
-/// The base of angles among parameters of rotary positions.
-fn theta(rope: &Option<Rope>) -> Option<f64> {
-    rope.as_ref()?.rope_theta
 }

@@ -4,15 +4,16 @@
 //! when a text is first encoded or decoded: most ranks of a job never do that.
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use tokenizers::Tokenizer as Parsed;
+use tokenizers::{Encoding, Tokenizer as Parsed};
 
 use crate::error::{Error, Result};
-use crate::regular_files;
+use crate::time_limit::within;
+use crate::{panics, regular_files};
 
 /// A `tokenizer.json`, and what its neighbours say of the tokens that begin and end a text. Two are equal if the files are.
 #[derive(Clone, Serialize, Deserialize)]
@@ -23,6 +24,8 @@ pub struct HuggingFace {
     config: Option<Arc<str>>,
     begin: Option<u32>,
     end: Option<u32>,
+    /// The path that it was read from; none of one that was kept in shards or a manifest.
+    path: Option<Arc<Path>>,
 }
 
 /// The form in shards and manifests.
@@ -47,6 +50,17 @@ struct File {
     parsed: OnceLock<Result<Parsed, String>>,
 }
 
+/// The way in which a text is encoded.
+#[derive(Debug, Clone, Copy)]
+enum How {
+    /// Ids alone.
+    Plain,
+    /// Ids alone, with those that the post-processor adds.
+    Processed,
+    /// Ids and their places.
+    Placed,
+}
+
 /// Files in use: the shards of a data set mostly have the same one, which is kept once.
 static FILES: Mutex<Vec<Weak<File>>> = Mutex::new(Vec::new());
 
@@ -62,18 +76,34 @@ impl File {
         files.push(Arc::downgrade(&file));
         file
     }
+
+    fn parsed(&self) -> Result<&Parsed, String> {
+        let parsed = self.parsed.get_or_init(|| parse(&self.text));
+        parsed.as_ref().map_err(|e| format!("the tokenizer.json that was kept is not understood: {e}"))
+    }
+
+    /// Encodes a text without the places of its tokens, or with them.
+    fn encode(&self, text: &str, how: How) -> Result<Encoding, String> {
+        let parsed = self.parsed()?;
+        let encoding = match how {
+            How::Plain => parsed.encode_fast(text, false),
+            How::Processed => parsed.encode_fast(text, true),
+            How::Placed => parsed.encode(text, false),
+        };
+        encoding.map_err(|e| format!("the tokenizer refuses the text: {e}"))
+    }
 }
 
 impl From<Stored> for HuggingFace {
     fn from(stored: Stored) -> Self {
         let Stored { vocabulary, begin, end, config, file } = stored;
-        Self { file: File::shared(file, vocabulary), config: config.map(Into::into), begin, end }
+        Self { file: File::shared(file, vocabulary), config: config.map(Into::into), begin, end, path: None }
     }
 }
 
 impl From<HuggingFace> for Stored {
     fn from(of: HuggingFace) -> Self {
-        let HuggingFace { file, config, begin, end } = of;
+        let HuggingFace { file, config, begin, end, .. } = of;
         let config = config.map(|config| config.to_string());
         Self { vocabulary: file.vocabulary, begin, end, config, file: file.text.clone() }
     }
@@ -135,7 +165,12 @@ impl HuggingFace {
         let file = File::shared(text, vocabulary);
         // Another thread's is the same.
         let _ = file.parsed.set(Ok(parsed));
-        Ok(Self { file, config: None, begin: None, end: None })
+        Ok(Self { file, config: None, begin: None, end: None, path: None })
+    }
+
+    /// The same tokenizer with the path that it was read from, which errors name.
+    pub(super) fn read_from(self, path: PathBuf) -> Self {
+        Self { path: Some(path.into()), ..self }
     }
 
     /// The same tokenizer with the text of its `tokenizer_config.json`, and with tokens that begin and end a text.
@@ -168,14 +203,32 @@ impl HuggingFace {
         [self.begin, self.end]
     }
 
-    fn parsed(&self) -> Result<&Parsed> {
-        let parsed = self.file.parsed.get_or_init(|| parse(&self.file.text));
-        parsed.as_ref().map_err(|e| Error::input(format!("the tokenizer.json that was kept is not understood: {e}")))
+    /// Encodes a text in at most `seconds`.
+    ///
+    /// Expressions of a file are unknown. Oniguruma gives up one that backtracks more than ten million times from one place, by a
+    /// panic of its crate. It does not count the characters that an expression reads again and again in between, so only time
+    /// limits those.
+    fn encoded(&self, text: &str, how: How, seconds: u64) -> Result<Encoding> {
+        let (file, copy) = (self.file.clone(), text.to_owned());
+        match within(seconds, move || panics::caught(|| file.encode(&copy, how)))? {
+            Some(Ok(encoding)) => encoding.map_err(Error::input),
+            Some(Err(panic)) => Err(self.failed(&format!("fails: {panic}"))),
+            None => Err(self.failed(&format!("has not encoded {} bytes of text within {seconds} s", text.len()))),
+        }
+    }
+
+    /// The error of a text that the tokenizer does not encode.
+    fn failed(&self, how: &str) -> Error {
+        let name = self.path.as_deref().map_or("the tokenizer.json that was kept".into(), Path::to_string_lossy);
+        Error::input(format!("{name} {how}")).hint(
+            "an expression of its pre_tokenizer or normalizer probably backtracks too much on this text: simplify it, take the text \
+             out, or give another tokenizer",
+        )
     }
 
     /// The ids of a text, which is a whole: no token is added before or behind it. Texts of special tokens become those.
     pub(crate) fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        let encoding = self.parsed()?.encode_fast(text, false).map_err(|e| refused(&e))?;
+        let encoding = self.encoded(text, How::Plain, PATIENCE)?;
         let ids = encoding.get_ids().to_vec();
         self.check(ids.iter().copied())?;
         Ok(ids)
@@ -194,7 +247,7 @@ impl HuggingFace {
     }
 
     fn is_processed_to_begin_with(&self, begin: u32, text: &str) -> Result<bool> {
-        let encoding = self.parsed()?.encode_fast(text, true).map_err(|e| refused(&e))?;
+        let encoding = self.encoded(text, How::Processed, PATIENCE)?;
         Ok(encoding.get_ids().first() == Some(&begin))
     }
 
@@ -205,7 +258,7 @@ impl HuggingFace {
 
     /// As [`HuggingFace::encode`], with the places of the tokens.
     pub(crate) fn placed(&self, text: &str) -> Result<Vec<Placed>> {
-        let encoding = self.parsed()?.encode(text, false).map_err(|e| refused(&e))?;
+        let encoding = self.encoded(text, How::Placed, PATIENCE)?;
         let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
         let tokens: Vec<Placed> = tokens.map(|(&id, &(start, end))| Placed { id, start, end }).collect();
         self.check(tokens.iter().map(|token| token.id))?;
@@ -226,30 +279,50 @@ impl HuggingFace {
     /// The text of `ids`, special tokens included; U+FFFD where there is none.
     pub(super) fn decode(&self, ids: &[u32]) -> String {
         let replaced = || char::REPLACEMENT_CHARACTER.to_string().repeat(ids.len());
-        self.parsed().ok().and_then(|parsed| parsed.decode(ids, false).ok()).unwrap_or_else(replaced)
+        let decode = || self.file.parsed().ok()?.decode(ids, false).ok();
+        panics::caught(decode).ok().flatten().unwrap_or_else(replaced)
     }
 
     /// The id of a token by its text, as the vocabulary spells it.
     pub(super) fn token(&self, text: &str) -> Option<u32> {
-        self.parsed().ok()?.token_to_id(text)
+        self.file.parsed().ok()?.token_to_id(text)
     }
 
     /// The spelling of a token.
     pub(super) fn spelling(&self, id: u32) -> Option<String> {
-        self.parsed().ok()?.id_to_token(id)
+        self.file.parsed().ok()?.id_to_token(id)
     }
 }
 
-const GIVE: &str = "give the tokenizer.json of a model, as Hugging Face's libraries write it";
+/// Seconds that a text may take: windows of an import take less than one.
+const PATIENCE: u64 = 60;
 
-fn refused(e: &tokenizers::Error) -> Error {
-    Error::input(format!("the tokenizer refuses the text: {e}"))
-}
+const GIVE: &str = "give the tokenizer.json of a model, as Hugging Face's libraries write it";
 
 /// The file's own limits of lengths are those of a model's inputs, not of texts to learn from.
 fn parse(text: &str) -> Result<Parsed, String> {
-    let mut parsed = Parsed::from_bytes(text).map_err(|e| e.to_string())?;
+    let mut parsed = panics::caught(|| Parsed::from_bytes(text))?.map_err(|e| e.to_string())?;
     parsed.with_truncation(None).map_err(|e| e.to_string())?;
     parsed.with_padding(None);
     Ok(parsed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_text_that_takes_too_long_is_refused() {
+        let value = super::super::written::written(&super::super::Tokenizer::Byte).unwrap().unwrap();
+        let tokenizer = HuggingFace::new(&value).unwrap();
+        assert_eq!(tokenizer.encoded("ab", How::Plain, PATIENCE).unwrap().len(), 2);
+        let error = tokenizer.encoded("ab", How::Plain, 0).unwrap_err().to_string();
+        assert!(
+            error.starts_with("the tokenizer.json that was kept has not encoded 2 bytes of text within 0 s\nhint: "),
+            "{error}"
+        );
+        let error =
+            tokenizer.read_from("a/tokenizer.json".into()).encoded("ab", How::Placed, 0).unwrap_err().to_string();
+        assert!(error.starts_with("a/tokenizer.json has not encoded 2 bytes"), "{error}");
+    }
 }

@@ -91,7 +91,10 @@ impl Tokenizer {
         let value = HuggingFace::value(path)?;
         match written::recognised(&value) {
             Some(own) => Ok(own),
-            None => HuggingFace::new(&value).map(Self::HuggingFace).map_err(|e| e.at(path.display())),
+            None => {
+                let file = HuggingFace::new(&value).map_err(|e| e.at(path.display()))?;
+                Ok(Self::HuggingFace(file.read_from(path.to_owned())))
+            }
         }
     }
 
