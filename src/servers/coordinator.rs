@@ -403,7 +403,7 @@ impl ServedRun {
 /// Reads and checks all of a checkpoint.
 fn whole(path: &Path) -> Result<()> {
     let mut reader = Reader::open(path)?;
-    reader.check_files(0, 1)?;
+    reader.check_files()?;
     let files: Vec<String> = reader.manifest().files.keys().cloned().collect();
     files.iter().try_for_each(|file| reader.verify(file))
 }

@@ -126,7 +126,8 @@ impl Storage {
             if terms.addresses.is_empty() || assignment.part > reader.manifest().state.len() {
                 return Err(absent());
             }
-            reader.check_files(assignment.server, terms.addresses.len())?;
+            reader.share_checks(assignment.server, terms.addresses.len());
+            reader.check_files()?;
         }
         let mut held = Vec::new();
         for piece in pieces {
