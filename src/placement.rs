@@ -109,9 +109,9 @@ fn products(config: &Config) -> Products {
 /// The CPU as a rank's device.
 ///
 /// # Errors
-/// As [`cpu_can`].
+/// As [`cpu_can`], or the system refused a thread.
 pub fn cpu(plan: &Plan) -> Result<Cpu> {
-    Cpu::new(plan.threads).with_products(products(&plan.config))
+    Cpu::new(plan.threads).with_all_threads()?.with_products(products(&plan.config))
 }
 
 /// Whether the CPU computes in the format that is asked for.

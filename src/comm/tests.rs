@@ -26,7 +26,7 @@ fn run<T: Send + 'static>(
     algorithm: Algorithm,
     rank: impl Fn(Comm<Cpu>) -> T + Clone + Send + 'static,
 ) -> Vec<std::thread::Result<T>> {
-    let comms = start_threads_on_nodes::<Cpu>(nodes, algorithm).into_iter();
+    let comms = start_threads_on_nodes::<Cpu>(nodes, algorithm).unwrap().into_iter();
     run_each(comms.map(|comm| move || comm).collect(), rank)
 }
 

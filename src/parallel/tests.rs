@@ -289,7 +289,7 @@ fn together_ranks_restore_one_copy_whatever_the_layout() {
         let one = Row { tensor_lanes: row.tensor_lanes, ..ONE };
         let of_ranks = |row: Row, broken: usize| {
             let ranks = row.pipeline * row.shard * row.replica * row.tensor;
-            let comms = start_threads::<Cpu>(ranks, row.algorithm);
+            let comms = start_threads::<Cpu>(ranks, row.algorithm).unwrap();
             let all: Vec<Restored> = std::thread::scope(|scope| {
                 let ranks = comms.into_iter().map(|comm| scope.spawn(move || restored(&comm, row, broken)));
                 ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -318,7 +318,7 @@ fn together_ranks_restore_one_copy_whatever_the_layout() {
 #[test]
 fn audits_find_a_bit_that_changes_in_memory() {
     for (row, index) in [(Row { replica: 2, ..ONE }, 0), (Row { shard: 2, zero: Zero::One, ..ONE }, 3)] {
-        let comms = start_threads::<Cpu>(2, Algorithm::Tree);
+        let comms = start_threads::<Cpu>(2, Algorithm::Tree).unwrap();
         let changed = |comm: Comm<Cpu>| {
             let backend = Cpu::new(1);
             let mut engine = engine(&comm, row, &backend);
@@ -364,7 +364,7 @@ fn audits_find_a_bit_that_changes_in_memory() {
 #[test]
 fn audits_find_arithmetic_that_differs() {
     let row = Row { replica: 3, lanes: 3, ..ONE };
-    let comms = start_threads::<Cpu>(3, Algorithm::Tree);
+    let comms = start_threads::<Cpu>(3, Algorithm::Tree).unwrap();
     let differs = |comm: Comm<Cpu>| {
         let backend = Cpu::new(1);
         let mut engine = engine(&comm, row, &backend);
@@ -394,7 +394,7 @@ fn audits_find_arithmetic_that_differs() {
 
 /// Runs a row on as many threads as it has ranks; joins the tensors of all.
 fn run(row: Row) -> Outcome {
-    let comms = start_threads(row.pipeline * row.shard * row.replica * row.tensor, row.algorithm);
+    let comms = start_threads(row.pipeline * row.shard * row.replica * row.tensor, row.algorithm).unwrap();
     let outcomes: Vec<Outcome> = std::thread::scope(|scope| {
         let ranks: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || rank(&comm, row))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()

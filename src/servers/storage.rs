@@ -99,7 +99,7 @@ impl Storage {
         let absent = || Error::comm("the coordinator assigns ranges that do not exist");
         let terms = assignment.terms.clone();
         let plan = Terms::plan(&terms.config, terms.workers, terms.vocabulary, threads)?;
-        let (layouts, backend) = (layouts(&plan), Cpu::new(plan.threads));
+        let (layouts, backend) = (layouts(&plan), Cpu::new(plan.threads).with_all_threads()?);
         let updates = Updates {
             rule: plan.rule,
             groups: plan.config.optimizer.groups.clone(),
