@@ -202,6 +202,10 @@ impl System for Process {
         self.world.state().now
     }
 
+    fn signal(&self) -> Option<&'static str> {
+        None
+    }
+
     fn sleep(&self, time: Duration) {
         {
             let mut state = self.world.state();
