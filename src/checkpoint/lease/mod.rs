@@ -227,8 +227,7 @@ impl Leases {
         log::warn!("{}: taken over; waiting {span} s until other nodes cannot take it for theirs", path.display());
         let until = self.system.now() + settles;
         while self.system.now() < until {
-            // Longer than the pauses of other waits, because each is followed by a beat.
-            self.wait(path, (self.times.beat / 5).min(until.saturating_sub(self.system.now())))?;
+            self.wait(path, self.times.beat.min(until.saturating_sub(self.system.now())))?;
             if lease.beat_here().is_err() {
                 return Ok(Claimed::By(None));
             }
@@ -247,8 +246,7 @@ impl Leases {
     /// # Errors
     /// Returns an error if a signal asked this process to end.
     fn wait(&self, path: &Path, time: Duration) -> Result<()> {
-        self.system.sleep(time);
-        let Some(signal) = self.system.signal() else { return Ok(()) };
+        let Some(signal) = self.system.pause(time) else { return Ok(()) };
         let why = format!("{}: {signal} came during the wait for this lease", path.display());
         Err(Error::interrupted(why).hint("nothing was changed: start again, with --resume auto"))
     }

@@ -202,7 +202,8 @@ impl System for Process {
         self.world.state().now
     }
 
-    fn signal(&self) -> Option<&'static str> {
+    fn pause(&self, time: Duration) -> Option<&'static str> {
+        self.sleep(time);
         None
     }
 

@@ -42,8 +42,8 @@ pub trait System: Debug + Send + Sync {
 
     fn sleep(&self, time: Duration);
 
-    /// The signal that asks this process to end, if one came.
-    fn signal(&self) -> Option<&'static str>;
+    /// Sleeps until a signal asks this process to end, which is returned; for this time at most.
+    fn pause(&self, time: Duration) -> Option<&'static str>;
 
     /// Longest time for which reading and listing below `dir` may show what is no more.
     fn staleness(&self, dir: &Path) -> Duration;
@@ -108,7 +108,8 @@ impl System for Process {
         std::thread::sleep(time);
     }
 
-    fn signal(&self) -> Option<&'static str> {
+    fn pause(&self, time: Duration) -> Option<&'static str> {
+        signals::pause(time);
         signals::came()
     }
 
