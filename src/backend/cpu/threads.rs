@@ -122,8 +122,13 @@ impl Threads {
         let workers = (1..count)
             .filter_map(|i| {
                 let shared = shared.clone();
-                let worker = spawn(&format!("compute-{i}"), move || shared.worker(i));
-                worker.map_err(|e| refused = Some(e)).ok()
+                match spawn(&format!("compute-{i}"), move || shared.worker(i)) {
+                    Ok(worker) => Some(worker),
+                    Err(e) => {
+                        refused.get_or_insert(e);
+                        None
+                    }
+                }
             })
             .collect();
         Self { shared, workers, running: Mutex::new(0), refused }
