@@ -132,7 +132,7 @@ fn start(
 }
 
 /// The communicator of a process that an MPI launcher started: initialises MPI on a new communication thread. Once in a
-/// process, from the main thread, before other threads start: it may set an environment variable for MPI to read.
+/// process, best before other threads start: then it may set environment variables that MPI and CUDA read.
 ///
 /// # Errors
 /// MPI cannot be initialised, or the processes were started by the launcher of another MPI library.
