@@ -25,12 +25,13 @@ fn main() -> ExitCode {
         };
 
         // The configuration that trained it, for the data at hand and the ranks that share one copy of the network.
-        let mut reader = world.agree(find::checkpoint(Path::new(run)).and_then(|path| Reader::open(&path)))?;
+        let (path, _lease) = find::together(&world, Path::new(run))?;
+        let mut reader = Reader::open_together(&world, &path, || Reader::open(&path))?;
         let config = world.agree(model::config_on(&reader, &[], Some(Path::new(data))))?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let plan = world.agree(model::plan(config, comm.size(), (cores / comm.node().local_size).max(1), false))?;
         let mut model = model::build(comm, &plan, Cpu::new(plan.threads))?;
-        world.agree(model::load(&mut model, &mut reader))?;
+        model::load(&world, &mut model, &mut reader)?;
 
         // Rows go round the ranks; sums are added in the order of the rows. They are read on the scale that the network learned.
         let mut rows = feed::together(&world, |catalogue| feed::validation(catalogue, &plan.config))?;

@@ -238,12 +238,13 @@ fn main() -> ExitCode {
         train_on_device(comm, &request, own, None)?;
 
         // Its last checkpoint, by all ranks together in a layout of its own.
-        let mut reader = world.agree(find::checkpoint(&directory.0).and_then(|path| Reader::open(&path)))?;
+        let (path, _lease) = find::together(&world, &directory.0)?;
+        let mut reader = Reader::open_together(&world, &path, || Reader::open(&path))?;
         let mut config = world.agree(model::config(&reader.manifest().config, &[]))?;
         config.model = Model::of_own(network());
         let plan = world.agree(model::plan(config, comm.size(), 1, false))?;
         let mut model = model::build(comm, &plan, Cpu::new(plan.threads))?;
-        world.agree(model::load(&mut model, &mut reader))?;
+        model::load(&world, &mut model, &mut reader)?;
         let measures = Evaluator::new(Spirals(310), None, 100).measure(&mut model, &world, || false)?;
         if let Some(measures) = measures.filter(|_| speaks) {
             println!("step {}: {measures}", reader.manifest().step);

@@ -119,9 +119,9 @@ fn products(config: &Config) -> Products {
 /// The CPU as a rank's device.
 ///
 /// # Errors
-/// As [`cpu_can`].
+/// As [`cpu_can`], or the system refused a thread.
 pub fn cpu(plan: &Plan) -> Result<Cpu> {
-    Cpu::new(plan.threads).with_products(products(&plan.config))
+    Cpu::new(plan.threads).with_all_threads()?.with_products(products(&plan.config))
 }
 
 /// Returns the name of the CPU as a device: all that decides the bits that it computes by these settings.

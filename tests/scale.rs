@@ -1,14 +1,18 @@
-//! Work that must not grow with the number of ranks, or only as the formula beside it says: counted, on ranks that are
-//! threads. A program of its own, because the counts are those of the process.
+//! Work that must not grow with the number of ranks, or only as the formula beside it says: counted on ranks that are
+//! threads, and computed by the formula for 1,000 and 10,000 ranks. A separate program, because most counts are those of the
+//! process.
 //!
 //! `HPCTRAIN_SCALE=64,96,256` counts on other numbers of ranks, and prints the table of docs/cluster.md.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 use std::ops::ControlFlow;
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 
-use hpctrain::checkpoint::{looked_at, parsed};
+use hpctrain::backend::cpu::Cpu;
+use hpctrain::backend::{Backend as _, MemoryKind};
+use hpctrain::checkpoint::{Checkpoints, looked_at, most_received, parsed};
+use hpctrain::comm::{Group, Operation, sorted_by_node};
 use hpctrain::config::{Sources, load};
 use hpctrain::data::import::{ImportText, import_text};
 use hpctrain::data::{TokenizerKind, described};
@@ -21,9 +25,50 @@ use hpctrain::train::{Hook, Own, Request, train_on_device};
 /// Shards of the data, one of them for validation.
 const SHARDS: usize = 7;
 
+/// Numbers of ranks for which formulas are computed.
+const LARGE: [usize; 2] = [1_000, 10_000];
+
+/// Tests take turns: counts are those of the process.
+static TURN: Mutex<()> = Mutex::new(());
+
 /// Counts of the process.
-fn counts() -> [u64; 3] {
-    [described(), parsed(), looked_at()]
+#[derive(Debug, Clone, Copy)]
+struct Counts {
+    /// Shards whose description was read.
+    described: u64,
+    /// Manifests that were parsed.
+    parsed: u64,
+    /// Files of checkpoints that retention looked at.
+    looked_at: u64,
+    /// Groups whose ranks were sorted by their nodes.
+    sorted: u64,
+    /// Files of heartbeats at the last step.
+    heartbeats: usize,
+    /// Most bytes of a manifest that a rank received.
+    received: u64,
+}
+
+impl Counts {
+    fn now() -> Self {
+        Self {
+            described: described(),
+            parsed: parsed(),
+            looked_at: looked_at(),
+            sorted: sorted_by_node(),
+            heartbeats: 0,
+            received: most_received(),
+        }
+    }
+
+    fn since(self, before: Self) -> Self {
+        Self {
+            described: self.described - before.described,
+            parsed: self.parsed - before.parsed,
+            looked_at: self.looked_at - before.looked_at,
+            sorted: self.sorted - before.sorted,
+            ..self
+        }
+    }
 }
 
 /// Files of heartbeats at a step.
@@ -37,11 +82,11 @@ impl Hook for Heartbeats<'_> {
     }
 }
 
-/// Trains on threads to a step; what that cost, and the files of heartbeats.
-fn trains(root: &Path, ranks: usize, steps: u64, resume: Resume) -> ([u64; 3], usize) {
+/// Trains on threads to a step, and counts.
+fn trains(root: &Path, run: &str, ranks: usize, steps: u64, resume: Resume, more: &[&str]) -> Counts {
     let settings = [
         &format!("run.root={}", root.display())[..],
-        &format!("run.name=x{ranks}"),
+        &format!("run.name={run}"),
         &format!("run.steps={steps}"),
         &format!("data.path={}", root.join("data").display()),
         &format!("batch.global={ranks}"),
@@ -55,19 +100,18 @@ fn trains(root: &Path, ranks: usize, steps: u64, resume: Resume) -> ([u64; 3], u
         "checkpoint.keep=3",
         "log.sample=0",
     ];
-    let overrides: Vec<String> = settings.map(String::from).to_vec();
+    let overrides: Vec<String> = settings.iter().chain(more).map(|setting| setting.to_string()).collect();
     let (config, name) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
+    let logs = root.join(run).join("logs");
     let request = Request { resume, threads: Some(1), ..Request::new(config, name) };
-    let logs = root.join(format!("x{ranks}/logs"));
-    let (before, found) = (counts(), Mutex::new(0));
+    let (before, found) = (Counts::now(), Mutex::new(0));
     on_threads(ranks, |comm| {
         let mut hook = Heartbeats(&logs, &found);
         let hooks: Vec<&mut dyn Hook> = if comm.rank() == 0 { vec![&mut hook] } else { vec![] };
         train_on_device(comm, &request, Own { hooks, ..Own::default() }, None)
     })
     .unwrap();
-    let after = counts();
-    (std::array::from_fn(|i| after[i] - before[i]), found.into_inner().unwrap())
+    Counts { heartbeats: found.into_inner().unwrap(), ..Counts::now().since(before) }
 }
 
 /// As the program does at its start: these ranks share the limit of one process.
@@ -82,35 +126,172 @@ fn raise_limit() {
     assert_eq!(code, 0);
 }
 
-#[test]
-fn files_are_opened_and_read_as_often_as_the_formulas_say() {
-    raise_limit();
-    let root = tempfile::tempdir().unwrap();
-    let input = root.path().join("text");
+/// Writes the text that is trained on.
+fn import(root: &Path) {
+    let input = root.join("text");
     std::fs::write(&input, "all work and no play ".repeat(4000)).unwrap();
-    let out = root.path().join("data");
-    let mut import = ImportText::new(input, TokenizerKind::Char, out);
+    let mut import = ImportText::new(input, TokenizerKind::Char, root.join("data"));
     import.to.shards = SHARDS - 1;
     import_text(&import).unwrap();
+}
+
+/// A bound of a count that is linear in the ranks.
+#[derive(Debug)]
+struct Line {
+    base: f64,
+    slope: f64,
+}
+
+impl Line {
+    /// The line through the first two of the points; the others do not lie above it.
+    fn above(points: &[(usize, u64)]) -> Self {
+        let [first, second] = [points[0], points[1]].map(|(ranks, count)| (ranks as f64, count as f64));
+        let slope = (second.1 - first.1) / (second.0 - first.0);
+        let line = Self { base: first.1 - slope * first.0, slope };
+        for (ranks, count) in points {
+            assert!(*count as f64 <= 1.02 * line.at(*ranks), "{ranks} ranks: {count} is above {line:?}");
+        }
+        line
+    }
+
+    fn at(&self, ranks: usize) -> f64 {
+        self.base + self.slope * ranks as f64
+    }
+}
+
+#[test]
+fn files_are_opened_and_read_as_often_as_the_formulas_say() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    raise_limit();
+    let root = tempfile::tempdir().unwrap();
+    import(root.path());
     let asked = std::env::var("HPCTRAIN_SCALE").ok();
     let all: Vec<usize> = match &asked {
         Some(all) => all.split(',').map(|ranks| ranks.parse().unwrap()).collect(),
-        None => vec![4, 24],
+        None => vec![4, 8, 24],
     };
     println!(
-        "| ranks | shards opened at a start | heartbeat files | manifests parsed in 4 saves | files looked at in 4 saves | manifests parsed by a resume |"
+        "| ranks | shards opened at a start | heartbeat files | manifests parsed in 4 saves | files looked at in 4 saves | manifests parsed by a resume and a save | bytes that rank 0 parses at a resume | bytes of them that another rank receives |"
     );
-    for ranks in all {
-        let ([shards, manifests, files], heartbeats) = trains(root.path(), ranks, 4, Resume::No);
-        let ([again, resumed, _], _) = trains(root.path(), ranks, 5, Resume::Auto);
-        println!("| {ranks} | {shards} | {heartbeats} | {manifests} | {files} | {resumed} |");
+    let mut of_ranks = vec![];
+    for &ranks in &all {
+        let name = format!("x{ranks}");
+        let saved = trains(root.path(), &name, ranks, 4, Resume::No, &[]);
+        let manifest = Checkpoints::new(root.path().join(&name).join("checkpoints")).path(4).join("manifest.json");
+        let length = manifest.metadata().unwrap().len();
+        let resumed = trains(root.path(), &name, ranks, 5, Resume::Auto, &[]);
+        let Counts { described, parsed, looked_at, heartbeats, .. } = saved;
+        let (again, received) = (resumed.parsed, resumed.received);
+        println!("| {ranks} | {described} | {heartbeats} | {parsed} | {looked_at} | {again} | {length} | {received} |");
         // One rank describes the data.
-        assert_eq!((shards, again), (SHARDS as u64, SHARDS as u64), "{ranks} ranks");
+        assert_eq!((described, resumed.described), (SHARDS as u64, SHARDS as u64), "{ranks} ranks");
         // These ranks are on one node.
         assert_eq!(heartbeats, 1, "{ranks} ranks");
         // Retention reads each save once, with a file of each rank.
-        assert_eq!((manifests, files), (4, 4 * ranks as u64), "{ranks} ranks");
-        // The one it resumes from, once in this process, and the one that it saves.
-        assert_eq!(resumed, 2, "{ranks} ranks");
+        assert_eq!((parsed, looked_at), (4, 4 * ranks as u64), "{ranks} ranks");
+        // The one that it resumes from, on rank 0, and the one that it saves.
+        assert_eq!(again, 2, "{ranks} ranks");
+        of_ranks.push((ranks, length, received));
+    }
+    // Rank 0 parses a manifest that grows by the entries of each rank.
+    let lengths: Vec<(usize, u64)> = of_ranks.iter().map(|(ranks, length, _)| (*ranks, *length)).collect();
+    let of_manifest = Line::above(&lengths);
+    assert!(of_manifest.slope < 500.0 && of_manifest.at(10_000) < 5e6, "{of_manifest:?}");
+    // The others receive the part that does not name ranks, and the pieces of their ranges. With more ranks a rank has a smaller
+    // part of each unit, so no more pieces: what they receive does not grow.
+    let received: Vec<u64> = of_ranks.iter().map(|(.., received)| *received).collect();
+    assert!(received.iter().all(|bytes| *bytes > 0 && *bytes <= received[0] + received[0] / 50), "{received:?}");
+}
+
+#[test]
+fn ranks_are_sorted_by_nodes_once_for_each_group() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let root = tempfile::tempdir().unwrap();
+    import(root.path());
+    let hierarchical = &["comm.algorithm=hierarchical"][..];
+    let sorted = |ranks: usize, steps| {
+        trains(root.path(), &format!("x{ranks}-{steps}"), ranks, steps, Resume::No, hierarchical).sorted
+    };
+    let of_ranks = [2, 4, 8].map(|ranks| (ranks, sorted(ranks, 2), sorted(ranks, 7)));
+    println!("groups sorted by nodes, in 2 and in 7 steps: {of_ranks:?}");
+    for (ranks, two, seven) in of_ranks {
+        assert_eq!(two, seven, "{ranks} ranks: steps sort again");
+    }
+    // Of its world and of its shards, on a rank: a constant.
+    assert!(of_ranks.iter().all(|(ranks, two, _)| *two <= 2 * *ranks as u64), "{of_ranks:?}");
+}
+
+/// Bytes that each rank sends in a collective.
+fn sent(ranks: usize, collective: impl Fn(&Group<Cpu>) -> Result<()> + Sync) -> Vec<u64> {
+    on_threads(ranks, |comm| {
+        let world = comm.world();
+        world.barrier().wait()?;
+        let before = comm.stats().sent;
+        collective(&world)?;
+        // Debug builds compare each request with a neighbour's first.
+        let compared = if cfg!(debug_assertions) && ranks > 1 { 128 } else { 0 };
+        Ok(comm.stats().sent - before - compared)
+    })
+    .unwrap()
+}
+
+/// The ranks, itself included, whose bytes a rank of a binomial tree passes on.
+fn subtree(rank: usize, ranks: usize) -> usize {
+    if rank == 0 { ranks } else { (1 << rank.trailing_zeros()).min(ranks - rank) }
+}
+
+#[test]
+fn collectives_send_as_many_bytes_as_the_formulas_say() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    const LEN: usize = 1_000;
+    /// Every message has the length of each rank's bytes.
+    const HEAD: usize = 8;
+    /// The report of a rank that has no error: `null`.
+    const REPORT: usize = 4;
+    let log = |ranks: usize| ranks.next_power_of_two().ilog2() as usize;
+    // Sent by each rank alike.
+    let agree = |ranks: usize| (ranks - 1) * (HEAD + REPORT);
+    let gather = |ranks: usize| (ranks - 1) * (HEAD + LEN);
+    // By a rank of the tree.
+    let to_root = |rank: usize, ranks: usize| if rank == 0 { 0 } else { subtree(rank, ranks) * (HEAD + LEN) };
+    let scatter = |rank: usize, ranks: usize| (subtree(rank, ranks) - 1) * (HEAD + LEN);
+    let broadcast = |rank: usize, ranks: usize| log(subtree(rank, ranks)) * (HEAD + LEN);
+    for ranks in [2, 3, 4, 7, 8, 16, 24] {
+        let each = |formula: &dyn Fn(usize) -> usize| (0..ranks).map(|rank| formula(rank) as u64).collect::<Vec<_>>();
+        let of_all = |world: &Group<Cpu>| if world.rank() == 0 { vec![vec![0; LEN]; ranks] } else { vec![] };
+        let name = format!("{ranks} ranks");
+        assert_eq!(sent(ranks, |world| world.agree(Ok(()))), each(&|_| agree(ranks)), "{name}");
+        assert_eq!(sent(ranks, |world| world.barrier().wait()), each(&|_| log(ranks)), "{name}");
+        let gathered = sent(ranks, |world| world.gather_bytes(vec![0; LEN]).wait().map(drop));
+        assert_eq!(gathered, each(&|_| gather(ranks)), "{name}");
+        let gathered = sent(ranks, |world| world.gather_bytes_to_root(vec![0; LEN]).wait().map(drop));
+        assert_eq!(gathered, each(&|rank| to_root(rank, ranks)), "{name}");
+        let scattered = sent(ranks, |world| world.scatter_bytes(of_all(world)).wait().map(drop));
+        assert_eq!(scattered, each(&|rank| scatter(rank, ranks)), "{name}");
+        let spread = sent(ranks, |world| world.broadcast_bytes(vec![0; LEN]).wait().map(drop));
+        assert_eq!(spread, each(&|rank| broadcast(rank, ranks)), "{name}");
+        // Numbers: at most twice the buffer, and what two ranks beside a power of two add.
+        let elements = 4096 * ranks;
+        let bytes = (elements * size_of::<f32>()) as u64;
+        let summed = sent(ranks, |world| {
+            let buf = Cpu::new(1).alloc(MemoryKind::Gradients, elements)?;
+            world.run(Operation::AllReduce, buf).wait().map(drop)
+        });
+        let most = if ranks.is_power_of_two() { 2 * bytes } else { 3 * bytes };
+        assert!(summed.iter().all(|sent| *sent <= most), "{name}: {summed:?} of {bytes}");
+    }
+    for ranks in LARGE {
+        let per_rank = |formula: &dyn Fn(usize) -> usize| (0..ranks).map(formula).sum::<usize>() as f64 / ranks as f64;
+        // An agreement is of 12 bytes a rank, not of tables.
+        assert!(agree(ranks) < 13 * ranks && agree(10_000) < 120_000);
+        // The tables of a save: rank 0 receives all, half of the ranks receive none, and the mean passes on those of log₂ n / 2.
+        let tables = per_rank(&|rank| to_root(rank, ranks)) / LEN as f64;
+        assert!(tables <= 0.5 * log(ranks) as f64 + 1.0 && tables < 8.0, "{ranks} ranks: {tables} tables");
+        assert!((1..ranks).step_by(2).all(|rank| subtree(rank, ranks) == 1));
+        // The excerpts of a resume go the same way back.
+        let excerpts = per_rank(&|rank| scatter(rank, ranks)) / LEN as f64;
+        assert!(excerpts <= 0.5 * log(ranks) as f64 + 1.0 && excerpts < 8.0, "{ranks} ranks: {excerpts} excerpts");
+        // The outline goes to everyone, but no rank sends it to more than log₂ n others.
+        assert!((0..ranks).all(|rank| broadcast(rank, ranks) <= 14 * (HEAD + LEN)));
     }
 }

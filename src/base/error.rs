@@ -27,6 +27,8 @@ pub enum Kind {
     Numeric,
     /// Memory or arithmetic of a machine gave other values than it should: an audit found it.
     Corrupted,
+    /// A signal asked this process to end while it waited.
+    Interrupted,
     /// A broken promise inside this program.
     Internal,
 }
@@ -156,6 +158,11 @@ impl Error {
         Self { kind: Kind::Outage, message, ..self }.hint(hint)
     }
 
+    /// A signal asked this process to end while it waited.
+    pub fn interrupted(message: impl Into<String>) -> Self {
+        Self::new(Kind::Interrupted, message)
+    }
+
     /// A message between ranks failed.
     pub fn comm(message: impl Into<String>) -> Self {
         Self::new(Kind::Comm, message)
@@ -232,6 +239,7 @@ impl Error {
             Kind::Io if self.passes => 74,
             Kind::Input | Kind::Io | Kind::Damaged => 2,
             Kind::Outage => 74,
+            Kind::Interrupted => 75,
             Kind::Comm | Kind::Device | Kind::Numeric | Kind::Corrupted | Kind::Internal => 1,
         }
     }

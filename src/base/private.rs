@@ -89,6 +89,11 @@ pub fn is_mine(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|file| file.is_file() && file.uid() == user())
 }
 
+/// Whether `path` is a directory of the user's own, not a link.
+pub fn is_my_directory(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|directory| directory.is_dir() && directory.uid() == user())
+}
+
 /// Opens a file to hold a lock on it, and makes it if it is missing. Links are not followed, and nothing is cut off.
 ///
 /// # Errors

@@ -1,7 +1,7 @@
 //! Threads with a name, and advice for a system that refuses one.
 
 use std::path::Path;
-use std::thread::{Builder, JoinHandle};
+use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
 use rustix::process::{Resource, getrlimit};
 
@@ -16,8 +16,20 @@ pub fn spawn<T: Send + 'static>(name: &str, work: impl FnOnce() -> T + Send + 's
     Builder::new().name(name.into()).spawn(work).map_err(|e| refused(name, &e))
 }
 
+/// As [`spawn`], within a scope.
+///
+/// # Errors
+/// The same.
+pub fn spawn_scoped<'scope, T: Send + 'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    name: &str,
+    work: impl FnOnce() -> T + Send + 'scope,
+) -> Result<ScopedJoinHandle<'scope, T>> {
+    Builder::new().name(name.into()).spawn_scoped(scope, work).map_err(|e| refused(name, &e))
+}
+
 /// Returns the error of a thread that the system refused.
-pub fn refused(name: &str, e: &std::io::Error) -> Error {
+fn refused(name: &str, e: &std::io::Error) -> Error {
     let error = Error::input(format!("cannot start the thread {name}: {e}"));
     if e.kind() != std::io::ErrorKind::WouldBlock {
         return error;

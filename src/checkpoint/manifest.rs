@@ -1,12 +1,11 @@
 //! The manifest: everything about a checkpoint but the numbers. `docs/checkpoint-format.md` describes it.
 
 use std::cmp::Ordering;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::io::Write as _;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
@@ -32,12 +31,6 @@ pub const SEAL: &str = "manifest.crc32";
 
 /// Elements that one checksum covers at most: 4 MiB, so that reading a part of a range need not read all of it.
 pub const BLOCK: usize = 1 << 20;
-
-/// Manifests that were parsed last: a run resumes from one, and evaluators read a few more.
-const KEPT: usize = 4;
-
-/// The last ones, with the checksums of their texts.
-static LAST: Mutex<VecDeque<(PathBuf, String, Arc<Manifest>)>> = Mutex::new(VecDeque::new());
 
 /// Manifests that this process has parsed.
 static PARSED: AtomicU64 = AtomicU64::new(0);
@@ -175,28 +168,7 @@ impl Manifest {
     /// It is missing, damaged, or its pieces do not cover every tensor once ([`Kind::Damaged`](crate::error::Kind::Damaged));
     /// it is of another version of the format or the program; or the file system refused.
     pub fn read(dir: &Path) -> Result<Self> {
-        let (text, _) = sealed_text(dir)?;
-        Self::parse(dir, &text)
-    }
-
-    /// As [`Manifest::read`]; of the last ones that this process has read, those with the same checksum are not parsed
-    /// again, be it on another rank of the process.
-    ///
-    /// # Errors
-    /// As [`Manifest::read`].
-    pub fn shared(dir: &Path) -> Result<Arc<Self>> {
-        let (text, crc32) = sealed_text(dir)?;
-        let mut last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((.., found)) = last.iter().find(|(of, as_of, _)| of == dir && *as_of == crc32) {
-            return Ok(found.clone());
-        }
-        // The others wait here rather than parse the same.
-        let manifest = Arc::new(Self::parse(dir, &text)?);
-        last.push_back((dir.to_path_buf(), crc32, manifest.clone()));
-        if last.len() > KEPT {
-            last.pop_front();
-        }
-        Ok(manifest)
+        Self::parse(dir, &sealed_text(dir)?)
     }
 
     /// The manifest of this text, whose seal fits: a program that knows other keys wrote it where it cannot be read.
@@ -347,8 +319,8 @@ impl Manifest {
     }
 }
 
-/// The text of the manifest in `dir`, which its seal fits, and its checksum.
-fn sealed_text(dir: &Path) -> Result<(String, String)> {
+/// The text of the manifest in `dir`, which its seal fits.
+fn sealed_text(dir: &Path) -> Result<String> {
     let path = dir.join(FILE);
     let text = regular_files::read_to_string(&path).map_err(|e| {
         let error = Error::unread("read the manifest", &path, &e);
@@ -381,7 +353,7 @@ fn sealed_text(dir: &Path) -> Result<(String, String)> {
     if sealed != sealed_as(&found) {
         return Err(damaged(&path, format!("malformed manifest: checksum {found} is not the one in {SEAL}")));
     }
-    Ok((text, found))
+    Ok(text)
 }
 
 fn damaged(path: &Path, what: String) -> Error {

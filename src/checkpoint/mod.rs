@@ -16,6 +16,7 @@
 
 mod directory;
 mod doubt;
+mod excerpt;
 pub mod filesystem;
 pub mod huggingface;
 pub mod lease;
@@ -40,6 +41,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Reason};
 
 pub use directory::{Checkpoints, looked_at};
+pub use excerpt::most_received;
 pub(crate) use manifest::Written;
 pub use manifest::{Manifest, Origin, Piece, TensorEntry, parsed};
 pub use names::name_of;

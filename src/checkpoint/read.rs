@@ -5,23 +5,31 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use super::excerpt::{self, Excerpt, Index, outline};
 use super::manifest::{BLOCK, FileEntry};
 use super::shard::rest_crc32;
 use super::{Manifest, PARAMS, Piece, doubt};
+use crate::backend::Backend;
+use crate::comm::Group;
 use crate::descriptors;
 use crate::error::{Error, Kind, Result};
+use crate::layout::TensorRange;
 use crate::optim::AVERAGE;
 use crate::regular_files;
 
 /// An open checkpoint. HDF5 is not needed to read one: the manifest says where everything is.
 pub struct Reader {
-    manifest: Arc<Manifest>,
+    /// On a rank that received it, without the entries that it does not need.
+    manifest: Manifest,
     files: Files,
     /// A block of which only a part was asked for.
     block: Vec<f32>,
+    /// Names of the files that [`Reader::check_files`] checks.
+    checked: Vec<String>,
+    /// Bytes of the manifest without entries, if this rank received it.
+    received: usize,
 }
 
 /// Most files that are open at once: a checkpoint may have more than a process may open.
@@ -45,10 +53,78 @@ impl Reader {
     /// # Errors
     /// The manifest is missing or damaged, or an audit has put the checkpoint in doubt.
     pub fn open(dir: &Path) -> Result<Self> {
-        let manifest = Manifest::shared(dir)?;
+        let manifest = Manifest::read(dir)?;
         doubt::check(dir, manifest.step, &manifest.id)?;
+        let checked = manifest.files.keys().cloned().collect();
+        Ok(Self::of(dir, manifest, checked))
+    }
+
+    /// Opens the checkpoint in `dir` on all ranks of `world`: collective. Rank 0 alone does so by `open`; the others
+    /// receive the manifest without files and pieces, which [`Reader::fetch`] brings.
+    ///
+    /// # Errors
+    /// Returns the error of `open`, the same on all ranks, or an error if a message between ranks failed.
+    pub fn open_together<B: Backend>(
+        world: &Group<B>,
+        dir: &Path,
+        open: impl FnOnce() -> Result<Self>,
+    ) -> Result<Self> {
+        if world.size() == 1 {
+            return open();
+        }
+        let opened = || {
+            let reader = open()?;
+            let outline = serde_json::to_vec(&outline(&reader.manifest)).map_err(unencoded)?;
+            Ok((Some(reader), outline))
+        };
+        let opened = if world.rank() == 0 { opened() } else { Ok((None, vec![])) };
+        let (reader, mine) = world.agree(opened)?;
+        let received = world.broadcast_bytes(mine).wait()?;
+        world.agree(match reader {
+            Some(reader) => Ok(reader),
+            None => {
+                excerpt::count(received.len());
+                let manifest = serde_json::from_slice(&received).map_err(malformed);
+                manifest.map(|manifest| Self { received: received.len(), ..Self::of(dir, manifest, vec![]) })
+            }
+        })
+    }
+
+    /// Brings the entries of the manifest for the ranges `wanted` of this rank, and for its share of the files, which
+    /// [`Reader::check_files`] checks: collective over `world`.
+    ///
+    /// # Errors
+    /// Returns an error if a message between ranks failed.
+    pub fn fetch<B: Backend>(&mut self, world: &Group<B>, wanted: &[TensorRange]) -> Result<()> {
+        if world.size() == 1 {
+            return Ok(());
+        }
+        let request = serde_json::to_vec(wanted).map_err(unencoded)?;
+        let requests = world.gather_bytes_to_root(request).wait()?;
+        let answers = world.agree(self.excerpts(&requests))?;
+        let received = world.scatter_bytes(answers).wait()?;
+        let excerpt: Excerpt = world.agree(serde_json::from_slice(&received).map_err(malformed))?;
+        self.checked.clone_from(&excerpt.checked);
+        if world.rank() > 0 {
+            excerpt::count(self.received + received.len());
+            excerpt.enter(&mut self.manifest);
+        }
+        Ok(())
+    }
+
+    /// Encoded excerpts for the ranks that sent `requests`.
+    fn excerpts(&self, requests: &[Vec<u8>]) -> Result<Vec<Vec<u8>>> {
+        let index = Index::new(&self.manifest);
+        let excerpt = |(rank, request): (usize, &Vec<u8>)| {
+            let wanted: Vec<TensorRange> = serde_json::from_slice(request).map_err(malformed)?;
+            serde_json::to_vec(&index.excerpt(&wanted, rank, requests.len())).map_err(unencoded)
+        };
+        requests.iter().enumerate().map(excerpt).collect()
+    }
+
+    fn of(dir: &Path, manifest: Manifest, checked: Vec<String>) -> Self {
         let files = Files { dir: dir.to_path_buf(), open: HashMap::new(), uses: 0, most: descriptors::share(OPEN) };
-        Ok(Self { manifest, files, block: Vec::new() })
+        Self { manifest, files, block: Vec::new(), checked, received: 0 }
     }
 
     /// The manifest of the checkpoint.
@@ -56,9 +132,9 @@ impl Reader {
         &self.manifest
     }
 
-    /// The same, to be kept.
-    pub fn shared_manifest(&self) -> Arc<Manifest> {
-        self.manifest.clone()
+    /// The manifest alone.
+    pub fn into_manifest(self) -> Manifest {
+        self.manifest
     }
 
     /// Its directory.
@@ -86,7 +162,7 @@ impl Reader {
         range: Range<usize>,
         out: &mut [f32],
     ) -> Result<()> {
-        let Self { manifest, files, block } = self;
+        let Self { manifest, files, block, .. } = self;
         let absent = || Error::input(format!("{} has no tensor {tensor}", files.dir.display()));
         let entry = manifest.tensors.get(tensor).ok_or_else(absent)?;
         let group = part.checked_sub(1).map_or(PARAMS, |k| &manifest.state[k]);
@@ -130,19 +206,25 @@ impl Reader {
         Ok(())
     }
 
-    /// Checks the lengths of all files, and the bytes that belong to no tensor, of every `of`-th file from `first` on.
+    /// Leaves every `of`-th file from `first` on to [`Reader::check_files`].
+    pub fn share_checks(&mut self, first: usize, of: usize) {
+        self.checked = self.manifest.files.keys().skip(first).step_by(of).cloned().collect();
+    }
+
+    /// Checks the lengths of the files, and the bytes that belong to no tensor: of all files, or of this process's share.
     ///
     /// # Errors
     /// The first that is missing or damaged.
-    pub fn check_files(&mut self, first: usize, of: usize) -> Result<()> {
-        let Self { manifest, files, .. } = self;
+    pub fn check_files(&mut self) -> Result<()> {
+        let Self { manifest, files, checked, .. } = self;
         let mut pieces: HashMap<&str, Vec<&Piece>> = HashMap::new();
         for piece in manifest.tensors.values().flat_map(|tensor| &tensor.pieces) {
             pieces.entry(&piece.file).or_default().push(piece);
         }
         let none = Vec::new();
-        let mut mine = manifest.files.iter().skip(first).step_by(of);
-        mine.try_for_each(|(name, entry)| files.check(name, entry, pieces.get(&name[..]).unwrap_or(&none)))
+        checked
+            .iter()
+            .try_for_each(|name| files.check(name, &manifest.files[name], pieces.get(&name[..]).unwrap_or(&none)))
     }
 
     /// Reads and checks everything in the file `name`.
@@ -150,7 +232,7 @@ impl Reader {
     /// # Errors
     /// The first thing that is damaged.
     pub fn verify(&mut self, name: &str) -> Result<()> {
-        let Self { manifest, files, block } = self;
+        let Self { manifest, files, block, .. } = self;
         let pieces = manifest.tensors.values().flat_map(|tensor| &tensor.pieces);
         let pieces: Vec<&Piece> = pieces.filter(|piece| piece.file == *name).collect();
         files.check(name, &manifest.files[name], &pieces)?;
@@ -282,6 +364,14 @@ impl Drop for Files {
     }
 }
 
+fn unencoded(e: serde_json::Error) -> Error {
+    Error::internal(format!("manifest: {e}"))
+}
+
+fn malformed(e: serde_json::Error) -> Error {
+    Error::comm(format!("a rank sent a malformed part of a manifest: {e}"))
+}
+
 /// The hint of errors about damaged files.
 const HINT: &str = "the file is damaged: resume from an older checkpoint";
 
@@ -378,7 +468,7 @@ mod tests {
                 assert_eq!(columns, piece.columns.as_ref().map(|of| vec![of.start as u64, of.end as u64]));
             }
         }
-        reader.check_files(0, 1).unwrap();
+        reader.check_files().unwrap();
         manifest.files.keys().for_each(|name| reader.verify(name).unwrap());
     }
 
@@ -407,13 +497,50 @@ mod tests {
             };
             let columns = columns.map(|ends| ordered(width, &ends)).filter(|columns| !columns.is_empty());
             let range = ordered(rows * columns.as_ref().map_or(width, Range::len), ends);
-            for part in 0..2 {
+            // As a rank reads it that has an excerpt alone.
+            let mut narrow = narrowed(&reader, columns.clone(), &range, files.len() % 3);
+            narrow.check_files().unwrap();
+            for (part, reader) in [(0, &mut reader), (1, &mut narrow)] {
                 let mut out = vec![f32::NAN; range.len()];
                 reader.read("w", part, columns.as_ref(), range.clone(), &mut out).unwrap();
                 let want = elements(shape, columns.as_ref(), &range).into_iter().map(|element| value(part, element));
                 assert!(out.into_iter().eq(want), "{columns:?} {range:?} of {shape:?} in {extents:?}");
             }
         }
+    }
+
+    /// The reader of rank `rank` of three, which reads this range of these columns of the tensor.
+    fn narrowed(reader: &Reader, columns: Option<Range<usize>>, range: &Range<usize>, rank: usize) -> Reader {
+        let wanted = TensorRange { tensor: "w".into(), columns, range: range.clone() };
+        let excerpt = excerpt::Index::new(reader.manifest()).excerpt(&[wanted], rank, 3);
+        let checked = excerpt.checked.clone();
+        let mut manifest = outline(reader.manifest());
+        excerpt.enter(&mut manifest);
+        Reader::of(reader.dir(), manifest, checked)
+    }
+
+    #[test]
+    fn an_excerpt_has_the_pieces_of_its_ranges_and_of_its_files() {
+        let dir = tempfile::tempdir().unwrap();
+        // A matrix of 4 x 6 in two slices, each in four files; the first file has two pieces of the second slice.
+        let first = (0..4).map(|i| (i, Some(0..2), 2 * i..2 * i + 2));
+        let second = (0..4).map(|i| (i % 3, Some(2..6), 4 * i..4 * i + 4));
+        let reader = write(dir.path(), [4, 6], &first.chain(second).collect::<Vec<_>>());
+        let found = |columns: Option<Range<usize>>, range: Range<usize>, rank| {
+            let narrow = narrowed(&reader, columns, &range, rank);
+            let pieces = narrow.manifest.tensors["w"].pieces.iter();
+            let pieces: Vec<_> = pieces.map(|piece| (piece.columns.clone().unwrap().start, piece.start)).collect();
+            (pieces, narrow.manifest.files.len(), narrow.checked.len())
+        };
+        // Of four files rank 0 checks two, of which each has two or three pieces.
+        assert_eq!(found(Some(0..2), 0..0, 0), (vec![(0, 0), (0, 6), (2, 0), (2, 12)], 2, 2));
+        assert_eq!(found(Some(0..2), 0..0, 1), (vec![(0, 2), (2, 4)], 1, 1));
+        // Of the same columns, of the others, and of some of each: with the pieces beside them in the file.
+        assert_eq!(found(Some(0..2), 4..5, 1), (vec![(0, 2), (0, 4), (2, 4), (2, 8)], 2, 1));
+        assert_eq!(found(Some(2..6), 8..16, 1).0, [(0, 0), (0, 2), (0, 4), (2, 0), (2, 4), (2, 8), (2, 12)]);
+        assert_eq!(found(Some(1..3), 4..6, 1).0, [(0, 2), (0, 4), (2, 4), (2, 8)]);
+        assert_eq!(found(None, 12..18, 1).0, [(0, 2), (0, 4), (2, 4), (2, 8)]);
+        assert_eq!(found(None, 0..24, 1).0.len(), 8);
     }
 
     fn wanted() -> impl Strategy<Value = Vec<Wanted>> {

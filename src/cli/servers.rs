@@ -15,6 +15,7 @@ use crate::placement::{cpu, cpu_can, cpu_name, place};
 use crate::run_dir::Ending;
 use crate::servers::{Call, Hand, Post, ServedRun, Site, config_of_run, host_of, serve, work};
 use crate::signals;
+use crate::spawn::spawn_scoped;
 use crate::telemetry::say;
 use crate::train::Request;
 
@@ -105,7 +106,7 @@ pub fn take_part(role: &Role, mut request: Request) -> Result<i32> {
         threads: role.threads,
     };
     std::thread::scope(|scope| {
-        let coordinator = opened.map(|opened| scope.spawn(|| opened.run()));
+        let coordinator = opened.map(|opened| spawn_scoped(scope, "coordinator", || opened.run())).transpose()?;
         let served = serve(&post);
         let Some(coordinator) = coordinator else { return served.map(|()| 0) };
         let ended = coordinator.join().map_err(|_| Error::internal("the coordinator panicked"))?;

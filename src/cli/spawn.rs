@@ -1,11 +1,15 @@
 //! `--spawn N`: this program starts its ranks itself, as processes of this machine that talk over TCP.
 
 use std::ffi::OsString;
+use std::fs::{File, Permissions};
+use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::ExitStatusExt as _;
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
 
 use crate::comm::{MEETING, Meeting, write_secret};
 use crate::error::{Error, Result};
@@ -28,17 +32,61 @@ pub fn run(ranks: usize) -> i32 {
     }
 }
 
+/// Prefix of the names of meeting places.
+const PLACE: &str = "hpctrain-spawn-";
+
+/// File in a meeting place that its launcher has locked as long as it lives.
+const LOCK: &str = "launcher";
+
+/// The directory in which the ranks of a job meet; it holds their secret.
+struct Place {
+    folder: TempDir,
+    _lock: File,
+}
+
+impl Place {
+    /// Creates one in `root`, where nobody else can look into it. Removes those of this user's launchers that were killed.
+    fn new(root: &Path) -> Result<Self> {
+        remove_abandoned(root);
+        let mut builder = tempfile::Builder::new();
+        let folder = builder.prefix(PLACE).permissions(Permissions::from_mode(0o700)).tempdir_in(root);
+        let folder = folder.map_err(|e| Error::io("create a directory in", root, e))?;
+        private::directory(folder.path())?;
+        let path = folder.path().join(LOCK);
+        let lock = private::lock_file(&path)?;
+        lock.try_lock().map_err(|e| Error::io("lock", &path, e.to_string()))?;
+        write_secret(folder.path())?;
+        Ok(Self { folder, _lock: lock })
+    }
+}
+
+/// Removes the meeting places of launchers that no longer live. One that cannot be removed stays: this job does not need it.
+fn remove_abandoned(root: &Path) {
+    for entry in root.read_dir().into_iter().flatten().flatten() {
+        let path = entry.path();
+        let is_place = entry.file_name().to_string_lossy().starts_with(PLACE);
+        if !is_place || !private::is_my_directory(&path) {
+            continue;
+        }
+        // A launcher creates the lock before the secret: without one there is nothing to hide.
+        let lock = path.join(LOCK);
+        if private::is_mine(&lock) && private::lock_file(&lock).is_ok_and(|lock| lock.try_lock().is_ok()) {
+            match std::fs::remove_dir_all(&path) {
+                Ok(()) => log::info!("removed {}, which a killed launcher has left", path.display()),
+                Err(e) => log::warn!("cannot remove {}, which a killed launcher has left: {e}", path.display()),
+            }
+        }
+    }
+}
+
 fn spawn(ranks: usize) -> Result<i32> {
     signals::listen()?;
-    let folder = tempfile::Builder::new().prefix("hpctrain-spawn-").tempdir();
-    let folder = folder.map_err(|e| Error::io("create a directory in", &std::env::temp_dir(), e))?;
-    private::directory(folder.path())?;
-    write_secret(folder.path())?;
+    let place = Place::new(&std::env::temp_dir())?;
     let program = std::env::current_exe().map_err(|e| Error::internal(format!("this program is not found: {e}")))?;
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
     let mut job = Job { ranks: Vec::with_capacity(ranks) };
     for rank in 0..ranks {
-        let meeting = Meeting { dir: folder.path().into(), rank, ranks };
+        let meeting = Meeting { dir: place.folder.path().into(), rank, ranks };
         let child = Command::new(&program).args(&arguments).env(MEETING, meeting.to_string()).spawn();
         job.ranks.push(child.map_err(|e| Error::io("start", &program, e))?);
     }
@@ -111,4 +159,29 @@ impl Drop for Job {
 /// The exit code of a process, as a shell has it.
 fn exit_code(status: ExitStatus) -> i32 {
     status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_are_private_and_those_of_killed_launchers_are_removed() {
+        let root = tempfile::tempdir().unwrap();
+        let alive = Place::new(root.path()).unwrap();
+        let mode = alive.folder.path().metadata().unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o700);
+        // Killed, it would leave its directory, without a lock.
+        let killed = Place::new(root.path()).unwrap();
+        let Place { folder, _lock } = killed;
+        let left = folder.keep();
+        drop(_lock);
+        // Others: a directory with another name, and one whose launcher has not locked it yet.
+        let other = root.path().join("other");
+        let starting = root.path().join(format!("{PLACE}starting"));
+        [&other, &starting].iter().for_each(|path| std::fs::create_dir(path).unwrap());
+        let next = Place::new(root.path()).unwrap();
+        assert!(!left.exists() && other.exists() && starting.exists());
+        assert!(alive.folder.path().join("secret").exists() && next.folder.path().exists());
+    }
 }

@@ -91,7 +91,7 @@ impl<B: Kernels> Found<'_, B> {
     pub fn network(&mut self) -> Result<Model<B>> {
         let Self { reader, plan, world, comm, backend } = self;
         let mut model = model::build(comm, plan, backend.clone())?;
-        world.agree(reader.check_files(world.rank(), world.size()).and_then(|()| model::load(&mut model, reader)))?;
+        model::load(world, &mut model, reader)?;
         Ok(model)
     }
 }
@@ -103,7 +103,7 @@ pub fn run(work: &impl Work, path: &Path, overrides: &[String], launch: Option<&
         let world = comm.world();
         let threads = Topology::gather(&world, comm.node().host)?.threads();
         let (path, _lease) = find::together(&world, path)?;
-        let reader = world.agree(Reader::open(&path))?;
+        let reader = Reader::open_together(&world, &path, || Reader::open(&path))?;
         comm.watch_apart(&places(&path))?;
         let config = world.agree(work.config(&reader))?;
         comm.wait_at_most(seconds(config.comm.timeout))?;

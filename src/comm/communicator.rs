@@ -90,7 +90,7 @@ const START: Duration = Duration::from_secs(15);
 ///
 /// After `patience` without an answer the process ends: another rank may never come.
 fn start(
-    name: String,
+    name: &str,
     patience: Duration,
     open: impl FnOnce(Arc<Shared>) -> Result<(Box<dyn Wire>, World)> + Send + 'static,
 ) -> Result<(Worker, Arc<Shared>, World)> {
@@ -107,7 +107,7 @@ fn start(
             let _ = tell.send(news);
             wire
         }
-    });
+    })?;
     // As in the watch, time in which this process was stopped does not count.
     let (mut last, mut waited) = (Instant::now(), Duration::ZERO);
     loop {
@@ -132,7 +132,7 @@ fn start(
 }
 
 /// The communicator of a process that an MPI launcher started: initialises MPI on a new communication thread. Once in a
-/// process, from the main thread, before other threads start: it may set an environment variable for MPI to read.
+/// process, best before other threads start: then it may set environment variables that MPI and CUDA read.
 ///
 /// # Errors
 /// MPI cannot be initialised, or the processes were started by the launcher of another MPI library.
@@ -146,7 +146,7 @@ pub fn start_mpi<B: Backend>(algorithm: Algorithm) -> Result<Comm<B>> {
 /// As [`start_mpi`].
 pub fn start_mpi_within<B: Backend>(algorithm: Algorithm, patience: Duration) -> Result<Comm<B>> {
     mpi::prepare_environment();
-    let (worker, shared, world) = start("comm".into(), patience, mpi::open)?;
+    let (worker, shared, world) = start("comm", patience, mpi::open)?;
     match launched_size(|name| std::env::var(name).ok()) {
         Some(started) if started > 1 && world.nodes.len() == 1 => {
             worker.end();
@@ -165,22 +165,28 @@ pub fn start_tcp<B: Backend>(meeting: &Meeting, algorithm: Algorithm) -> Result<
     let place = meeting.clone();
     // The meeting has a time limit of its own.
     let open = move |shared| tcp::open(&place, shared);
-    let (worker, shared, world) = start(format!("comm-{}", meeting.rank), Duration::ZERO, open)?;
+    let (worker, shared, world) = start(&format!("comm-{}", meeting.rank), Duration::ZERO, open)?;
     Ok(Comm::new(world, algorithm, Abort::Exit, shared, Some(worker)))
 }
 
 /// The communicators of `ranks` ranks in this process. Give each to a thread of its own.
-pub fn start_threads<B: Backend>(ranks: usize, algorithm: Algorithm) -> Vec<Comm<B>> {
+///
+/// # Errors
+/// Returns an error if the system refused a thread.
+pub fn start_threads<B: Backend>(ranks: usize, algorithm: Algorithm) -> Result<Vec<Comm<B>>> {
     start_threads_on_nodes(&vec![0; ranks], algorithm)
 }
 
 /// As [`start_threads`], of ranks that behave as if each were on the node given for it.
-pub fn start_threads_on_nodes<B: Backend>(nodes: &[usize], algorithm: Algorithm) -> Vec<Comm<B>> {
+///
+/// # Errors
+/// The same.
+pub fn start_threads_on_nodes<B: Backend>(nodes: &[usize], algorithm: Algorithm) -> Result<Vec<Comm<B>>> {
     let shared: Vec<Arc<Shared>> = nodes.iter().map(|_| Arc::default()).collect();
     let start = |((wire, world), shared): ((Box<dyn Wire + Send>, World), Arc<Shared>)| {
-        let worker = (nodes.len() > 1)
-            .then(|| Worker::start(format!("comm-{}", world.rank), &shared, move || Some(wire as Box<dyn Wire>)));
-        Comm::new(world, algorithm, Abort::Unwind, shared, worker)
+        let name = format!("comm-{}", world.rank);
+        let worker = (nodes.len() > 1).then(|| Worker::start(&name, &shared, move || Some(wire as Box<dyn Wire>)));
+        Ok(Comm::new(world, algorithm, Abort::Unwind, shared, worker.transpose()?))
     };
     threads::open(nodes, &shared).into_iter().zip(shared).map(start).collect()
 }

@@ -15,7 +15,7 @@ use super::operand::Host;
 use super::pending::{Pending, reply};
 use super::posted::{Entry, Posted, chunks, on_host, whole};
 use super::shared::Stats;
-use super::wire::{Members, Parcel as _, Peer};
+use super::wire::{Members, Parcel as _, Peer, Wire};
 use super::worker::{CommThreadState, Request};
 use crate::backend::{Backend, Reach};
 use crate::error::{Error, Result};
@@ -280,13 +280,26 @@ impl<B: Backend> Group<B> {
             return Pending::ready(vec![mine]);
         }
         let label = self.label("gather_bytes_to_root", Size::Own(mine.len()), "binomial tree");
-        let members = self.members.clone();
-        let (reply, pending) = reply(&self.comm.inner.shared);
-        self.comm.inner.submit(Request::run(move |state| {
-            let gather = |state: &mut CommThreadState| bytes::gather_to_root(&mut *state.wire, &members, mine);
-            reply.send(state.collective(&members, &label, gather));
-        }));
-        pending
+        self.metadata(label, |wire, members| bytes::gather_to_root(wire, members, mine))
+    }
+
+    /// The bytes of rank 0 of the group, of any length, on every rank; those of the other ranks are ignored.
+    pub fn broadcast_bytes(&self, mine: Vec<u8>) -> Pending<Vec<u8>> {
+        if self.size() == 1 {
+            return Pending::ready(mine);
+        }
+        let label = self.label("broadcast_bytes", Size::Own(mine.len()), "binomial tree");
+        self.metadata(label, |wire, members| bytes::broadcast(wire, members, mine))
+    }
+
+    /// The bytes that rank 0 of the group gives for each rank, of any lengths, in rank order; each rank receives its own.
+    /// The other ranks give nothing.
+    pub fn scatter_bytes(&self, mut all: Vec<Vec<u8>>) -> Pending<Vec<u8>> {
+        if self.size() == 1 {
+            return Pending::ready(all.pop().unwrap_or_default());
+        }
+        let label = self.label("scatter_bytes", Size::Own(all.iter().map(Vec::len).sum()), "binomial tree");
+        self.metadata(label, |wire, members| bytes::scatter(wire, members, all))
     }
 
     /// As [`Group::gather_bytes`], of numbers; waits for them.
@@ -294,9 +307,15 @@ impl<B: Backend> Group<B> {
     /// # Errors
     /// A message failed.
     pub fn gather_numbers(&self, mine: &[u64]) -> Result<Vec<Vec<u64>>> {
-        let bytes = mine.iter().flat_map(|number| number.to_le_bytes()).collect();
-        let numbers = |bytes: Vec<u8>| bytes.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect();
-        Ok(self.gather_bytes(bytes).wait()?.into_iter().map(numbers).collect())
+        Ok(self.gather_bytes(encode(mine)).wait()?.iter().map(|bytes| decode(bytes)).collect())
+    }
+
+    /// As [`Group::broadcast_bytes`], of numbers; waits for them.
+    ///
+    /// # Errors
+    /// Returns an error if a message failed.
+    pub fn broadcast_numbers(&self, mine: &[u64]) -> Result<Vec<u64>> {
+        Ok(decode(&self.broadcast_bytes(encode(mine)).wait()?))
     }
 
     pub(super) fn gather_as(&self, op: &'static str, mine: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
@@ -304,12 +323,7 @@ impl<B: Backend> Group<B> {
             return Pending::ready(vec![mine]);
         }
         let label = self.label(op, Size::Own(mine.len()), "dissemination");
-        let members = self.members.clone();
-        let (reply, pending) = reply(&self.comm.inner.shared);
-        self.comm.inner.submit(Request::run(move |state| {
-            reply.send(state.collective(&members, &label, |state| bytes::gather(&mut *state.wire, &members, mine)));
-        }));
-        pending
+        self.metadata(label, |wire, members| bytes::gather(wire, members, mine))
     }
 
     /// Done when every rank has made the request.
@@ -318,10 +332,20 @@ impl<B: Backend> Group<B> {
             return Pending::ready(());
         }
         let label = self.label("barrier", Size::Same(0), "dissemination");
+        self.metadata(label, bytes::barrier)
+    }
+
+    /// Queues a collective of small messages.
+    fn metadata<T: Send + 'static>(
+        &self,
+        label: Label,
+        exchange: impl FnOnce(&mut dyn Wire, &Members) -> Result<T> + Send + 'static,
+    ) -> Pending<T> {
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
         self.comm.inner.submit(Request::run(move |state| {
-            reply.send(state.collective(&members, &label, |state| bytes::barrier(&mut *state.wire, &members)));
+            let done = state.collective(&members, &label, |state| exchange(&mut *state.wire, &members));
+            reply.send(done);
         }));
         pending
     }
@@ -410,6 +434,16 @@ impl<B: Backend> Group<B> {
         }
         Err(Error::internal(format!("a message between rank {} and rank {peer} of {}", self.rank(), self.size())))
     }
+}
+
+/// Numbers as bytes.
+fn encode(numbers: &[u64]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_le_bytes()).collect()
+}
+
+/// The numbers in bytes.
+fn decode(bytes: &[u8]) -> Vec<u64> {
+    bytes.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect()
 }
 
 /// Runs a collective on so many elements where their memory is. Device memory takes the given path, through slots of

@@ -43,7 +43,6 @@ pub use group::Group;
 pub use health::watch::Watch;
 pub use pending::Pending;
 pub use shared::Stats;
-pub use wire::NodeInfo;
 pub use wire::launch::{Launch, launched};
 pub use wire::mpi;
 pub use wire::tcp::{
@@ -51,3 +50,4 @@ pub use wire::tcp::{
     write_secret,
 };
 pub use wire::threads::Aborted;
+pub use wire::{NodeInfo, sorted_by_node};

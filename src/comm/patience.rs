@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::group::Group;
 use crate::backend::Backend;
 use crate::error::{Error, Result};
-use crate::spawn::refused;
+use crate::spawn::spawn_scoped;
 
 /// Times between two meetings: the first, which doubles, and the longest.
 const FIRST: Duration = Duration::from_micros(200);
@@ -24,8 +24,7 @@ impl<B: Backend> Group<B> {
             return work.map(|work| work()).transpose();
         }
         std::thread::scope(|scope| {
-            let mut begun =
-                work.map(|work| std::thread::Builder::new().name("patient".into()).spawn_scoped(scope, work));
+            let mut begun = work.map(|work| spawn_scoped(scope, "patient", work));
             let mut pause = FIRST;
             loop {
                 let is_done = match &begun {
@@ -41,7 +40,7 @@ impl<B: Backend> Group<B> {
             }
             let done = begun.take().map(|thread| match thread {
                 Ok(thread) => thread.join().map_err(|_| Error::internal("a thread panicked")).flatten(),
-                Err(e) => Err(refused("patient", &e)),
+                Err(e) => Err(e),
             });
             self.agree(done.transpose())
         })

@@ -26,7 +26,7 @@ fn run<T: Send + 'static>(
     algorithm: Algorithm,
     rank: impl Fn(Comm<Cpu>) -> T + Clone + Send + 'static,
 ) -> Vec<std::thread::Result<T>> {
-    let comms = start_threads_on_nodes::<Cpu>(nodes, algorithm).into_iter();
+    let comms = start_threads_on_nodes::<Cpu>(nodes, algorithm).unwrap().into_iter();
     run_each(comms.map(|comm| move || comm).collect(), rank)
 }
 
@@ -189,6 +189,9 @@ fn rounds(ranks: usize, algorithm: Algorithm) -> Vec<(&'static str, u64, u64)> {
         count("agree", &|| world.agree(Ok(())))?;
         count("gather_bytes", &|| world.gather_bytes(vec![0; 100]).wait().map(drop))?;
         count("gather_bytes_to_root", &|| world.gather_bytes_to_root(vec![0; 100]).wait().map(drop))?;
+        count("broadcast_bytes", &|| world.broadcast_bytes(vec![0; 100]).wait().map(drop))?;
+        let of_each = if rank == 0 { vec![vec![0; 100]; comm.size()] } else { vec![] };
+        count("scatter_bytes", &|| world.scatter_bytes(of_each.clone()).wait().map(drop))?;
         for operation in [Operation::ReduceScatter, Operation::AllGather, Operation::AllReduce, Operation::Reduce] {
             count(operation.name(), &|| world.run(operation, buf(&mine)).wait().map(drop))?;
         }
@@ -209,7 +212,7 @@ fn rounds_grow_with_the_logarithm_of_the_ranks() {
                 // Debug builds compare each request with a neighbour's first.
                 let compared = u64::from(cfg!(debug_assertions));
                 let most = match name {
-                    "agree" | "gather_bytes" | "gather_bytes_to_root" => 2 * log,
+                    "agree" | "gather_bytes" | "gather_bytes_to_root" | "broadcast_bytes" | "scatter_bytes" => 2 * log,
                     "all_gather" if algorithm == Algorithm::Tree => log,
                     "all_reduce" | "reduce" => 3 * log + 2,
                     _ => 2 * log + 2,
@@ -309,6 +312,21 @@ fn bytes_of_any_number_of_ranks_meet_on_rank_0() {
         for (rank, result) in results.into_iter().enumerate() {
             let expected: Vec<Vec<u8>> = (0..ranks).map(|rank| vec![rank as u8; rank]).collect();
             assert_eq!(result.unwrap().unwrap(), if rank == 0 { expected } else { vec![] }, "rank {rank} of {ranks}");
+        }
+    }
+}
+
+#[test]
+fn bytes_of_rank_0_reach_any_number_of_ranks() {
+    for ranks in 1..=9 {
+        let results = run(&vec![0; ranks], Algorithm::Tree, move |comm| {
+            let world = comm.world();
+            let of_each: Vec<Vec<u8>> = (0..ranks).map(|rank| vec![rank as u8; rank]).collect();
+            let scattered = world.scatter_bytes(if comm.rank() == 0 { of_each } else { vec![] }).wait()?;
+            Ok::<_, Error>((scattered, world.broadcast_bytes(vec![comm.rank() as u8 + 7; 3]).wait()?))
+        });
+        for (rank, result) in results.into_iter().enumerate() {
+            assert_eq!(result.unwrap().unwrap(), (vec![rank as u8; rank], vec![7; 3]), "rank {rank} of {ranks}");
         }
     }
 }

@@ -17,6 +17,7 @@ use super::wire::{Members, UnderWay, Wire};
 use crate::activity::Track;
 use crate::backend;
 use crate::error::{Error, Result};
+use crate::spawn::spawn;
 
 /// Duration of polling for the next request after one that a thread waited for, which will soon make it.
 const LOOKOUT: Duration = Duration::from_micros(50);
@@ -168,18 +169,19 @@ fn announced(label: &Label) -> String {
 pub struct Worker {
     requests: Sender<Request>,
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
+    thread: JoinHandle<()>,
 }
 
 impl Worker {
     /// Starts the thread. `open` makes the wire on it, or reports elsewhere why it cannot.
     ///
-    /// If the system refuses a thread, `open` is dropped and every request finds that the thread has ended.
+    /// # Errors
+    /// Returns an error if the system refused the thread.
     pub fn start(
-        name: String,
+        name: &str,
         shared: &Arc<Shared>,
         open: impl FnOnce() -> Option<Box<dyn Wire>> + Send + 'static,
-    ) -> Self {
+    ) -> Result<Self> {
         let (requests, queue) = channel();
         let (here, shared) = (shared.clone(), shared.clone());
         let body = move || {
@@ -194,8 +196,8 @@ impl Worker {
                 serve(state, &queue);
             }
         };
-        let thread = std::thread::Builder::new().name(name).spawn(body).ok();
-        Self { requests, shared: here, thread }
+        let thread = spawn(name, body)?;
+        Ok(Self { requests, shared: here, thread })
     }
 
     pub fn submit(&self, request: Request) {
@@ -207,10 +209,8 @@ impl Worker {
     /// Lets the thread finish its queue, and waits for that.
     pub fn end(self) {
         self.submit(Request::End);
-        if let Some(thread) = self.thread {
-            // A panic there has failed the requests it could not answer.
-            let _ = thread.join();
-        }
+        // A panic there has failed the requests it could not answer.
+        let _ = self.thread.join();
     }
 }
 

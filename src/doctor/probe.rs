@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Check, Finding, Status, gpu, h5, limits, run_root};
 use crate::error::{Error, Result};
+use crate::spawn::spawn;
 use crate::telemetry::say;
 
 /// The hidden command of the child; a [`Probe`] in JSON follows.
@@ -117,11 +118,17 @@ fn ask_program(probe: &Probe, command: &mut Command, patience: Duration) -> Vec<
     };
     let (tell, told) = channel();
     if let Some(stdout) = child.stdout.take() {
-        std::thread::spawn(move || {
+        let listening = spawn("doctor-probe", move || {
             let lines = BufReader::new(stdout).lines().map_while(std::io::Result::ok);
             // Libraries may print, too.
             lines.filter_map(|line| serde_json::from_str(&line).ok()).try_for_each(|line| tell.send(line))
         });
+        if let Err(e) = listening {
+            // It may have ended already.
+            let _ = child.kill();
+            let _ = child.wait();
+            return vec![Finding::failure(e.message(), e.advice().unwrap_or_default()).named(probe.name())];
+        }
     }
     let (mut checks, mut trying) = (Vec::new(), None);
     let fate = if hear(&told, patience, &mut checks, &mut trying) {

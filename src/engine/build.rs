@@ -40,7 +40,7 @@ pub fn engine<B: Kernels>(
 /// # Errors
 /// Out of memory, or a message between ranks failed.
 pub fn behind_tables<B: Kernels>(comm: &Comm<B>, plan: &Plan, model: Model<B>, trains: bool) -> Result<Model<B>> {
-    let cpu = Cpu::profiled(plan.threads, model.backend.profile().clone());
+    let cpu = Cpu::profiled(plan.threads, model.backend.profile().clone()).with_all_threads()?;
     let groups = Groups::split(&comm.on::<Cpu>(), &plan.mesh, false)?;
     // None is measured for the host: unless one is given, and can be had there, they add as trees do.
     let table = |group: &Group<Cpu>| {
@@ -105,7 +105,8 @@ fn build<B: Kernels>(
     let stage = plan.stage(number, &loans(&blocks));
     let lanes = Lanes { total: plan.lanes, ranks: data.size(), rank: data.rank() };
     let (keep, seed) = (plan.residency(), plan.config.run.seed);
-    let host = plan.config.optimizer.offload.then(|| Cpu::profiled(plan.threads, backend.profile().clone()));
+    let host = || Cpu::profiled(plan.threads, backend.profile().clone()).with_all_threads();
+    let host = plan.config.optimizer.offload.then(host).transpose()?;
     let updates = updates(plan, host);
     let slices = plan.slices(comm.rank());
     let sharded =

@@ -1,22 +1,29 @@
 //! Ranks as threads of this process.
 
+use std::thread::ScopedJoinHandle;
+
 use crate::backend::Backend;
 use crate::comm::{Algorithm, Comm, start_threads};
 use crate::error::{Error, Kind, Result};
+use crate::spawn::spawn_scoped;
 
 /// Runs `rank` on `ranks` threads, each with its communicator; returns their results, in order of ranks.
 ///
 /// # Errors
 /// The error of the rank that made the others fail.
 pub fn on_threads<B: Backend, T: Send>(ranks: usize, rank: impl Fn(&Comm<B>) -> Result<T> + Sync) -> Result<Vec<T>> {
-    let comms = start_threads(ranks, Algorithm::Tree);
+    let comms = start_threads(ranks, Algorithm::Tree)?;
     let rank = &rank;
     let results: Vec<Result<T>> = std::thread::scope(|scope| {
-        let threads: Vec<_> =
-            comms.into_iter().map(|comm| scope.spawn(move || rank(&comm).map_err(|e| (comm.rank(), e)))).collect();
+        let start = |comm: Comm<B>| {
+            let name = format!("rank-{}", comm.rank());
+            spawn_scoped(scope, &name, move || rank(&comm).map_err(|e| (comm.rank(), e)))
+        };
+        let threads: Vec<_> = comms.into_iter().map(start).collect();
         let panicked = || Err((0, Error::internal("a rank panicked")));
         let name = |(rank, e): (usize, Error)| if e.is_shared() { e } else { e.on_rank(rank) };
-        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| panicked()).map_err(name)).collect()
+        let join = |thread: ScopedJoinHandle<'_, _>| thread.join().unwrap_or_else(|_| panicked()).map_err(name);
+        threads.into_iter().map(|thread| thread.and_then(join)).collect()
     });
     let (mut given, mut errors) = (Vec::with_capacity(ranks), Vec::new());
     for result in results {

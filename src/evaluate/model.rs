@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::backend::Kernels;
 use crate::checkpoint::Reader;
-use crate::comm::Comm;
+use crate::comm::{Comm, Group};
 use crate::config::{Config, Facts, Parallel, Plan, overlay, resolve};
 use crate::engine::{Model, behind_tables};
 use crate::error::Result;
@@ -74,12 +74,15 @@ pub fn build<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<Mode
     }
 }
 
-/// Replaces the parameters by those of a checkpoint, or by their running average, if it has one.
+/// Checks the files of a checkpoint, each on one rank, and replaces the parameters by those of the checkpoint, or by their
+/// running average, if it has one: collective over `world`.
 ///
 /// # Errors
-/// It is damaged, or another model's.
-pub fn load<B: Kernels>(model: &mut Model<B>, reader: &mut Reader) -> Result<()> {
-    reader.manifest().check(reader.dir(), model.sharded.layouts(), None)?;
+/// Returns an error, the same on all ranks, if it is damaged, or another model's.
+pub fn load<B: Kernels>(world: &Group<B>, model: &mut Model<B>, reader: &mut Reader) -> Result<()> {
+    reader.fetch(world, &model.sharded.restored())?;
+    let checked = reader.check_files();
+    world.agree(checked.and_then(|()| reader.manifest().check(reader.dir(), model.sharded.layouts(), None)))?;
     let used = reader.used();
-    model.sharded.restore(|tensor, _, columns, range, out| reader.read(tensor, used, columns, range, out))
+    world.agree(model.sharded.restore(|tensor, _, columns, range, out| reader.read(tensor, used, columns, range, out)))
 }

@@ -387,7 +387,8 @@ impl<B: Kernels> Sidecar<'_, B> {
     /// A fault of anything else: settings, data, the job.
     fn measure(&mut self, step: u64, id: &str) -> Result<Result<Option<Measures>>> {
         let world = self.comm.world();
-        let mut reader = match world.agree(self.checkpoints.open(step).and_then(|reader| is_save(reader, id))) {
+        let open = || self.checkpoints.open(step).and_then(|reader| is_save(reader, id));
+        let mut reader = match Reader::open_together(&world, &self.checkpoints.path(step), open) {
             Ok(reader) => reader,
             Err(e) => return Ok(Err(e)),
         };
@@ -399,7 +400,7 @@ impl<B: Kernels> Sidecar<'_, B> {
         self.comm.wait_at_most(Duration::from_secs(config.comm.timeout))?;
         self.prepare(config, reader.manifest())?;
         let Some(mut loaded) = self.loaded.take() else { return Err(Error::internal("no network")) };
-        if let Err(e) = world.agree(check_and_load(&world, &mut reader, &mut loaded.model)) {
+        if let Err(e) = model::load(&world, &mut loaded.model, &mut reader) {
             return Ok(Err(e));
         }
         let measured = loaded.evaluator.measure(&mut loaded.model, &world, || self.is_interrupted())?;
@@ -499,10 +500,4 @@ fn is_save(reader: Reader, id: &str) -> Result<Reader> {
         return Err(Error::input(format!("{} is now another save, {found}", reader.dir().display())));
     }
     Ok(reader)
-}
-
-/// Checks the files of a checkpoint, each by one rank, and loads it.
-fn check_and_load<B: Kernels>(world: &Group<B>, reader: &mut Reader, model: &mut Model<B>) -> Result<()> {
-    reader.check_files(world.rank(), world.size())?;
-    model::load(model, reader)
 }

@@ -255,6 +255,14 @@ impl<B: Kernels> DeviceState<B> {
         self.state.iter().chain(of_outer).map(|buf| B::view(buf, range.clone()))
     }
 
+    /// Numbers of the parts that [`DeviceState::restore`] asks for, in its order.
+    pub fn restored_parts(&self) -> Vec<usize> {
+        let copies = usize::from(self.master.is_some()) + usize::from(self.outer.is_some());
+        let momentum = self.outer.as_ref().is_some_and(|outer| outer.momentum.is_some());
+        let states = self.state.len() + usize::from(momentum);
+        std::iter::repeat_n(0, copies).chain(1..=states).collect()
+    }
+
     /// Replaces parameters and state by the values that `load` gives: part 0 is the parameters, part k the k-th buffer
     /// of state.
     ///

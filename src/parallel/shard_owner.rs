@@ -330,6 +330,14 @@ impl<B: Kernels> ShardOwner<B> {
         }
     }
 
+    /// Numbers of the parts that [`ShardOwner::restore`] asks for, in its order.
+    pub fn restored_parts(&self) -> Vec<usize> {
+        match &self.home {
+            Home::Device(held) => held.restored_parts(),
+            Home::Host(offloaded) => offloaded.held().restored_parts(),
+        }
+    }
+
     /// Replaces parameters and state by the values that `load(part, range)` gives: part 0 is the parameters, part k the
     /// k-th buffer of state.
     ///

@@ -11,7 +11,7 @@ use crate::backend::{Backend as _, MemoryKind};
 use crate::comm::{Algorithm, Comm, start_threads};
 use crate::engine::{Engine, Geometry, HostInputs, Model};
 use crate::error::{Error, Kind, Result};
-use crate::layout::{Slices, UnitLayout};
+use crate::layout::{Slices, TensorRange, UnitLayout};
 use crate::mesh::{Axis, Mesh};
 use crate::nn::gpt::Gpt;
 use crate::nn::loss::{Loss, Objective};
@@ -22,11 +22,14 @@ const STEPS: u64 = 4;
 const BATCH: usize = 24;
 const TIME: usize = 8;
 
+/// A piece of a part of a tensor: its name, its first element, its values as bits.
+type Tensor = (String, usize, Vec<u32>);
+
 /// Loss and norm of every step, then all parameters and optimizer state of every tensor, as bits.
 #[derive(PartialEq)]
 struct Outcome {
     curve: Vec<(u64, u64)>,
-    tensors: Vec<(String, usize, Vec<u32>)>,
+    tensors: Vec<Tensor>,
     /// Of every rank.
     peaks: Vec<[usize; 4]>,
 }
@@ -201,6 +204,14 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
         }
     }
     engine.model.sharded.compare_with_update().unwrap();
+    let tensors = tensors_of(&mut engine);
+    let counted = [MemoryKind::Parameters, MemoryKind::Optimizer, MemoryKind::Gradients, MemoryKind::Offloaded];
+    let peak = counted.map(|what| backend.ledger().peak(what));
+    Outcome { curve, tensors, peaks: vec![peak] }
+}
+
+/// Parameters and state that a rank saves, as bits.
+fn tensors_of(engine: &mut Engine<Cpu>) -> Vec<Tensor> {
     let mut tensors = Vec::new();
     for unit in engine.model.sharded.owned().unwrap() {
         for (part, values) in std::iter::once(unit.params).chain(unit.state).enumerate() {
@@ -214,9 +225,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
             }
         }
     }
-    let counted = [MemoryKind::Parameters, MemoryKind::Optimizer, MemoryKind::Gradients, MemoryKind::Offloaded];
-    let peak = counted.map(|what| backend.ledger().peak(what));
-    Outcome { curve, tensors, peaks: vec![peak] }
+    tensors
 }
 
 /// One micro-batch of a step for every lane of a rank.
@@ -227,11 +236,89 @@ fn take(engine: &mut Engine<Cpu>, backend: &Cpu, step: u64) {
     engine.gradients(step, next, ControlFlags::empty).unwrap();
 }
 
+/// The result of a rank: elements read of parameters and state, or the error; then all tensors after a step.
+type Restored = (Result<usize>, Vec<Tensor>);
+
+/// Restores an engine from values that are functions of their places, and takes a step. Reads fail on rank `broken`.
+fn restored(comm: &Comm<Cpu>, row: Row, broken: usize) -> Restored {
+    let backend = Cpu::new(1);
+    let mut engine = engine(comm, row, &backend);
+    let sharded = &mut engine.model.sharded;
+    let tensors = sharded.layouts().iter().flat_map(|layout| layout.tensors.clone()).collect::<Vec<_>>();
+    let (asked, mut read, mut ranges) = (sharded.restored(), 0, vec![]);
+    let done = sharded.restore(|name, part, columns, range, out| {
+        if comm.rank() == broken {
+            return Err(Error::io("read", std::path::Path::new("x"), "no luck"));
+        }
+        let tensor = tensors.iter().find(|tensor| tensor.name == name).unwrap();
+        let width = tensor.shape.last().copied().unwrap_or(1);
+        let all = columns.cloned().unwrap_or(0..width);
+        for (element, x) in range.clone().zip(&mut *out) {
+            let whole = element / all.len() * width + all.start + element % all.len();
+            // Second moments are not negative.
+            *x = ((whole * 7 + part * 5 + name.len()) % 23) as f32 * 0.01;
+        }
+        read += out.len();
+        ranges.push(TensorRange { tensor: name.into(), columns: columns.cloned(), range });
+        Ok(())
+    });
+    assert!(ranges.iter().all(|range| asked.contains(range)), "{ranges:?} of {asked:?}");
+    if broken < comm.size() {
+        return (done.map(|()| read), vec![]);
+    }
+    take(&mut engine, &backend, 0);
+    let hyper = Hyper { lr: 1e-2, weight_decay: 0.1, step: 1, grad_scale: 0.7 };
+    engine.model.sharded.update(hyper).unwrap();
+    (done.map(|()| read), tensors_of(&mut engine))
+}
+
+#[test]
+fn together_ranks_restore_one_copy_whatever_the_layout() {
+    let rows = [
+        Row { replica: 4, ..ONE },
+        Row { shard: 4, zero: Zero::One, ..ONE },
+        Row { shard: 2, replica: 2, zero: Zero::Two, ..ONE },
+        Row { shard: 2, replica: 4, zero: Zero::Three, ..ONE },
+        Row { shard: 2, zero: Zero::Three, offload: true, ..ONE },
+        Row { shard: 2, replica: 2, storage: Storage::Central, ..ONE },
+        Row { pipeline: 2, shard: 2, replica: 2, zero: Zero::Three, ..ONE },
+        Row { pipeline: 2, replica: 2, ..ONE },
+        Row { tensor: 2, tensor_lanes: 2, replica: 2, ..ONE },
+    ];
+    for row in rows {
+        let one = Row { tensor_lanes: row.tensor_lanes, ..ONE };
+        let of_ranks = |row: Row, broken: usize| {
+            let ranks = row.pipeline * row.shard * row.replica * row.tensor;
+            let comms = start_threads::<Cpu>(ranks, row.algorithm).unwrap();
+            let all: Vec<Restored> = std::thread::scope(|scope| {
+                let ranks = comms.into_iter().map(|comm| scope.spawn(move || restored(&comm, row, broken)));
+                ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
+            });
+            all
+        };
+        let merged = |all: Vec<Restored>| {
+            let read: usize = all.iter().map(|(read, _)| *read.as_ref().unwrap()).sum();
+            (read, joined(all.into_iter().flat_map(|(_, tensors)| tensors).collect()))
+        };
+        let (whole, want) = merged(of_ranks(one, usize::MAX));
+        let (read, got) = merged(of_ranks(row, usize::MAX));
+        let name = format!("{} x {} x {} x {}", row.pipeline, row.shard, row.replica, row.tensor);
+        assert!(got == want, "{name}: other values");
+        // A slice of a network has copies of the whole tensors, and a stage one of the unit that it borrows.
+        if row.pipeline == 1 && row.tensor == 1 {
+            assert_eq!(read, whole, "{name}");
+        }
+        // A rank that cannot read keeps none of the others waiting.
+        let failed = of_ranks(row, 1);
+        assert!(failed.iter().enumerate().all(|(rank, (read, _))| read.is_err() == (rank == 1)), "{name}: {failed:?}");
+    }
+}
+
 /// A bit of one rank's memory changes between two steps.
 #[test]
 fn audits_find_a_bit_that_changes_in_memory() {
     for (row, index) in [(Row { replica: 2, ..ONE }, 0), (Row { shard: 2, zero: Zero::One, ..ONE }, 3)] {
-        let comms = start_threads::<Cpu>(2, Algorithm::Tree);
+        let comms = start_threads::<Cpu>(2, Algorithm::Tree).unwrap();
         let changed = |comm: Comm<Cpu>| {
             let backend = Cpu::new(1);
             let mut engine = engine(&comm, row, &backend);
@@ -277,7 +364,7 @@ fn audits_find_a_bit_that_changes_in_memory() {
 #[test]
 fn audits_find_arithmetic_that_differs() {
     let row = Row { replica: 3, lanes: 3, ..ONE };
-    let comms = start_threads::<Cpu>(3, Algorithm::Tree);
+    let comms = start_threads::<Cpu>(3, Algorithm::Tree).unwrap();
     let differs = |comm: Comm<Cpu>| {
         let backend = Cpu::new(1);
         let mut engine = engine(&comm, row, &backend);
@@ -307,15 +394,25 @@ fn audits_find_arithmetic_that_differs() {
 
 /// Runs a row on as many threads as it has ranks; joins the tensors of all.
 fn run(row: Row) -> Outcome {
-    let comms = start_threads(row.pipeline * row.shard * row.replica * row.tensor, row.algorithm);
+    let comms = start_threads(row.pipeline * row.shard * row.replica * row.tensor, row.algorithm).unwrap();
     let outcomes: Vec<Outcome> = std::thread::scope(|scope| {
         let ranks: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || rank(&comm, row))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
-    let mut tensors: Vec<_> = outcomes.iter().flat_map(|outcome| outcome.tensors.clone()).collect();
-    tensors.sort();
-    let mut whole: Vec<(String, usize, Vec<u32>)> = Vec::new();
-    for (name, start, bits) in tensors {
+    let tensors = outcomes.iter().flat_map(|outcome| outcome.tensors.clone()).collect();
+    assert!(outcomes.iter().all(|outcome| outcome.curve == outcomes[0].curve), "ranks disagree");
+    Outcome {
+        curve: outcomes[0].curve.clone(),
+        tensors: joined(tensors),
+        peaks: outcomes.iter().map(|outcome| outcome.peaks[0]).collect(),
+    }
+}
+
+/// Whole tensors from the pieces of all ranks.
+fn joined(mut pieces: Vec<Tensor>) -> Vec<Tensor> {
+    pieces.sort();
+    let mut whole: Vec<Tensor> = Vec::new();
+    for (name, start, bits) in pieces {
         match whole.last_mut() {
             Some((last, _, have)) if *last == name => {
                 assert_eq!(have.len(), start, "{name}: pieces overlap or leave a hole");
@@ -324,12 +421,7 @@ fn run(row: Row) -> Outcome {
             _ => whole.push((name, start, bits)),
         }
     }
-    assert!(outcomes.iter().all(|outcome| outcome.curve == outcomes[0].curve), "ranks disagree");
-    Outcome {
-        curve: outcomes[0].curve.clone(),
-        tensors: whole,
-        peaks: outcomes.iter().map(|outcome| outcome.peaks[0]).collect(),
-    }
+    whole
 }
 
 #[test]

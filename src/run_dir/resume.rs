@@ -6,7 +6,6 @@
 //! count as absent, and nothing is removed on doubt.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
 use super::branch::{Branch, Take};
@@ -135,8 +134,8 @@ pub fn data_changes(from: &Path, manifest: &Manifest, taking: &Taking) -> Result
 fn branch<B: Kernels>(world: &Group<B>, directory: &RunDirectory) -> Result<Option<Branch>> {
     let mine = world.agree(if world.rank() == 0 { directory.branch() } else { Ok(None) })?;
     let mine = serde_json::to_vec(&mine).map_err(|e| Error::internal(format!("branch: {e}")))?;
-    let told = world.gather_bytes(mine).wait()?;
-    serde_json::from_slice(&told[0]).map_err(|e| Error::comm(format!("rank 0 sent a malformed branch: {e}")))
+    let of_root = world.broadcast_bytes(mine).wait()?;
+    serde_json::from_slice(&of_root).map_err(|e| Error::comm(format!("rank 0 sent a malformed branch: {e}")))
 }
 
 /// Attempts to read a checkpoint when the file system fails.
@@ -155,7 +154,7 @@ struct Load<'a, B: Kernels> {
 
 impl<B: Kernels> Load<'_, B> {
     /// Loads a checkpoint that a user names.
-    fn named(&mut self, path: &Path) -> Result<(PathBuf, Arc<Manifest>)> {
+    fn named(&mut self, path: &Path) -> Result<(PathBuf, Manifest)> {
         // Not removed while it is read.
         let (path, _lease) = find::together(self.world, path)?;
         let manifest = self.load(&path)?;
@@ -165,12 +164,11 @@ impl<B: Kernels> Load<'_, B> {
     /// Loads the newest checkpoint that is whole; names the ones it passed over, with the reasons. None if there is
     /// none at all. Only checkpoints that are proven damaged are passed over: the run would train again from an older
     /// one, and replace the newer ones in the end.
-    fn newest(&mut self, directory: &RunDirectory) -> Result<Option<(PathBuf, Arc<Manifest>)>> {
+    fn newest(&mut self, directory: &RunDirectory) -> Result<Option<(PathBuf, Manifest)>> {
         let checkpoints = directory.checkpoints();
         // One rank looks, so that all try the same ones.
         let mine = self.world.agree(if self.world.rank() == 0 { checkpoints.steps() } else { Ok(vec![]) })?;
-        let told = self.world.gather_numbers(&mine)?;
-        let steps = &told[0];
+        let steps = self.world.broadcast_numbers(&mine)?;
         let mut last = None;
         for path in steps.iter().rev().map(|step| checkpoints.path(*step)) {
             match self.load(&path) {
@@ -197,7 +195,7 @@ impl<B: Kernels> Load<'_, B> {
     ///
     /// # Errors
     /// It is proven damaged ([`Kind::Damaged`]), another model's or another version's, or cannot be read. All ranks have the same.
-    fn load(&mut self, path: &Path) -> Result<Arc<Manifest>> {
+    fn load(&mut self, path: &Path) -> Result<Manifest> {
         let _span = span(Doing::Restore, None);
         let mut attempt = 1;
         loop {
@@ -215,13 +213,10 @@ impl<B: Kernels> Load<'_, B> {
     }
 
     /// As [`Load::load`], once.
-    fn load_once(&mut self, path: &Path) -> Result<Arc<Manifest>> {
-        let open = || {
-            let mut reader = Reader::open(path)?;
-            reader.check_files(self.world.rank(), self.world.size())?;
-            Ok(reader)
-        };
-        let mut reader = self.world.agree(open())?;
+    fn load_once(&mut self, path: &Path) -> Result<Manifest> {
+        let mut reader = Reader::open_together(self.world, path, || Reader::open(path))?;
+        reader.fetch(self.world, &self.sharded.restored())?;
+        self.world.agree(reader.check_files())?;
         let take = self.take;
         let names = self.sharded.state_names();
         let state = (take == Take::Everything).then_some(&names[..]);
@@ -240,7 +235,7 @@ impl<B: Kernels> Load<'_, B> {
             _ => Ok(()),
         });
         self.world.agree(restored)?;
-        Ok(reader.shared_manifest())
+        Ok(reader.into_manifest())
     }
 }
 

@@ -13,6 +13,7 @@ use serde::Serialize;
 use super::summary::{Layout, Summary, is_run};
 use crate::data::inspect::table;
 use crate::error::{Error, Result};
+use crate::spawn::spawn_scoped;
 use crate::telemetry::{bytes, grouped};
 
 /// Most threads that read runs: on network file systems each file takes its time.
@@ -120,7 +121,9 @@ fn read(paths: &[PathBuf], now: SystemTime) -> Vec<Summary> {
         found
     };
     std::thread::scope(|scope| {
-        let readers: Vec<_> = (1..READERS.min(paths.len())).map(|_| scope.spawn(some)).collect();
+        // Fewer threads read the same.
+        let readers = (1..READERS.min(paths.len())).map_while(|_| spawn_scoped(scope, "runs", some).ok());
+        let readers: Vec<_> = readers.collect();
         let mut all = some();
         // A thread that panics ends the process.
         readers.into_iter().for_each(|reader| all.extend(reader.join().unwrap_or_default()));

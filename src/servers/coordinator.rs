@@ -196,7 +196,7 @@ impl ServedRun {
 
     /// The run on one set of servers, from its last checkpoint or the step that they have come to, to its end.
     fn generation(&mut self, generation: u64, resume: &Resume) -> Result<Ending, Halt> {
-        let before = if generation == 1 && *resume == Resume::Auto { self.before() } else { None };
+        let before = if generation == 1 && *resume == Resume::Auto { self.before()? } else { None };
         let config = self.call.run.config.clone();
         let threads = config.run.threads.unwrap_or(1);
         let (servers, workers) = match self.gather(before.as_ref().map(|(grounds, _)| &grounds.terms))? {
@@ -253,11 +253,16 @@ impl ServedRun {
     }
 
     /// The last step of a coordinator before this one, if it was of the same run.
-    fn before(&self) -> Option<(Grounds, Entry)> {
-        let (grounds, entry) = self.site.journal().read()?;
+    ///
+    /// # Errors
+    /// Returns an error if the journal cannot be read.
+    fn before(&self) -> Result<Option<(Grounds, Entry)>> {
+        let Some((grounds, entry)) = self.site.journal().read()? else { return Ok(None) };
         let Terms { config, workers, addresses, vocabulary, trace, .. } = &grounds.terms;
         let given = &Terms::counted(&self.call.run.config, *workers, self.splits.train.samples());
-        let plan = Terms::plan(given, *workers, self.vocabulary, given.run.threads.unwrap_or(1)).ok()?;
+        let Ok(plan) = Terms::plan(given, *workers, self.vocabulary, given.run.threads.unwrap_or(1)) else {
+            return Ok(None);
+        };
         let data = grounds.trained_on.as_ref().map(|trained_on| &trained_on.fingerprint);
         let mut wanted = Config { run: plan.config.run, ..given.clone() };
         // Files do not tell which keys were given.
@@ -269,7 +274,7 @@ impl ServedRun {
         if !is_same {
             log::info!("the journal is of other settings or data: the run goes on from its last checkpoint");
         }
-        is_same.then_some((grounds, entry))
+        Ok(is_same.then_some((grounds, entry)))
     }
 
     /// Goes on with servers that have their ranges since a coordinator before this one.
@@ -408,7 +413,7 @@ impl ServedRun {
 /// Reads and checks all of a checkpoint.
 fn whole(path: &Path) -> Result<()> {
     let mut reader = Reader::open(path)?;
-    reader.check_files(0, 1)?;
+    reader.check_files()?;
     let files: Vec<String> = reader.manifest().files.keys().cloned().collect();
     files.iter().try_for_each(|file| reader.verify(file))
 }

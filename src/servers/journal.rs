@@ -6,6 +6,7 @@
 //! run goes on from its last checkpoint.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
@@ -17,7 +18,7 @@ use super::terms::Terms;
 use crate::checkpoint::Progress;
 use crate::data::TrainedOn;
 use crate::error::{Error, Result};
-use crate::own_files;
+use crate::{own_files, regular_files};
 
 /// The part that does not change while servers have their ranges.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -110,9 +111,13 @@ impl Journal {
     }
 
     /// The last step that was decided on, if one was.
-    pub fn read(&self) -> Option<(Grounds, Entry)> {
-        let (grounds, entry): (Grounds, Entry) = (self.parse("terms.json")?, self.parse("journal.json")?);
-        (grounds.terms.generation == entry.generation).then_some((grounds, entry))
+    ///
+    /// # Errors
+    /// Returns an error if the file system does not give the files.
+    pub fn read(&self) -> Result<Option<(Grounds, Entry)>> {
+        let grounds: Option<Grounds> = self.parse("terms.json")?;
+        let found = grounds.zip(self.parse::<Entry>("journal.json")?);
+        Ok(found.filter(|(grounds, entry)| grounds.terms.generation == entry.generation))
     }
 
     /// Nothing is to be gone on with.
@@ -122,7 +127,7 @@ impl Journal {
     pub fn clear(&self) -> Result<()> {
         let path = self.path("journal.json");
         match fs::remove_file(&path) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", &path, e)),
+            Err(e) if e.kind() != ErrorKind::NotFound => Err(Error::io("remove", &path, e)),
             _ => Ok(()),
         }
     }
@@ -133,10 +138,18 @@ impl Journal {
         own_files::write(&new, text).and_then(|()| fs::rename(&new, &path)).map_err(|e| Error::io("write", &path, e))
     }
 
-    /// A file that is not there, torn, or of another version is as none.
-    fn parse<T: DeserializeOwned>(&self, name: &str) -> Option<T> {
-        let text = fs::read(self.path(name)).ok()?;
-        serde_json::from_slice(&text).inspect_err(|e| log::warn!("{}: {e}", self.path(name).display())).ok()
+    /// The content of a file. None if there is no such file, or, with a warning, if it is torn or of another version.
+    fn parse<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>> {
+        let path = self.path(name);
+        let text = match regular_files::read(&path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(e) => {
+                let hint = "see why it cannot be read; without it, the run goes on from its last checkpoint";
+                return Err(Error::io("read", &path, e).hint(hint));
+            }
+        };
+        Ok(serde_json::from_slice(&text).inspect_err(|e| log::warn!("{}: {e}", path.display())).ok())
     }
 }
 
@@ -152,7 +165,7 @@ mod tests {
     fn the_last_step_is_read_back() {
         let dir = tempfile::tempdir().unwrap();
         let journal = Journal::at(dir.path());
-        assert_eq!(journal.read(), None);
+        assert_eq!(journal.read().unwrap(), None);
         let terms = Terms {
             generation: 7,
             config: Config::default(),
@@ -166,7 +179,7 @@ mod tests {
         };
         let grounds = Grounds { terms, trained_on: None };
         journal.begin(&grounds).unwrap();
-        assert_eq!(journal.read(), None);
+        assert_eq!(journal.read().unwrap(), None);
         let batch = Batch { loss: f64::INFINITY, norm: 1.0, staleness: None, compute: 0.1 };
         let entry = |generation, step| Entry {
             generation,
@@ -186,14 +199,20 @@ mod tests {
         };
         for step in [3, 4] {
             journal.decide(&entry(7, step)).unwrap();
-            assert_eq!(journal.read(), Some((grounds.clone(), entry(7, step))));
+            assert_eq!(journal.read().unwrap(), Some((grounds.clone(), entry(7, step))));
         }
         // One of servers that began before.
         journal.decide(&entry(6, 4)).unwrap();
-        assert_eq!(journal.read(), None);
+        assert_eq!(journal.read().unwrap(), None);
         fs::write(dir.path().join("journal.json"), "{\"generation\": 7,").unwrap();
-        assert_eq!(journal.read(), None);
+        assert_eq!(journal.read().unwrap(), None);
         journal.clear().unwrap();
         journal.clear().unwrap();
+        // One that cannot be read may name a step.
+        let path = dir.path().join("journal.json");
+        fs::create_dir(&path).unwrap();
+        let error = journal.read().unwrap_err().to_string();
+        assert!(error.contains("journal.json") && error.contains("hint: see why it cannot be read"), "{error}");
+        fs::remove_dir(&path).unwrap();
     }
 }

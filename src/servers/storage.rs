@@ -99,7 +99,7 @@ impl Storage {
         let absent = || Error::comm("the coordinator assigns ranges that do not exist");
         let terms = assignment.terms.clone();
         let plan = Terms::plan(&terms.config, terms.workers, terms.vocabulary, threads)?;
-        let (layouts, backend) = (layouts(&plan), Cpu::new(plan.threads));
+        let (layouts, backend) = (layouts(&plan), Cpu::new(plan.threads).with_all_threads()?);
         let updates = Updates {
             rule: plan.rule,
             groups: plan.config.optimizer.groups.clone(),
@@ -126,7 +126,8 @@ impl Storage {
             if terms.addresses.is_empty() || assignment.part > reader.manifest().state.len() {
                 return Err(absent());
             }
-            reader.check_files(assignment.server, terms.addresses.len())?;
+            reader.share_checks(assignment.server, terms.addresses.len());
+            reader.check_files()?;
         }
         let mut held = Vec::new();
         for piece in pieces {

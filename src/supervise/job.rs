@@ -14,6 +14,7 @@ use super::report::{Cause, cause};
 use crate::error::{Error, Result};
 use crate::run_dir::{RunDirectory, SUPERVISED};
 use crate::signals;
+use crate::spawn::spawn;
 use crate::telemetry::restarts::Restart;
 
 /// Interval at which the job and signals are looked at.
@@ -105,7 +106,7 @@ impl Job {
     /// other hosts by the program `agent`, if that is known.
     ///
     /// # Errors
-    /// There is no such program.
+    /// Returns an error if there is no such program, or the system refused a thread.
     pub fn start(command: &[String], place: &Path, agent: Option<&str>) -> Result<Self> {
         let (command, handed_on) = handing_on(command, std::env::var(HANDED_ON).ok());
         let [program, arguments @ ..] = &command[..] else {
@@ -118,13 +119,14 @@ impl Job {
             let error = Error::input(format!("cannot start {program}: {e}"));
             error.hint("give the command of the job after --, as a shell would start it")
         })?;
-        let lines = Arc::new(Mutex::new(Vec::new()));
-        if let Some(stderr) = child.stderr.take() {
-            let lines = lines.clone();
+        let (stderr, lines) = (child.stderr.take(), Arc::new(Mutex::new(Vec::new())));
+        let mut job = Self { child, lines: lines.clone(), agent: agent.map(str::to_string) };
+        if let Some(stderr) = stderr {
             // It ends with the last process that has the other end.
-            std::thread::spawn(move || copy(stderr, &lines));
+            let copying = spawn("supervise-copy", move || copy(stderr, &lines));
+            copying.inspect_err(|_| job.end())?;
         }
-        Ok(Self { child, lines, agent: agent.map(str::to_string) })
+        Ok(job)
     }
 
     /// Waits for its end. A signal to this process asks the job to save and end; a launcher that outlives its ranks is ended.

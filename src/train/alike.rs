@@ -60,7 +60,7 @@ mod tests {
                 load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap().0
             })
             .collect();
-        let comms = start_threads::<Cpu>(configs.len(), Algorithm::Tree);
+        let comms = start_threads::<Cpu>(configs.len(), Algorithm::Tree).unwrap();
         std::thread::scope(|scope| {
             let ranks = comms.into_iter().zip(&configs);
             let ranks: Vec<_> =

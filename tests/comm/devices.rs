@@ -140,7 +140,7 @@ fn on_threads<B: Backend, T: Send>(
 ) -> Vec<T> {
     let rank = &rank;
     std::thread::scope(|scope| {
-        let comms = start_threads_on_nodes::<B>(nodes, algorithm).into_iter();
+        let comms = start_threads_on_nodes::<B>(nodes, algorithm).unwrap().into_iter();
         let ranks: Vec<_> = comms.map(|comm| scope.spawn(move || rank(comm))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })

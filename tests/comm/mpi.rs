@@ -57,7 +57,7 @@ fn on_threads(ranks: usize, rank: usize, algorithm: Algorithm) -> Vec<Vec<f32>> 
     let run = |comm: Comm<Cpu>| std::thread::spawn(move || every_operation(&comm.world()).unwrap());
     let per_node: usize = std::env::var("HPCTRAIN_RANKS_PER_NODE").unwrap().parse().unwrap();
     let nodes: Vec<usize> = (0..ranks).map(|rank| rank / per_node).collect();
-    let ranks: Vec<_> = start_threads_on_nodes::<Cpu>(&nodes, algorithm).into_iter().map(run).collect();
+    let ranks: Vec<_> = start_threads_on_nodes::<Cpu>(&nodes, algorithm).unwrap().into_iter().map(run).collect();
     ranks.into_iter().map(|rank| rank.join().unwrap()).nth(rank).unwrap()
 }
 

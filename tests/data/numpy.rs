@@ -164,14 +164,20 @@ fn what_does_not_fit_is_refused() {
     std::fs::write(&archive, b"PK, but no archive").unwrap();
     assert!(refused("x").contains("a.npz: not an NPZ archive: "));
     let mut zip = ZipWriter::new(std::fs::File::create(&archive).unwrap());
-    for name in ["x.npy", "y.npy"] {
+    for name in ["x.npy", "y.npy", "é.npy"] {
         zip.start_file(name, SimpleFileOptions::default().compression_method(CompressionMethod::Stored)).unwrap();
         zip.write_all(&classes()).unwrap();
     }
     zip.finish().unwrap();
-    assert!(refused("z").contains("a.npz: holds no array \"z\"\nhint: it holds x, y;"), "{}", refused("z"));
-    // A bit of the first array's elements.
+    assert!(refused("z").contains("a.npz: holds no array \"z\"\nhint: it holds x, y, é;"), "{}", refused("z"));
+    // A name that is said to be UTF-8, and is not: the entry is listed all the same.
     let mut bytes = std::fs::read(&archive).unwrap();
+    let odd: Vec<usize> = (0..bytes.len() - 2).filter(|&i| bytes[i..].starts_with("é.".as_bytes())).collect();
+    assert_eq!(odd.len(), 2);
+    odd.iter().for_each(|&i| bytes[i + 1] = b'(');
+    std::fs::write(&archive, &bytes).unwrap();
+    assert!(refused("z").contains("hint: it holds x, y, ├(;"), "{}", refused("z"));
+    // A bit of the first array's elements.
     let at = bytes.windows(6).position(|six| six == b"\x93NUMPY").unwrap() + 128;
     bytes[at] ^= 1;
     std::fs::write(&archive, bytes).unwrap();

@@ -94,6 +94,24 @@ fn a_bit_that_changes_in_one_rank_ends_the_run_and_spoils_no_checkpoint() {
 }
 
 #[test]
+fn audits_that_are_rarer_than_kept_checkpoints_are_warned_of() {
+    let root = tempfile::tempdir().unwrap();
+    let told = |name: &str, more: &[&str]| {
+        let settings = [&["run.steps=2", "eval.every=0", "checkpoint.every=2", "checkpoint.keep=3"], more].concat();
+        Run::new(Simulate(2), root.path(), name, &settings).ends().succeeded().stderr
+    };
+    let words = "run.audit_every = 7 is more than checkpoint.keep × checkpoint.every = 6: an audit may put all checkpoints in \
+                 doubt but one, which is kept for that and may be 9 steps old; hint: run.audit_every=6 or less";
+    let rare = told("rare", &["run.audit_every=7"]);
+    assert_eq!(rare.matches(words).count(), 1, "{rare}");
+    // As often as they are replaced; and where there is one replica, which nothing is compared with.
+    for (name, more) in [("often", &["run.audit_every=6"][..]), ("one", &["run.audit_every=7", "parallel.zero=3"])] {
+        let often = told(name, more);
+        assert!(!often.contains("run.audit_every"), "{often}");
+    }
+}
+
+#[test]
 fn audits_change_no_bit_and_doubtful_checkpoints_are_passed_over() {
     let root = tempfile::tempdir().unwrap();
     let settings = [&LARGE[..], &["run.steps=8", "eval.every=4", "optimizer.ema=0.9"]].concat();

@@ -155,10 +155,13 @@ fn a_limit_on_threads_ends_no_run_at_its_first_checkpoint() {
     let everyone = std::os::unix::fs::PermissionsExt::from_mode(0o777);
     std::fs::set_permissions(root.path(), everyone).unwrap();
     let mut outcomes = [0, 0];
-    for limit in 1..=8 {
-        let name = format!("limit-{limit}");
-        let settings = ["checkpoint.every=2", "run.threads=1"];
-        let run = Run::new(Alone, root.path(), &name, &settings);
+    let mut named = String::new();
+    // The last ones: threads that compute, and of communication.
+    let table = (1..=8).map(|limit| (limit, Alone, 1)).chain((1..=8).map(|limit| (limit, Alone, 4)));
+    for (number, (limit, transport, threads)) in table.chain((1..=8).map(|limit| (limit, Simulate(2), 1))).enumerate() {
+        let name = format!("{number}-limit-{limit}");
+        let threads = format!("run.threads={threads}");
+        let run = Run::new(transport, root.path(), &name, &["checkpoint.every=2", "parallel.lanes=2", &threads]);
         let script = format!("ulimit -u {limit} && exec \"$@\"");
         let inner = run.command();
         let mut command = in_its_environment(&inner, "bash", &["-c", &script, "bash"]);
@@ -172,7 +175,11 @@ fn a_limit_on_threads_ends_no_run_at_its_first_checkpoint() {
             outcomes[1] += 1;
             refused(&ended, &["cannot start the thread", &format!("ulimit -u is {limit}"), "lower run.threads"]);
             assert_eq!(lines(&files.path("metrics.jsonl")), 0, "{ended}");
+            named += &ended.stderr;
         }
+    }
+    for thread in ["compute-1", "comm-0", "rank-1"] {
+        assert!(named.contains(&format!("cannot start the thread {thread}: ")), "{thread}: {named}");
     }
     assert!(outcomes.iter().all(|count| *count > 0), "{outcomes:?} runs succeeded and were refused");
 }

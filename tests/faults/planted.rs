@@ -4,6 +4,9 @@ use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt as _, chown, lchown, symlink};
 use std::path::Path;
 
+use hpctrain::config::Config;
+use hpctrain::run_dir::{Resume, RunDirectory};
+
 use crate::common::launch::Transport::{Alone, Mpirun};
 use crate::common::launch::{finish, program};
 use crate::common::runs::Run;
@@ -11,6 +14,9 @@ use crate::refused;
 
 /// Another user, and another group.
 const OTHER: u32 = 12345;
+
+/// The owner that a file server gives the files of root.
+const SQUASHED: u32 = 54322;
 
 const SETTINGS: [&str; 4] = ["run.steps=2", "checkpoint.every=1", "eval.every=1", "log.sample=4"];
 
@@ -108,6 +114,43 @@ fn a_directory_that_all_may_write_to_is_refused() {
     refused(&run(root.path(), &[]).ends(), &["x has mode 777", "chmod o-w"]);
     fs::set_permissions(&path, Permissions::from_mode(0o755)).unwrap();
     run(root.path(), &[]).succeeds();
+}
+
+/// Prepares the run `x` in `root` by a thread whose files belong to [`SQUASHED`], as on a file server that gives all files of
+/// root that owner; returns the error.
+fn prepared_under_another_owner(root: &Path, resume: Resume) -> Option<String> {
+    let mut config = Config::default();
+    config.run.root = root.display().to_string();
+    config.run.name = Some("x".into());
+    let prepare = move || {
+        // SAFETY: the call changes this thread alone, which owns no memory that depends on it.
+        unsafe { libc::setfsuid(SQUASHED) };
+        RunDirectory::prepare(&config, "x", &resume).map(drop).err().map(|e| e.to_string())
+    };
+    std::thread::spawn(prepare).join().unwrap()
+}
+
+#[test]
+fn a_directory_of_the_owner_that_a_server_gives_this_users_files_is_this_users() {
+    if !is_root() {
+        return;
+    }
+    let root = tempfile::tempdir().unwrap();
+    chown(root.path(), Some(SQUASHED), Some(SQUASHED)).unwrap();
+    let path = root.path().join("x");
+    assert_eq!(prepared_under_another_owner(root.path(), Resume::No), None);
+    // Without a server that does so, it belongs to somebody else.
+    fs::create_dir_all(&path).unwrap();
+    chown(&path, Some(SQUASHED), Some(SQUASHED)).unwrap();
+    refused(&run(root.path(), &[]).ends(), &["x belongs to user 54322, not to you (user 0)"]);
+    assert_eq!(prepared_under_another_owner(root.path(), Resume::Auto), None);
+    // With one, a directory of a third user does, also where files can be created.
+    chown(&path, Some(OTHER), Some(OTHER)).unwrap();
+    fs::set_permissions(&path, Permissions::from_mode(0o777)).unwrap();
+    let before = entries(&path);
+    let error = prepared_under_another_owner(root.path(), Resume::Auto).unwrap();
+    assert!(error.contains("x belongs to user 12345, not to you (user 0)"), "{error}");
+    assert_eq!(entries(&path), before);
 }
 
 #[test]

@@ -166,6 +166,29 @@ fn a_trainer_of_another_node_is_seen_by_its_beats() {
     assert!(!files.path("checkpoints").exists() && !files.path("logs").exists());
 }
 
+/// The wait for a lease ends with a signal, as training does, and changes nothing.
+#[test]
+fn a_signal_ends_the_wait_for_a_trainer_of_another_node() {
+    let root = tempfile::tempdir().unwrap();
+    let run = long(Mpirun(2), root.path(), "x").resume("auto");
+    let files = run.files();
+    std::fs::create_dir_all(files.path(".leases")).unwrap();
+    let held = "{\"host\":\"far\",\"space\":\"a b\",\"pid\":7,\"started\":1,\"token\":\"t\",\"beats\":0}";
+    std::fs::write(lease(&files), held).unwrap();
+    let mut job = start(&mut run.command());
+    while !job.printed().contains("for a sign of life of process 7 on far") {
+        assert!(job.runs(), "{}", job.printed());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    ranks(&run).iter().for_each(|pid| send(*pid, SIGTERM));
+    let ended = job.finish(LIMIT);
+    assert_eq!(ended.code(), 75, "{ended}");
+    let told = "trainer.lease: SIGTERM came during the wait for this lease";
+    assert_eq!(ended.stderr.matches(told).count(), 1, "{ended}");
+    assert_eq!(std::fs::read_to_string(lease(&files)).unwrap(), held);
+    assert!(!files.path("checkpoints").exists() && !files.path("logs").exists());
+}
+
 /// A run without a name: the arguments after `train`.
 fn unnamed(root: &Path, more: &[&str]) -> std::process::Command {
     let mut command = program(["train"]);

@@ -93,7 +93,7 @@ fn on_ranks<T: Send>(nodes: &[usize], algorithm: Algorithm, body: impl Fn(Rank) 
         body(Rank { group: comm.world(), comm, cuda })
     };
     std::thread::scope(|scope| {
-        let comms = start_threads_on_nodes::<Cuda>(nodes, algorithm).into_iter();
+        let comms = start_threads_on_nodes::<Cuda>(nodes, algorithm).unwrap().into_iter();
         let ranks: Vec<_> = comms.map(|comm| scope.spawn(|| rank(comm))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })

@@ -127,6 +127,14 @@ impl Cpu {
         Self { pool: Arc::default(), threads, profile, products: Products::Own, kept: Arc::default() }
     }
 
+    /// The same backend, if it has all its threads.
+    ///
+    /// # Errors
+    /// Returns an error if the system refused one.
+    pub fn with_all_threads(self) -> Result<Self> {
+        self.threads.check().map(|()| self)
+    }
+
     /// The same backend with other products.
     ///
     /// # Errors

@@ -18,6 +18,9 @@ use rayon::iter::plumbing::{Producer, ProducerCallback};
 use rayon::iter::{Either, IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 use rayon::slice::ParallelSliceMut;
 
+use crate::error::{Error, Result};
+use crate::spawn::spawn;
+
 /// Rounds a worker spins for the next job before it sleeps: some tens of microseconds.
 const SPINS: u32 = 20_000;
 
@@ -100,6 +103,8 @@ pub struct Threads {
     workers: Vec<JoinHandle<()>>,
     /// One job at a time.
     running: Mutex<u64>,
+    /// The error of a thread that the system refused.
+    refused: Option<Error>,
 }
 
 impl Threads {
@@ -113,14 +118,28 @@ impl Threads {
             sleepers: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
         });
+        let mut refused = None;
         let workers = (1..count)
             .filter_map(|i| {
                 let shared = shared.clone();
-                // A thread that the system refuses is one worker less, not an error: results do not change.
-                std::thread::Builder::new().name(format!("compute-{i}")).spawn(move || shared.worker(i)).ok()
+                match spawn(&format!("compute-{i}"), move || shared.worker(i)) {
+                    Ok(worker) => Some(worker),
+                    Err(e) => {
+                        refused.get_or_insert(e);
+                        None
+                    }
+                }
             })
             .collect();
-        Self { shared, workers, running: Mutex::new(0) }
+        Self { shared, workers, running: Mutex::new(0), refused }
+    }
+
+    /// Checks that all threads were started: results are the same with fewer, but later.
+    ///
+    /// # Errors
+    /// Returns an error if the system refused one.
+    pub fn check(&self) -> Result<()> {
+        self.refused.clone().map_or(Ok(()), Err)
     }
 
     /// Threads that work on a job.

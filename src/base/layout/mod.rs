@@ -5,6 +5,8 @@ mod slices;
 use std::ops::Range;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 pub use slices::{Cut, Slab, Slices};
 
 /// Initial values of a tensor.
@@ -247,6 +249,17 @@ impl UnitLayout {
             })
         })
     }
+}
+
+/// A range of a tensor, or of some columns of a matrix.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorRange {
+    /// Name of the tensor.
+    pub tensor: String,
+    /// The columns of the matrix that the range is of; none are all of the tensor.
+    pub columns: Option<Range<usize>>,
+    /// Flat elements of the tensor, or of the matrix of these columns.
+    pub range: Range<usize>,
 }
 
 /// The part of a tensor that lies in an owned range of a unit.

@@ -166,7 +166,7 @@ impl Leases {
     /// is handed out only when nobody can act on an old view any more.
     ///
     /// # Errors
-    /// The file system refused.
+    /// Returns an error if the file system refused, or a signal asked this process to end while it waited.
     pub fn claim(&self, name: &str, waits: bool) -> Result<Claimed> {
         let path = self.path(name);
         let (mut silent, mut seen_alive): (Option<Vec<u8>>, bool) = (None, false);
@@ -197,7 +197,7 @@ impl Leases {
                 // One that was killed a moment ago may not know it yet.
                 Look::Alive(_) if waits && !seen_alive => {
                     drop(turn);
-                    self.system.sleep(self.times.beat / 25);
+                    self.wait(&path, self.times.beat / 25)?;
                     seen_alive = true;
                     continue;
                 }
@@ -211,7 +211,7 @@ impl Leases {
                 // may hide the other for a while.
                 None if refused > self.stale + MARGIN => return Ok(Claimed::By(None)),
                 None => {
-                    self.system.sleep(self.times.beat / 25);
+                    self.wait(&path, self.times.beat / 25)?;
                     refused += self.times.beat / 25;
                 }
             }
@@ -227,7 +227,7 @@ impl Leases {
         log::warn!("{}: taken over; waiting {span} s until other nodes cannot take it for theirs", path.display());
         let until = self.system.now() + settles;
         while self.system.now() < until {
-            self.system.sleep(self.times.beat.min(until.saturating_sub(self.system.now())));
+            self.wait(path, self.times.beat.min(until.saturating_sub(self.system.now())))?;
             if lease.beat_here().is_err() {
                 return Ok(Claimed::By(None));
             }
@@ -241,12 +241,22 @@ impl Leases {
         }
     }
 
+    /// Pauses in the wait for a lease.
+    ///
+    /// # Errors
+    /// Returns an error if a signal asked this process to end.
+    fn wait(&self, path: &Path, time: Duration) -> Result<()> {
+        let Some(signal) = self.system.pause(time) else { return Ok(()) };
+        let why = format!("{}: {signal} came during the wait for this lease", path.display());
+        Err(Error::interrupted(why).hint("nothing was changed: start again, with --resume auto"))
+    }
+
     /// Watches a lease that was found silent until it is dead; true as soon as somebody rewrites it.
     fn beats(&self, path: &Path, found: &Found) -> Result<bool> {
         let Times { beat, .. } = self.times;
         let (begun, mut told) = (self.system.now(), false);
         while !self.is_old(path, &found.bytes) {
-            self.system.sleep(beat / 20);
+            self.wait(path, beat / 20)?;
             match self.look(path)? {
                 Look::Free | Look::Dead(_) => return Ok(false),
                 Look::Silent(now) if now.bytes == found.bytes => {}

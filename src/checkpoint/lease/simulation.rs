@@ -202,6 +202,11 @@ impl System for Process {
         self.world.state().now
     }
 
+    fn pause(&self, time: Duration) -> Option<&'static str> {
+        self.sleep(time);
+        None
+    }
+
     fn sleep(&self, time: Duration) {
         {
             let mut state = self.world.state();

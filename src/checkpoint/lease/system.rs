@@ -11,7 +11,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
 use super::holder::{Holder, Life};
-use crate::{own_files, regular_files};
+use crate::{own_files, regular_files, signals};
 
 /// Longest wait for another process that takes or removes a lease at this moment.
 const TURN: Duration = Duration::from_secs(2);
@@ -41,6 +41,9 @@ pub trait System: Debug + Send + Sync {
     fn now(&self) -> Duration;
 
     fn sleep(&self, time: Duration);
+
+    /// Sleeps until a signal asks this process to end, which is returned; for this time at most.
+    fn pause(&self, time: Duration) -> Option<&'static str>;
 
     /// Longest time for which reading and listing below `dir` may show what is no more.
     fn staleness(&self, dir: &Path) -> Duration;
@@ -103,6 +106,11 @@ impl System for Process {
 
     fn sleep(&self, time: Duration) {
         std::thread::sleep(time);
+    }
+
+    fn pause(&self, time: Duration) -> Option<&'static str> {
+        signals::pause(time);
+        signals::came()
     }
 
     fn staleness(&self, dir: &Path) -> Duration {

@@ -56,8 +56,8 @@ pub fn together<B: Backend>(world: &Group<B>, path: &Path) -> Result<(PathBuf, O
     let found = world.agree(found)?;
     let lease = found.as_deref().and_then(hold);
     let mine = found.map(|path| path.into_os_string().into_encoded_bytes()).unwrap_or_default();
-    let told = world.gather_bytes(mine).wait()?;
-    Ok((PathBuf::from(OsStr::from_bytes(&told[0])), lease))
+    let of_root = world.broadcast_bytes(mine).wait()?;
+    Ok((PathBuf::from(OsStr::from_bytes(&of_root)), lease))
 }
 
 /// A lease on the checkpoint in `dir`, so that a trainer beside does not remove it while it is read. None where nobody

@@ -38,23 +38,77 @@ pub fn gather_to_root(wire: &mut dyn Wire, group: &Members, mine: Vec<u8>) -> Re
     let mut distance = 1;
     while distance < size {
         if !group.rank.is_multiple_of(2 * distance) {
-            let to = group.rank - distance;
-            wire.exchange_bytes(group, Some((to, &lengths(&all))), None)?;
-            wire.exchange_bytes(group, Some((to, &all.concat())), None)?;
+            send(wire, group, group.rank - distance, &all)?;
             return Ok(Vec::new());
         }
         let from = group.rank + distance;
         if from < size {
-            let mut theirs = vec![0; distance.min(size - from) * size_of::<u64>()];
-            wire.exchange_bytes(group, None, Some((from, &mut theirs)))?;
-            let theirs = checked(group, from, &theirs)?;
-            let mut bytes = vec![0; theirs.iter().sum()];
-            wire.exchange_bytes(group, None, Some((from, &mut bytes)))?;
-            all.extend(divided(&bytes, &theirs));
+            all.extend(receive(wire, group, from, distance.min(size - from))?);
         }
         distance *= 2;
     }
     Ok(all)
+}
+
+/// The bytes of rank 0, on every rank, in 2⌈log₂ n⌉ rounds of a binomial tree: the mirror image of [`gather_to_root`].
+pub fn broadcast(wire: &mut dyn Wire, group: &Members, bytes: Vec<u8>) -> Result<Vec<u8>> {
+    let span = span(group);
+    let bytes = match group.rank {
+        0 => bytes,
+        rank => receive(wire, group, rank - span, 1)?.concat(),
+    };
+    for distance in halves(span) {
+        if group.rank + distance < group.size() {
+            send(wire, group, group.rank + distance, std::slice::from_ref(&bytes))?;
+        }
+    }
+    Ok(bytes)
+}
+
+/// The bytes that rank 0 has for each rank, in rank order, on that rank, in 2⌈log₂ n⌉ rounds of a binomial tree: in each
+/// step a rank passes on the bytes of the second half of the ranks that it has bytes for.
+pub fn scatter(wire: &mut dyn Wire, group: &Members, all: Vec<Vec<u8>>) -> Result<Vec<u8>> {
+    let (size, span) = (group.size(), span(group));
+    let mut all = match group.rank {
+        0 if all.len() == size => all,
+        0 => return Err(Error::internal(format!("bytes for {} of {size} ranks", all.len()))),
+        rank => receive(wire, group, rank - span, span.min(size - rank))?,
+    };
+    for distance in halves(span) {
+        if distance < all.len() {
+            send(wire, group, group.rank + distance, &all.split_off(distance))?;
+        }
+    }
+    Ok(all.concat())
+}
+
+/// Ranks, itself included, that a rank of a binomial tree passes bytes on to; those that the group lacks are counted.
+fn span(group: &Members) -> usize {
+    match group.rank {
+        0 => group.size().next_power_of_two(),
+        rank => 1 << rank.trailing_zeros(),
+    }
+}
+
+/// Half of a power of two, its half, and so on to 1.
+fn halves(span: usize) -> impl Iterator<Item = usize> {
+    std::iter::successors(Some(span / 2), |half| Some(half / 2)).take_while(|half| *half > 0)
+}
+
+/// Sends the bytes of several ranks, their lengths first.
+fn send(wire: &mut dyn Wire, group: &Members, to: usize, all: &[Vec<u8>]) -> Result<()> {
+    wire.exchange_bytes(group, Some((to, &lengths(all))), None)?;
+    wire.exchange_bytes(group, Some((to, &all.concat())), None)
+}
+
+/// Receives the bytes of `count` ranks.
+fn receive(wire: &mut dyn Wire, group: &Members, from: usize, count: usize) -> Result<Vec<Vec<u8>>> {
+    let mut theirs = vec![0; count * size_of::<u64>()];
+    wire.exchange_bytes(group, None, Some((from, &mut theirs)))?;
+    let theirs = checked(group, from, &theirs)?;
+    let mut bytes = vec![0; theirs.iter().sum()];
+    wire.exchange_bytes(group, None, Some((from, &mut bytes)))?;
+    Ok(divided(&bytes, &theirs))
 }
 
 /// The lengths of some ranks' bytes, as a message.

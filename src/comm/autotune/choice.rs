@@ -247,7 +247,7 @@ mod tests {
                 let pairs = comm.split(&[0, 0, 1, 1]).unwrap();
                 measure(&world, &pairs, &Cpu::new(1), &Operation::ALL, 300_000, true).unwrap()
             };
-            let comms = start_threads::<Cpu>(4, Algorithm::Ring);
+            let comms = start_threads::<Cpu>(4, Algorithm::Ring).unwrap();
             let ranks: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || rank(comm))).collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         });

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::backend::{Backend, CommId, MemoryKind, Reach, Span, Vendor};
 use crate::comm::group::Group;
 use crate::error::{Error, Result};
+use crate::spawn::spawn;
 
 /// The command by which a program that can be tried is started: `hpctrain prove-together RANK RANKS DEVICE`.
 pub const TOGETHER: &str = "prove-together";
@@ -119,26 +120,28 @@ impl Trial {
         command.args([TOGETHER, &rank.to_string(), &size.to_string(), device]);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().map_err(|e| Error::input(format!("no process could try: {e}")))?;
-        let (say, lines) = channel();
-        if let Some(output) = child.stdout.take() {
-            std::thread::spawn(move || {
+        let ((say, lines), (complain, errors)) = (channel(), channel());
+        let (output, complaints) = (child.stdout.take(), child.stderr.take());
+        let seconds = std::env::var(SECONDS).ok().and_then(|seconds| seconds.parse().ok());
+        let patience = seconds.map_or(PATIENCE, Duration::from_secs);
+        // Dropped, it ends the process.
+        let trial = Self { input: child.stdin.take(), child, lines, errors, begun: Instant::now(), patience };
+        if let Some(output) = output {
+            spawn("trial-output", move || {
                 // Unreadable output is none, and nobody may be there to hear it any more.
                 let read = BufReader::new(output).lines().map_while(|line| line.ok());
                 read.take_while(|line| say.send(line.clone()).is_ok()).for_each(drop);
-            });
+            })?;
         }
-        let (complain, errors) = channel();
-        if let Some(mut output) = child.stderr.take() {
-            std::thread::spawn(move || {
+        if let Some(mut output) = complaints {
+            spawn("trial-errors", move || {
                 let mut text = Vec::new();
-                // Unreadable output is left out, and nobody may be there to hear it any more.
+                // Unreadable output is ignored, and nobody may be there to hear it any more.
                 let _ = output.read_to_end(&mut text);
                 let _ = complain.send(String::from_utf8_lossy(&text).into_owned());
-            });
+            })?;
         }
-        let seconds = std::env::var(SECONDS).ok().and_then(|seconds| seconds.parse().ok());
-        let patience = seconds.map_or(PATIENCE, Duration::from_secs);
-        Ok(Self { input: child.stdin.take(), child, lines, errors, begun: Instant::now(), patience })
+        Ok(trial)
     }
 
     /// Gives it the identifier. If it does not listen any more, its state says why.
@@ -246,11 +249,11 @@ fn listen() -> Result<CommId> {
     let byte = |at: usize| line.get(2 * at..2 * at + 2).and_then(|byte| u8::from_str_radix(byte, 16).ok());
     let id = (0..size_of::<CommId>()).map(byte).collect::<Option<Vec<u8>>>();
     let id = id.and_then(|id| CommId::try_from(id).ok()).ok_or_else(|| Error::input("no identifier was told"))?;
-    std::thread::spawn(move || {
+    spawn("trial-input", move || {
         // Nothing more comes but the end, however it comes.
         let _ = input.read(&mut [0]);
         std::process::exit(3)
-    });
+    })?;
     Ok(id)
 }
 

@@ -7,12 +7,22 @@ pub mod tcp;
 pub(super) mod threads;
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 
 use crate::backend::Span;
 use crate::error::{Error, Result};
 
 pub use crate::backend::Vendor;
+
+/// Groups whose ranks this process has sorted by their nodes.
+static SORTED: AtomicU64 = AtomicU64::new(0);
+
+/// Number of times that this process has sorted the ranks of a group by their nodes, for tests of scale.
+#[doc(hidden)]
+pub fn sorted_by_node() -> u64 {
+    SORTED.load(Relaxed)
+}
 
 /// The node of a rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -87,6 +97,7 @@ impl Members {
     /// The group's ranks node by node, in the order of the nodes' first ranks. Clones of a group share the result.
     pub fn by_node(&self) -> &[Vec<usize>] {
         self.by_node.get_or_init(|| {
+            SORTED.fetch_add(1, Relaxed);
             let mut places: HashMap<usize, usize> = HashMap::new();
             let mut nodes: Vec<Vec<usize>> = Vec::new();
             for (rank, &world_rank) in self.ranks.iter().enumerate() {

@@ -4,6 +4,7 @@
 //! Python dictionary with the keys `descr`, `fortran_order` and `shape`; the elements. An NPZ archive is a ZIP file of such
 //! files, stored or deflated.
 
+use std::borrow::Cow;
 use std::fs::File;
 use std::io::{BufReader, Read, Seek as _};
 use std::ops::Range;
@@ -12,7 +13,7 @@ use std::path::Path;
 use bytemuck::Pod;
 use half::f16;
 use zip::ZipArchive;
-use zip::result::ZipError;
+use zip::result::{ZipError, ZipResult};
 
 use super::open;
 use super::spool::{Elements, Spooler};
@@ -285,8 +286,11 @@ pub(super) fn read_member(
     name: &str,
     out: &Path,
 ) -> Result<Array> {
-    let mut names: Vec<String> =
-        archive.file_names().filter_map(|file| Some(file.ok()?.strip_suffix(".npy")?.to_owned())).collect();
+    let named = |file: ZipResult<Cow<'_, str>>| match file {
+        Ok(file) => file.strip_suffix(".npy").map(str::to_owned),
+        Err(e) => Some(format!("an entry whose name cannot be read ({e})")),
+    };
+    let mut names: Vec<String> = archive.file_names().filter_map(named).collect();
     names.sort();
     // The archive says how many bytes are compressed, too: not more than there are.
     let length = std::fs::metadata(path).map_err(|e| Error::io("read", path, e))?.len();

@@ -21,6 +21,7 @@ mod audit;
 mod average;
 mod gradients;
 mod histograms;
+mod restore;
 mod state;
 mod tables;
 mod update;

@@ -264,7 +264,8 @@ fn rare_audits(plan: &Plan) -> Option<String> {
     let is_rare = plan.mesh.replica > 1 && checkpoint.every > 0 && run.audit_every > kept;
     is_rare.then(|| {
         format!(
-            "run.audit_every = {} is more than checkpoint.keep × checkpoint.every = {kept}: an audit may put all checkpoints in doubt              but one, which is kept for that and may be {} steps old; hint: run.audit_every={kept} or less",
+            "run.audit_every = {} is more than checkpoint.keep × checkpoint.every = {kept}: an audit may put all \
+             checkpoints in doubt but one, which is kept for that and may be {} steps old; hint: run.audit_every={kept} or less",
             run.audit_every,
             run.audit_every + checkpoint.every
         )

@@ -56,18 +56,30 @@ const YIELD: &str = "OMPI_MCA_mpi_yield_when_idle";
 /// communicators of NCCL has up to 20.
 const QUEUES: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "32");
 
-/// Tells libraries by the environment how to behave, unless it does already: Open MPI to offer the core to others while it waits,
-/// where ranks are more than cores; the CUDA driver to give streams queues of their own. From the main thread, before other threads start.
+/// Sets variables by which libraries behave better, unless they are set already: Open MPI offers the core to others while it waits,
+/// where ranks are more than cores; the CUDA driver gives each stream a queue. A process that has other threads, which may read the
+/// environment at the same time, does without.
 pub(in crate::comm) fn prepare_environment() {
+    let is_alone = is_alone();
     let env = |name: &str| std::env::var(name).ok();
     let local_size = env("OMPI_COMM_WORLD_LOCAL_SIZE").and_then(|size| size.parse().ok());
     let is_crowded = local_size > Some(cores());
     for (name, value) in [(YIELD, "1")].into_iter().filter(|_| is_crowded).chain([QUEUES]) {
-        if env(name).is_none() {
-            // SAFETY: as documented above no other thread of this process exists that could read the environment.
-            unsafe { std::env::set_var(name, value) };
+        if env(name).is_some() {
+            continue;
         }
+        if !is_alone {
+            log::info!("{name}={value} is not set for MPI and CUDA: this program has started threads before");
+            continue;
+        }
+        // SAFETY: this thread is the only one of the process, so that no other reads or changes the environment.
+        unsafe { std::env::set_var(name, value) };
     }
+}
+
+/// Whether this thread is the only one of the process. A system that does not say so counts as if it were not.
+fn is_alone() -> bool {
+    std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1)
 }
 
 /// Initialises MPI on this thread, which makes all calls from now on.
@@ -534,6 +546,16 @@ mod tests {
     fn versions_are_told_briefly() {
         assert_eq!(short_version("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"), "Open MPI v4.1.4");
         assert_eq!(short_version("MPICH Version:      4.1\nMPICH Release date: x"), "MPICH Version: 4.1");
+    }
+
+    /// Other threads may read the environment at any time.
+    #[test]
+    fn a_process_with_other_threads_keeps_its_environment() {
+        // The harness has one.
+        assert!(!is_alone());
+        let before = std::env::var(QUEUES.0).ok();
+        prepare_environment();
+        assert_eq!(std::env::var(QUEUES.0).ok(), before);
     }
 
     /// As the preprocessor has it, by the compiler of the library that this program is linked with.

@@ -18,6 +18,7 @@ use super::calls::{check, count};
 use super::{library, node};
 use crate::backend::{Backend, MemoryKind, Reach, Span};
 use crate::error::{Error, Result};
+use crate::spawn::{spawn, spawn_scoped};
 
 /// Elements that are tried: more than any library sends along with the envelope of a message.
 const LEN: usize = 100_000;
@@ -115,12 +116,18 @@ pub fn prove_in_child(arguments: &[&str]) -> Result<usize> {
     let mut child = command.spawn().map_err(|e| fails(format!("no process could try: {e}")))?;
     let (tell, told) = channel();
     if let Some(mut stderr) = child.stderr.take() {
-        std::thread::spawn(move || {
+        let listening = spawn("proof-errors", move || {
             let mut text = Vec::new();
-            // Unreadable output is left out.
+            // Unreadable output is ignored.
             let _ = stderr.read_to_end(&mut text);
             let _ = tell.send(text);
         });
+        if let Err(e) = listening {
+            // It may have ended already.
+            let _ = child.kill();
+            let _ = child.wait();
+            return Err(e);
+        }
     }
     match ending(&mut child) {
         Ok(Some(status)) if status.success() => Ok(processes),
@@ -181,7 +188,7 @@ fn ending(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
 pub fn prove<B: Backend>(device: impl FnOnce(usize) -> Result<B>) -> Result<()> {
     std::thread::scope(|scope| {
         let ((tell, told), (give, given)) = (channel(), channel());
-        let exchanging = scope.spawn(move || exchange::<B>(&tell, &given));
+        let exchanging = spawn_scoped(scope, "proof-mpi", move || exchange::<B>(&tell, &given))?;
         let exchanged = || exchanging.join().unwrap_or_else(|_| Err(Error::internal("the thread of MPI panicked")));
         let Ok((rank, size)) = told.recv() else { return exchanged().map(drop) };
         let backend = device(rank)?;

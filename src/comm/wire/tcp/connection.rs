@@ -8,8 +8,10 @@ use std::net::TcpStream;
 
 use snow::TransportState;
 
-use super::handshake::TAG;
 use crate::error;
+
+/// Bytes of an authentication tag.
+pub const TAG: usize = 16;
 
 /// Bytes of a message's length.
 const PREFIX: usize = 2;

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use snow::{Builder, HandshakeState, TransportState};
 
-use super::connection::Connection;
+use super::connection::{Connection, TAG};
 use super::secret::Secret;
 use crate::error::{Error, Result};
 
@@ -35,9 +35,6 @@ const NOISE: &str = "Noise_NNpsk0_25519_AESGCM_SHA256";
 
 /// Time limit of a whole handshake.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Bytes of an authentication tag.
-pub const TAG: usize = 16;
 
 /// Bytes of an ephemeral public key.
 const EPHEMERAL: usize = 32;

@@ -1,0 +1,250 @@
+//! Restoring from a checkpoint: every rank reads a share of the values, the part that it would save, and sends it to the
+//! ranks that store the same values. All ranks together read one copy of the checkpoint, whatever the layout.
+//!
+//! A rank that cannot read, or whose device fails, goes on with zeros until the last message, because the others wait for
+//! it. It returns its error then.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use super::Sharded;
+use crate::backend::{Kernels, MemoryKind};
+use crate::comm::Group;
+use crate::error::{Error, Result};
+use crate::layout::{TensorRange, UnitLayout};
+use crate::parallel::unit::Slot;
+use crate::parallel::{Life, Storage};
+
+/// Gives the values of a range of a tensor, as [`Sharded::restore`] has it.
+type Read<'a> = dyn FnMut(&str, usize, Option<&Range<usize>>, Range<usize>, &mut [f32]) -> Result<()> + 'a;
+
+/// Elements that all ranks of a group together send at once.
+const ROOM: usize = 1 << 24;
+
+impl<B: Kernels> Sharded<B> {
+    /// The ranges that [`Sharded::restore`] reads on this rank.
+    pub fn restored(&self) -> Vec<TensorRange> {
+        let share = self.share();
+        let mut ranges = self.tables.as_ref().map_or(vec![], |tables| tables.restored());
+        let of_units = self.units.iter().map(|unit| &unit.layout);
+        for layout in of_units.chain(self.guests.iter().map(|guest| &guest.layout)) {
+            let pieces = layout.stored(share.of(layout));
+            ranges.extend(pieces.map(|piece| TensorRange {
+                tensor: piece.tensor.name.clone(),
+                columns: piece.columns,
+                range: piece.of_tensor,
+            }));
+        }
+        ranges
+    }
+
+    /// Replaces parameters and optimizer state by the values that `read(tensor, part, columns, range, out)` gives: part 0 is
+    /// the parameters, part k the k-th of [`Sharded::state_names`]. The range counts flat elements of the tensor, or of
+    /// these columns of it if there are any. Collective: each rank reads a share, the ranges of [`Sharded::restored`].
+    ///
+    /// # Errors
+    /// Returns the first error of `read` or of the device on this rank, or an error if a message between ranks failed.
+    pub fn restore(
+        &mut self,
+        mut read: impl FnMut(&str, usize, Option<&Range<usize>>, Range<usize>, &mut [f32]) -> Result<()>,
+    ) -> Result<()> {
+        let mut source = Source { read: &mut read, failed: None };
+        self.restore_from(&mut source)?;
+        source.failed.map_or(Ok(()), Err)
+    }
+
+    fn restore_from(&mut self, source: &mut Source<'_>) -> Result<()> {
+        if let Some(tables) = &mut self.tables {
+            tables.restore_from(source)?;
+        }
+        for _ in 0..self.replicas_here() {
+            self.restore_replica(source)?;
+            self.next_replica();
+        }
+        Ok(())
+    }
+
+    /// As [`Sharded::restore`], of the replica whose turn it is.
+    fn restore_replica(&mut self, source: &mut Source<'_>) -> Result<()> {
+        let (share, backend, params) = (self.share(), &self.backend, self.keep.params);
+        let of_data = Exchange { group: &self.groups.data, share: &share, storage: self.storage };
+        let of_replicas = Exchange { group: &self.groups.replica, ..of_data };
+        for unit in &mut self.units {
+            let layout = &unit.layout;
+            // Old and new ones of a unit are not there at once.
+            unit.params.land()?;
+            unit.params = Slot::Gone;
+            if params == Life::Step {
+                let full = source.full(layout, &of_data)?;
+                let uploaded = backend.upload(MemoryKind::Parameters, &full);
+                source.keep(uploaded.map(|full| unit.params = Slot::Here(full)));
+            }
+            let mut parts = VecDeque::from(unit.owner.restored_parts());
+            let restored = unit.owner.restore(|part, range| {
+                parts.pop_front();
+                source.owned(layout, part, range, &of_replicas)
+            });
+            source.keep(restored);
+            // The other ranks wait for these.
+            for part in parts {
+                source.owned(layout, part, unit.owner.range(), &of_replicas)?;
+            }
+        }
+        for guest in &mut self.guests {
+            let full = source.full(&guest.layout, &of_data)?;
+            source.keep(guest.set(backend, params, &full));
+        }
+        Ok(())
+    }
+
+    /// This rank's share of every unit.
+    fn share(&self) -> Share {
+        let shard = [self.groups.shard.rank(), self.groups.shard.size()];
+        Share { shard, parts: self.virtual_shards(&self.groups.replica), of: self.parts() }
+    }
+}
+
+/// The part of every unit that a rank reads: the one that it saves.
+struct Share {
+    /// The rank among the shards, and their number.
+    shard: [usize; 2],
+    /// Virtual shards; none on a rank that owns nothing.
+    parts: Range<usize>,
+    /// All virtual shards.
+    of: usize,
+}
+
+impl Share {
+    /// The range of a unit.
+    fn of(&self, layout: &UnitLayout) -> Range<usize> {
+        let of_shard = layout.part(self.shard[0], self.shard[1]);
+        match self.parts.is_empty() {
+            true => of_shard.start..of_shard.start,
+            false => layout.part(self.parts.start, self.of).start..layout.part(self.parts.end - 1, self.of).end,
+        }
+    }
+}
+
+/// Messages between the ranks that store the same values.
+struct Exchange<'a, B: Kernels> {
+    group: &'a Group<B>,
+    share: &'a Share,
+    storage: Storage,
+}
+
+/// The values to restore.
+struct Source<'a> {
+    read: &'a mut Read<'a>,
+    /// The first error of this rank.
+    failed: Option<Error>,
+}
+
+impl Source<'_> {
+    /// Keeps the error, if it is the first.
+    fn keep(&mut self, done: Result<()>) {
+        self.failed = self.failed.take().or(done.err());
+    }
+
+    /// The parameters of a whole unit.
+    ///
+    /// # Errors
+    /// Returns an error if a message between ranks failed.
+    fn full<B: Kernels>(&mut self, layout: &UnitLayout, exchange: &Exchange<'_, B>) -> Result<Vec<f32>> {
+        let longest = match exchange.storage {
+            Storage::Ranks => exchange.share.of(layout).len(),
+            Storage::Central => layout.part(exchange.share.shard[0], exchange.share.shard[1]).len(),
+        };
+        self.values(layout, 0, 0..layout.padded, exchange, longest)
+    }
+
+    /// A part of a unit's owned range.
+    ///
+    /// # Errors
+    /// Returns an error if a message between ranks failed.
+    fn owned<B: Kernels>(
+        &mut self,
+        layout: &UnitLayout,
+        part: usize,
+        range: Range<usize>,
+        exchange: &Exchange<'_, B>,
+    ) -> Result<Vec<f32>> {
+        let longest = match exchange.storage {
+            Storage::Ranks => exchange.share.of(layout).len(),
+            // It has one owner.
+            Storage::Central => 0,
+        };
+        self.values(layout, part, range, exchange, longest)
+    }
+
+    /// The values of `range`, of which each rank of the group reads its share, `longest` elements or none.
+    fn values<B: Kernels>(
+        &mut self,
+        layout: &UnitLayout,
+        part: usize,
+        range: Range<usize>,
+        exchange: &Exchange<'_, B>,
+        longest: usize,
+    ) -> Result<Vec<f32>> {
+        let mut values = vec![0.0; range.len()];
+        let share = exchange.share.of(layout);
+        let mine = share.start.clamp(range.start, range.end)..share.end.clamp(range.start, range.end);
+        if self.failed.is_none() {
+            let read = self.read(layout, part, &mine, &mut values[mine.start - range.start..][..mine.len()]);
+            self.keep(read);
+        }
+        let group = exchange.group.about(&layout.name);
+        let room = (ROOM / group.size()).max(1);
+        let steps = if group.size() == 1 { 0 } else { longest.div_ceil(room) };
+        for step in 0..steps {
+            let sent = (mine.start + step * room).min(mine.end)..(mine.start + (step + 1) * room).min(mine.end);
+            let message = message(sent.start, &values[sent.start - range.start..sent.end - range.start]);
+            for theirs in group.gather_bytes(message).wait()? {
+                put(&theirs, &range, &mut values)?;
+            }
+        }
+        Ok(values)
+    }
+
+    /// Reads a range of a unit into `out`.
+    fn read(&mut self, layout: &UnitLayout, part: usize, range: &Range<usize>, out: &mut [f32]) -> Result<()> {
+        for piece in layout.stored(range.clone()) {
+            let (tensor, columns) = (&piece.tensor.name, piece.columns.as_ref());
+            (self.read)(tensor, part, columns, piece.of_tensor, &mut out[piece.of_owned])?;
+        }
+        Ok(())
+    }
+}
+
+/// Elements of a unit from `start` on, as a message.
+fn message(start: usize, values: &[f32]) -> Vec<u8> {
+    [&(start as u64).to_le_bytes()[..], bytemuck::cast_slice(values)].concat()
+}
+
+/// Puts the elements in a message where they belong among the values of `range`.
+fn put(message: &[u8], range: &Range<usize>, values: &mut [f32]) -> Result<()> {
+    let malformed = || Error::comm(format!("a message of {} bytes with values of {range:?}", message.len()));
+    let (start, sent) = message.split_first_chunk().ok_or_else(malformed)?;
+    let start = u64::from_le_bytes(*start) as usize;
+    let first = start.checked_sub(range.start).ok_or_else(malformed)?;
+    let into: &mut [u8] = bytemuck::cast_slice_mut(values);
+    let into = into.get_mut(first * size_of::<f32>()..).and_then(|into| into.get_mut(..sent.len()));
+    into.ok_or_else(malformed)?.copy_from_slice(sent);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_are_put_where_they_belong_or_refused() {
+        let mut values = [0.0; 4];
+        put(&message(11, &[1.0, 2.0]), &(10..14), &mut values).unwrap();
+        put(&message(10, &[]), &(10..14), &mut values).unwrap();
+        assert_eq!(values, [0.0, 1.0, 2.0, 0.0]);
+        for refused in [message(9, &[1.0]), message(13, &[1.0, 2.0]), message(15, &[]), vec![1, 2]] {
+            assert_eq!(put(&refused, &(10..14), &mut values).unwrap_err().kind(), crate::error::Kind::Comm);
+        }
+        assert_eq!(values, [0.0, 1.0, 2.0, 0.0]);
+    }
+}
