@@ -137,8 +137,8 @@ mod tests {
         let mut again = Command::new(std::env::current_exe().unwrap());
         again.args(["--exact", "job::tests::a_panic_on_any_thread_ends_the_process", "--nocapture"]).env(PLAYS, "1");
         let ended = again.output().unwrap();
-        let told = String::from_utf8_lossy(&ended.stderr);
-        assert_eq!(ended.status.code(), Some(1), "{told}");
-        assert!(told.contains("error: server: internal error") && told.contains("as planned"), "{told}");
+        let stderr = String::from_utf8_lossy(&ended.stderr);
+        assert_eq!(ended.status.code(), Some(1), "{stderr}");
+        assert!(stderr.contains("error: server: internal error") && stderr.contains("as planned"), "{stderr}");
     }
 }

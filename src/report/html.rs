@@ -1,6 +1,6 @@
 //! Pieces of a page. All texts of a run pass through [`escaped`].
 
-use crate::telemetry::grouped;
+use crate::telemetry::{grouped, utc};
 use crate::visible::visible;
 
 /// A text as content or in the quotes of an attribute: no part of it is markup.
@@ -122,11 +122,7 @@ pub fn seconds(seconds: f64) -> String {
 
 /// A time in UTC.
 pub fn time(since_1970: f64) -> String {
-    let since = std::time::Duration::try_from_secs_f64(since_1970).ok();
-    let time = since.and_then(|since| std::time::UNIX_EPOCH.checked_add(since));
-    // Its year has four digits.
-    let time = time.filter(|_| since_1970 > 0.0 && since_1970 < 253_402_300_799.0);
-    time.map_or_else(|| "–".into(), |time| humantime::format_rfc3339_seconds(time).to_string())
+    utc(since_1970).unwrap_or_else(|| "–".into())
 }
 
 #[cfg(test)]

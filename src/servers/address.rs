@@ -90,14 +90,14 @@ fn address_of(interface: &str) -> Result<IpAddr> {
     })
 }
 
-/// Reads a network such as `10.1.0.0/16`: its address and the bits that count.
+/// Reads a network such as `10.1.0.0/16`: its address and the bits of its prefix.
 fn network(text: &str) -> Option<(IpAddr, u32)> {
     let (address, bits) = text.split_once('/')?;
     let (address, bits): (IpAddr, u32) = (address.parse().ok()?, bits.parse().ok()?);
     (bits <= if address.is_ipv4() { 32 } else { 128 }).then_some((address, bits))
 }
 
-/// Whether an address is in a network, of whose address so many bits count.
+/// Returns whether an address is in the network that the first `bits` bits of `network` are common to.
 fn contains(network: IpAddr, bits: u32, ip: IpAddr) -> bool {
     let differ = match (network, ip) {
         (IpAddr::V4(network), IpAddr::V4(ip)) => {
@@ -246,11 +246,11 @@ mod tests {
             let (listener, address) = listen(Some("node7:0"), Some(interface)).unwrap();
             assert!(address.starts_with("node7:") && listener.local_addr().unwrap().ip().is_loopback(), "{address}");
         }
-        for (wrong, told) in
+        for (wrong, expected) in
             [("ib7", "has no interface \"ib7\""), ("203.0.113.0/24", "has no interface in the network")]
         {
             let error = listen(None, Some(wrong)).unwrap_err().to_string();
-            assert!(error.contains(told) && error.contains("lo (127.0.0.1)"), "{error}");
+            assert!(error.contains(expected) && error.contains("lo (127.0.0.1)"), "{error}");
         }
     }
 

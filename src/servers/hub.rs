@@ -390,9 +390,9 @@ impl State {
         let Some(difference) = self.programs.difference(role, program) else { return Ok(()) };
         if self.pool.is_synchronous() {
             log::warn!("{role} {place} is refused: {difference}");
-            let told =
+            let message =
                 format!("{role} {place}: {difference}, and with servers.staleness = 0 all must give the same bits");
-            return Err(Error::input(told).hint(
+            return Err(Error::input(message).hint(
                 "start it with the same executable on the same kind of device, or the run with servers.staleness = \"none\"",
             ));
         }
@@ -664,9 +664,9 @@ mod tests {
             // It is the first server: its device is that of servers.
             assert_eq!((worker.is_err(), server), (is_exact, Ok(())));
             if let Err(e) = worker {
-                let told = e.to_string();
-                assert!(told.contains("worker host:2: it computes on CPU (AVX2), the run on CPU, and"), "{told}");
-                assert!(e.exit_code() == 2 && told.contains("hint: start it with the same executable"), "{told}");
+                let message = e.to_string();
+                assert!(message.contains("worker host:2: it computes on CPU (AVX2), the run on CPU, and"), "{message}");
+                assert!(e.exit_code() == 2 && message.contains("hint: start it with the same executable"), "{message}");
             }
         }
     }

@@ -83,14 +83,14 @@ pub fn rates(comm: &Comm<Cpu>, interface: Option<&str>, sizes: &[usize], batches
     let limit = sizes.iter().copied().max().unwrap_or(0);
     let answering = (comm.rank() == 0).then(|| answer(interface, limit)).transpose();
     let answering = world.agree(answering)?;
-    let mut told = Ends { host: comm.node().host.clone(), ..Ends::default() };
+    let mut own = Ends { host: comm.node().host.clone(), ..Ends::default() };
     let _listeners = answering.map(|(listeners, ends)| {
-        (told.secret, told.addresses) = (ends.secret, ends.addresses);
+        (own.secret, own.addresses) = (ends.secret, ends.addresses);
         listeners
     });
-    let told = serde_json::to_vec(&told).map_err(|e| Error::internal(e.to_string()))?;
-    let told = world.gather_bytes(told).wait()?;
-    let ends = told.iter().map(|bytes| serde_json::from_slice(bytes)).collect::<Result<Vec<Ends>, _>>();
+    let own = serde_json::to_vec(&own).map_err(|e| Error::internal(e.to_string()))?;
+    let all = world.gather_bytes(own).wait()?;
+    let ends = all.iter().map(|bytes| serde_json::from_slice(bytes)).collect::<Result<Vec<Ends>, _>>();
     let ends = ends.map_err(|e| Error::comm(e.to_string()))?;
     if ends[0].host == ends[1].host {
         return Err(Error::input(format!(

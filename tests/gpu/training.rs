@@ -328,7 +328,8 @@ fn more_ranks_than_gpus_may_share_if_told_so() {
 #[test]
 fn servers_need_no_gpu_beside_workers_with_some() {
     let root = tempfile::tempdir().unwrap();
-    let sim: Settings = &[("CUDASIM_DEVICES", "2")];
+    // By its own names the simulator's devices would be of two kinds.
+    let sim: Settings = &[("CUDASIM_DEVICES", "2"), ("CUDASIM_NAME", "NVIDIA H100 80GB HBM3")];
     let alone = trains(Mpirun(2), root.path(), "ranks", &["parallel.zero=0"], sim);
     let (run, mut asked) = command(Mpirun(3), root.path(), "served", &["run.device=cuda"], sim);
     finish(asked.args(["--servers", "1"])).succeeded();

@@ -87,9 +87,9 @@ fn messages_between_hosts_are_encrypted() {
         listener.args(["-c", LISTENER, "\"generation\""]);
         let mut listener = hosts.on("h1", &listener);
         let mut listener = listener.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let mut told = BufReader::new(listener.stdout.take().unwrap());
+        let mut printed = BufReader::new(listener.stdout.take().unwrap());
         let mut line = String::new();
-        told.read_line(&mut line).unwrap();
+        printed.read_line(&mut line).unwrap();
         assert_eq!(line, "listens\n");
 
         let settings = [format!("comm.encrypt={encrypt}"), "comm.interface='10.77.0.0/16'".into()];
@@ -107,7 +107,7 @@ fn messages_between_hosts_are_encrypted() {
 
         drop(listener.stdin.take());
         line.clear();
-        told.read_line(&mut line).unwrap();
+        printed.read_line(&mut line).unwrap();
         listener.wait().unwrap();
         let (heard, found) = line.trim().split_once(' ').unwrap();
         let [heard, found]: [u64; 2] = [heard, found].map(|count| count.parse().unwrap());

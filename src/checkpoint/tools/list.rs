@@ -1,7 +1,6 @@
 //! The checkpoints of a run, as a table for people or an object for programs.
 
 use std::path::PathBuf;
-use std::time::{Duration, UNIX_EPOCH};
 
 use serde::Serialize;
 
@@ -9,8 +8,8 @@ use crate::checkpoint::names::name_of;
 use crate::checkpoint::{Checkpoints, Manifest};
 use crate::data::inspect::table;
 use crate::error::{Kind, Result};
-use crate::telemetry::bytes;
 use crate::telemetry::evaluations::{self, Over};
+use crate::telemetry::{bytes, utc};
 
 /// The checkpoints of a run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -120,6 +119,5 @@ impl Listed {
 
 /// Time at which a checkpoint was written, in UTC.
 pub(super) fn written(time: f64) -> String {
-    let time = Duration::try_from_secs_f64(time).ok().and_then(|since| UNIX_EPOCH.checked_add(since));
-    time.map_or_else(|| "-".into(), |time| humantime::format_rfc3339_seconds(time).to_string())
+    utc(time).unwrap_or_else(|| "-".into())
 }

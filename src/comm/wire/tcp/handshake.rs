@@ -436,12 +436,12 @@ mod tests {
             (b"hpctrain", "ended within its handshake"),
             (&guess, "does not know this run's secret"),
         ];
-        for (said, told) in words {
+        for (said, expected) in words {
             let [mut stranger, called] = connection();
             stranger.write_all(said).unwrap();
             stranger.shutdown(Shutdown::Write).unwrap();
             let error = answer(Handshake::begin(called, &credentials(&[7; 32])).unwrap()).err().unwrap().to_string();
-            assert!(error.contains(told), "{error}");
+            assert!(error.contains(expected), "{error}");
         }
     }
 

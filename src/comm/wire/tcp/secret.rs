@@ -60,12 +60,11 @@ impl Secret {
         let mut file = std::fs::File::open(&path).map_err(refused)?;
         let mode = file.metadata().map_err(refused)?.permissions().mode() & 0o7777;
         if mode & OTHERS != 0 {
-            let told =
-                format!("{} has mode {mode:o}: others than its owner may use the secret of the run", path.display());
-            return Err(Error::input(told).hint(format!(
-                "chmod 600 {}; if others may have read it, end all processes of the run and remove it: hpctrain coordinate \
-                 writes a new one",
-                path.display()
+            let name = path.display();
+            let message = format!("{name} has mode {mode:o}: others than its owner may use the secret of the run");
+            return Err(Error::input(message).hint(format!(
+                "chmod 600 {name}; if others may have read it, end all processes of the run and remove it: hpctrain \
+                 coordinate writes a new one"
             )));
         }
         let mut bytes = Vec::new();
