@@ -69,7 +69,7 @@ impl Fingerprint {
     /// The first difference from the data `before`; `None` if the samples are the same, even under other file names.
     ///
     /// ```
-    /// use hpctrain::data::Fingerprint;
+    /// use hpctrain_data::Fingerprint;
     ///
     /// let (now, before) = (Fingerprint::of_samples(90), Fingerprint::of_samples(100));
     /// assert_eq!(now.difference(&before).as_deref(), Some("90 samples, trained on 100"));

@@ -16,8 +16,8 @@ use crate::error::Result;
 /// of one's own, `engine::Splits::checked` does.
 ///
 /// ```
-/// use hpctrain::data::{SampleMut, Sizes, Source};
-/// use hpctrain::error::Result;
+/// use hpctrain_data::{SampleMut, Sizes, Source};
+/// use hpctrain_base::error::Result;
 ///
 /// /// Points of a parabola: a number in, its square out.
 /// struct Parabola;
@@ -42,7 +42,7 @@ use crate::error::Result;
 /// let (mut x, mut y) = ([0.0], [0.0]);
 /// Parabola.read(750, SampleMut { features: &mut x, values: &mut y, ..SampleMut::default() })?;
 /// assert_eq!((x[0], y[0]), (0.5, 0.25));
-/// # Ok::<(), hpctrain::error::Error>(())
+/// # Ok::<(), hpctrain_base::error::Error>(())
 /// ```
 pub trait Source: Send {
     /// Number of samples; at least one.

@@ -145,7 +145,7 @@ impl Hub {
             waiting: BTreeMap::new(),
             failed: None,
             over: false,
-            programs: Programs::default(),
+            programs: Programs::begin(),
         };
         Arc::new(Self { state: Mutex::new(state), changed: Condvar::new(), credentials, limits, trace })
     }

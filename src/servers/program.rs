@@ -71,12 +71,18 @@ impl fmt::Display for Role {
 }
 
 /// The programs that a run began with: the executable is the coordinator's, the device that of the first process of a role.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Programs {
+    coordinator: Program,
     devices: BTreeMap<Role, String>,
 }
 
 impl Programs {
+    /// Returns those of a run that this process coordinates.
+    pub fn begin() -> Self {
+        Self { coordinator: Program::here(String::new()), devices: BTreeMap::new() }
+    }
+
     /// Returns the devices of the run by role, as far as they are known.
     pub fn devices(&self) -> &BTreeMap<Role, String> {
         &self.devices
@@ -85,7 +91,7 @@ impl Programs {
     /// Returns the difference of a newcomer's program from the run's, for people.
     pub fn difference(&mut self, role: Role, program: &Program) -> Option<String> {
         let device = self.devices.get(&role).unwrap_or(&program.device).clone();
-        let difference = program.difference(&Program::here(device));
+        let difference = program.difference(&Program { device, ..self.coordinator.clone() });
         if difference.is_none() {
             self.devices.entry(role).or_insert_with(|| program.device.clone());
         }
@@ -107,7 +113,7 @@ mod tests {
         let rebuilt = Program { build: "00000000".into(), ..other };
         assert!(rebuilt.difference(&here).unwrap().contains("(build 00000000), the run is of"));
 
-        let mut programs = Programs::default();
+        let mut programs = Programs::begin();
         assert!(programs.difference(Role::Worker, &rebuilt).is_some());
         assert_eq!(programs.difference(Role::Worker, &here), None);
         assert_eq!(programs.difference(Role::Server, &Program::here("CPU (AVX2)".into())), None);

@@ -49,9 +49,9 @@ impl Post {
 /// # Errors
 /// The address cannot be listened on, or the coordinator is gone.
 pub fn serve(post: &Post) -> Result<()> {
+    let program = Program::here(format!("CPU ({})", simd::name()));
     let contact = post.site.coordinator(post.patience)?;
     let (listener, own) = listen(post.address.as_deref(), contact.interface.as_deref())?;
-    let program = Program::here(format!("CPU ({})", simd::name()));
     let shelves = Arc::new(Shelves {
         storage: RwLock::default(),
         threads: post.threads,

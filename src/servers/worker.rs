@@ -116,9 +116,11 @@ fn unexpected(answer: &FromCoordinator) -> Error {
 /// # Errors
 /// The coordinator is gone, the data cannot be read, or the device failed.
 pub fn work<B: Kernels>(hand: &Hand, device: &str, backend: impl Fn(&Plan) -> Result<B>) -> Result<i32> {
+    // Its checksum takes a moment, which is not to delay the work.
+    let program = Program::here(device.into());
     let mut heard = Instant::now();
     loop {
-        match join(hand, device, &backend, &mut heard) {
+        match join(hand, &program, &backend, &mut heard) {
             Ok(After::Over(code)) => return Ok(code),
             Ok(After::Left) => return Ok(0),
             Ok(After::Renew) => {}
@@ -133,13 +135,12 @@ pub fn work<B: Kernels>(hand: &Hand, device: &str, backend: impl Fn(&Plan) -> Re
 /// Joins the run and works, as long as this membership lasts. `heard` is set to the last time the coordinator was heard of.
 fn join<B: Kernels>(
     hand: &Hand,
-    device: &str,
+    program: &Program,
     backend: impl Fn(&Plan) -> Result<B>,
     heard: &mut Instant,
 ) -> Result<After> {
     let (mut coordinator, credentials) = hand.coordinator()?;
-    let program = Program::here(device.into());
-    let join = ToCoordinator::Join { host: host_name(), process: std::process::id(), program };
+    let join = ToCoordinator::Join { host: host_name(), process: std::process::id(), program: program.clone() };
     let (member, terms) = match hand.ask(&mut coordinator, &join)? {
         None => return Ok(After::Left),
         Some(FromCoordinator::Welcome { member, terms }) => (member, *terms),
