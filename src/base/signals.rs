@@ -32,13 +32,14 @@ static CAME: OnceLock<Arc<AtomicUsize>> = OnceLock::new();
 pub fn listen() -> Result<()> {
     let refused = |e: std::io::Error| Error::internal(format!("cannot handle signals: {e}"));
     let came = CAME.get_or_init(Arc::default);
+    // First of all: a signal is noted as soon as the process does not die of it.
+    for (index, (signal, _)) in SIGNALS.iter().enumerate() {
+        flag::register_usize(*signal, came.clone(), index + 1).map_err(refused)?;
+    }
     let interrupted = Arc::new(AtomicBool::new(false));
     // In this order: the first SIGINT finds the flag unset.
     flag::register_conditional_shutdown(SIGINT, INTERRUPTED, interrupted.clone()).map_err(refused)?;
     flag::register(SIGINT, interrupted).map_err(refused)?;
-    for (index, (signal, _)) in SIGNALS.iter().enumerate() {
-        flag::register_usize(*signal, came.clone(), index + 1).map_err(refused)?;
-    }
     Ok(())
 }
 
