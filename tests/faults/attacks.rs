@@ -1,7 +1,8 @@
 //! Attacks on the ports of a run on servers, by callers that know its secret and by callers that do not. They speak the protocol by
 //! themselves, as docs/servers.md describes it.
 //!
-//! With `HPCTRAIN_ATTACK_STEPS` the run under attack takes as many steps.
+//! With `HPCTRAIN_ATTACK_STEPS` the run takes as many steps, half of them under attack; `HPCTRAIN_ATTACKS=Silent,Dribbling` are those
+//! attacks only, to measure the price of each: attackers have the same cores.
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
@@ -169,7 +170,12 @@ struct Attackers {
 impl Attackers {
     fn start(addresses: &[String], secret: &[u8]) -> Self {
         let (over, attempts) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(BTreeMap::new())));
-        let all = ALL.iter().flat_map(|attack| addresses.iter().map(|address| (*attack, address.clone())));
+        let chosen = std::env::var("HPCTRAIN_ATTACKS").ok();
+        let is_chosen = |attack: &&Attack| {
+            chosen.as_ref().is_none_or(|names| names.split(',').any(|name| name == format!("{attack:?}")))
+        };
+        let all =
+            ALL.iter().filter(is_chosen).flat_map(|attack| addresses.iter().map(|address| (*attack, address.clone())));
         let attacker = |(number, (attack, address)): (usize, (Attack, String))| {
             let (over, attempts, secret) = (over.clone(), attempts.clone(), secret.to_vec());
             std::thread::spawn(move || {
@@ -226,7 +232,7 @@ fn attacks_change_no_bit_and_roll_nothing_back() {
     println!("attempts on two processes: {attempts:?}");
     println!("the coordinator refused {} connections, of which {proofs} reached the check of the proof", refused.len());
     // Half of the attempts are on the server.
-    let without_proof: u64 = WITHOUT_PROOF.iter().map(|attack| attempts[attack]).sum();
-    assert!(proofs as u64 >= without_proof / 4 && proofs > 0, "{proofs} of {without_proof}");
-    assert!(attempts.values().all(|count| *count > 0), "{attempts:?}");
+    let without_proof: u64 = WITHOUT_PROOF.iter().filter_map(|attack| attempts.get(attack)).sum();
+    assert!(proofs as u64 >= without_proof / 4 && (proofs > 0) == (without_proof > 0), "{proofs} of {without_proof}");
+    assert!(std::env::var_os("HPCTRAIN_ATTACKS").is_some() || attempts.len() == ALL.len(), "{attempts:?}");
 }
