@@ -5,7 +5,8 @@ use std::process::{Command, Stdio};
 
 use crate::common::hosts::Hosts;
 use crate::common::launch::Transport::{Alone, Simulate};
-use crate::common::launch::{LIMIT, program, start, start_beside};
+use crate::common::launch::{LIMIT, program, start, start_beside, test_name};
+use crate::common::python::python_with;
 use crate::common::runs::{Run, json};
 
 #[test]
@@ -81,9 +82,12 @@ print(heard, found)
 #[test]
 fn messages_between_hosts_are_encrypted() {
     let Some(hosts) = Hosts::new(2) else { return };
+    let Some(python) = python_with("select, socket") else {
+        return println!("SKIPPED: {}: no python3; scripts/setup --test installs it", test_name());
+    };
     let root = tempfile::tempdir().unwrap();
     for encrypt in [true, false] {
-        let mut listener = Command::new("python3");
+        let mut listener = Command::new(python.get_program());
         listener.args(["-c", LISTENER, "\"generation\""]);
         let mut listener = hosts.on("h1", &listener);
         let mut listener = listener.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
