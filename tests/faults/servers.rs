@@ -390,9 +390,14 @@ fn connections_that_dribble_do_not_roll_a_run_back() {
     let status = job.beside(program(["status", "--json", "--run"]).arg(job.files().0)).succeeded();
     let status: serde_json::Value = serde_json::from_str(&status.stdout).unwrap();
     let server = status["servers"][0]["address"].as_str().unwrap().to_string();
+    // The run is not over before the first connections are refused.
+    let worker = job.others[1].id();
+    send(worker, libc::SIGSTOP);
     let dribblers = Dribblers::start(&[server, job.files().coordinator()], 200);
-    let saved = job.files().checkpoint(100);
-    job.coordinator.until("saved", || saved.exists());
+    let log = job.files().path("logs/coordinator.log");
+    let refused = || std::fs::read_to_string(&log).is_ok_and(|log| log.contains("refused"));
+    job.coordinator.until("a connection is refused", refused);
+    send(worker, libc::SIGCONT);
     let files = job.ends();
     drop(dribblers);
     files.same_as(&reference, 120, "dribbled");
