@@ -77,48 +77,63 @@
 //! Modules that are not listed here serve the program and its tests. They are public for those, and may change at any time.
 
 #![warn(missing_docs)]
+#![forbid(unsafe_code)]
 
 #[doc(hidden)]
 pub use hpctrain_base::{activity, panics};
-pub(crate) use hpctrain_base::{
-    control_groups, descriptors, histogram, own_files, pattern, private, regular_files, simd, spawn, tree, visible,
-};
+pub(crate) use hpctrain_base::{descriptors, own_files, private, regular_files, spawn};
 #[doc(inline)]
 pub use hpctrain_base::{energy, error, layout, mesh, random, signals};
 #[doc(inline)]
+pub use hpctrain_checkpoint as checkpoint;
+#[doc(inline)]
+pub use hpctrain_checkpoint::run_dir;
+#[doc(inline)]
+pub use hpctrain_comm as comm;
+#[doc(inline)]
+pub use hpctrain_config as config;
+#[doc(hidden)]
+pub use hpctrain_config::topology;
+#[doc(inline)]
+pub use hpctrain_config::{job, placement, telemetry};
+#[doc(inline)]
 pub use hpctrain_data as data;
+#[doc(inline)]
+pub use hpctrain_engine as engine;
+#[doc(inline)]
+pub use hpctrain_nn as nn;
+#[doc(inline)]
+pub use hpctrain_nn::optim;
+#[doc(inline)]
+pub use hpctrain_parallel as parallel;
+#[doc(inline)]
+pub use hpctrain_parameter_server as servers;
+#[doc(hidden)]
+pub use hpctrain_report as report;
+#[doc(hidden)]
+pub use hpctrain_report::{run_records, runs};
+#[doc(inline)]
+pub use hpctrain_train as train;
+#[doc(inline)]
+pub use hpctrain_train::{evaluate, planner};
 
-pub mod backend;
+/// Devices: memory and operations of each.
+pub mod backend {
+    #[doc(inline)]
+    pub use hpctrain_cpu as cpu;
+    #[doc(inline)]
+    pub use hpctrain_cuda as cuda;
+    #[doc(inline)]
+    pub use hpctrain_device::*;
+}
+
 #[doc(hidden)]
 pub mod bench;
-pub mod checkpoint;
 #[doc(hidden)]
 pub mod cli;
-pub mod comm;
-pub mod config;
 #[doc(hidden)]
 pub mod doctor;
-pub mod engine;
-pub mod evaluate;
-pub mod job;
-pub mod nn;
-pub mod optim;
-pub mod parallel;
-pub mod placement;
-pub mod planner;
 pub mod prelude;
-#[doc(hidden)]
-pub mod report;
-pub mod run_dir;
-#[doc(hidden)]
-pub mod run_records;
-#[doc(hidden)]
-pub mod runs;
-pub mod servers;
 pub mod supervise;
-pub mod telemetry;
-#[doc(hidden)]
-pub mod topology;
-pub mod train;
 #[doc(hidden)]
 pub mod verify;

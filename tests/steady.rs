@@ -1,8 +1,6 @@
 //! Steady training asks nothing of the system: buffers come from the pool, and nothing large from the heap.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
-mod common;
-
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};

@@ -18,9 +18,10 @@ use super::names::{name_of, step_of};
 use super::pointer::{Pointer, Target};
 use super::retention::{Candidate, Retention, removed};
 use super::{Manifest, Reader, doubt, manifest, refused};
-use crate::error::{Error, Kind, Result};
-use crate::own_files;
-use crate::telemetry::evaluations::{self, Evaluation, Evaluations, Save};
+use hpctrain_base::error::{Error, Kind, Result};
+use hpctrain_base::own_files;
+use hpctrain_config::telemetry::evaluations;
+use hpctrain_config::telemetry::evaluations::{Evaluation, Evaluations, Save};
 
 /// The checkpoints of one run.
 #[derive(Debug, Clone)]
@@ -525,7 +526,7 @@ pub fn sync(path: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::Removal;
+    use crate::Removal;
 
     /// A directory with a manifest that says nothing of any tensor.
     fn publish(checkpoints: &Checkpoints, step: u64) {
@@ -768,7 +769,7 @@ mod tests {
         let (dir, free) = prepared();
         publish(&free, 1);
         let leases = Leases::new(dir.path().join(".leases"));
-        let crate::checkpoint::lease::Claimed::Taken(lease) = leases.claim("trainer", false).unwrap() else { panic!() };
+        let crate::lease::Claimed::Taken(lease) = leases.claim("trainer", false).unwrap() else { panic!() };
         let checkpoints = free.clone().held_by(Some(Arc::new(lease)));
         publish(&checkpoints, 2);
         let staging = stage(&checkpoints, "late");

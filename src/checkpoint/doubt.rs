@@ -11,8 +11,8 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
-use crate::regular_files;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::regular_files;
 
 /// Name of the file in the directory of a checkpoint that an audit has put in doubt.
 pub(super) const FILE: &str = "doubt";
@@ -32,7 +32,7 @@ pub(super) struct Mark {
 /// Refuses a checkpoint that is in doubt: the save `id` of step `step` in `dir`.
 ///
 /// # Errors
-/// Returns an error ([`crate::error::Kind::Damaged`]) if an audit has put it in doubt, or one of another kind if the
+/// Returns an error ([`hpctrain_base::error::Kind::Damaged`]) if an audit has put it in doubt, or one of another kind if the
 /// file system does not say whether there is a mark.
 pub(super) fn check(dir: &Path, step: u64, id: &str) -> Result<()> {
     let own = dir.join(FILE);

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use serde::{Deserialize, Serialize};
 
 use super::manifest::{FileEntry, Manifest, Origin, Piece, TensorEntry};
-use crate::layout::TensorRange;
+use hpctrain_base::layout::TensorRange;
 
 /// The most bytes of a manifest that a rank has received for one checkpoint.
 static LARGEST: AtomicU64 = AtomicU64::new(0);

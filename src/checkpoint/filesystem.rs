@@ -6,7 +6,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use super::pointer::lacks_links;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// File systems over object stores: a rename there copies one object after the other, and readers see it half done.
 const OBJECT_STORES: [&str; 7] =

@@ -10,12 +10,13 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use serde::{Deserialize, Serialize};
 
 use super::{Progress, refused, writeback};
-use crate::config::Config;
-use crate::data::{Preprocessing, Source, Tokenizer, TrainedOn};
-use crate::error::{Error, Kind, Result};
-use crate::layout::UnitLayout;
-use crate::own_files;
-use crate::regular_files::{self, is_plain_name};
+use hpctrain_base::error::{Error, Kind, Result};
+use hpctrain_base::layout::UnitLayout;
+use hpctrain_base::own_files;
+use hpctrain_base::regular_files;
+use hpctrain_base::regular_files::is_plain_name;
+use hpctrain_config::Config;
+use hpctrain_data::{Preprocessing, Source, Tokenizer, TrainedOn};
 
 /// Version of the format that this program writes, and the newest that it reads.
 pub const VERSION: u32 = 3;
@@ -165,7 +166,7 @@ impl Manifest {
     /// Reads the manifest of the checkpoint in `dir`, and checks it against its seal and in itself.
     ///
     /// # Errors
-    /// It is missing, damaged, or its pieces do not cover every tensor once ([`Kind::Damaged`](crate::error::Kind::Damaged));
+    /// It is missing, damaged, or its pieces do not cover every tensor once ([`Kind::Damaged`](hpctrain_base::error::Kind::Damaged));
     /// it is of another version of the format or the program; or the file system refused.
     pub fn read(dir: &Path) -> Result<Self> {
         Self::parse(dir, &sealed_text(dir)?)

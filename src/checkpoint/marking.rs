@@ -6,8 +6,8 @@ use super::directory::{one_line, sync};
 use super::doubt::{FILE, MARK, Mark, belongs};
 use super::names::step_of;
 use super::{Checkpoints, Manifest};
-use crate::error::{Error, Result};
-use crate::own_files;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::own_files;
 
 impl Checkpoints {
     /// Marks all saves of the job `job` after a step as doubtful, because of an audit's finding: to readers they count as
@@ -70,9 +70,9 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::checkpoint::manifest::tests::empty;
-    use crate::checkpoint::{Reader, Retention};
-    use crate::error::Kind;
+    use crate::manifest::tests::empty;
+    use crate::{Reader, Retention};
+    use hpctrain_base::error::Kind;
 
     /// A run of two jobs, `a` and `b`, with saves of these steps.
     fn run(saves: &[(&str, u64)]) -> (tempfile::TempDir, Checkpoints) {

@@ -27,6 +27,7 @@ mod pointer;
 mod read;
 mod removal;
 mod retention;
+pub mod run_dir;
 mod save_thread;
 mod saver;
 mod shard;
@@ -36,22 +37,21 @@ mod writeback;
 
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
-
-use crate::error::{Error, Reason};
+use hpctrain_base::error::{Error, Reason};
 
 pub use directory::{Checkpoints, looked_at};
 pub use excerpt::most_received;
-pub(crate) use manifest::Written;
+pub use hpctrain_parallel::Progress;
+pub use manifest::Written;
 pub use manifest::{Manifest, Origin, Piece, TensorEntry, parsed};
 pub use names::name_of;
 pub use pointer::{Pointer, Target};
 pub use read::Reader;
 pub use removal::Removal;
 pub use retention::Retention;
-pub(crate) use save_thread::{SaveThread, Task};
+pub use save_thread::{SaveThread, Task};
 pub use saver::{Job, Published, Saver};
-pub(crate) use snapshot::{Ranged, write_ranges};
+pub use snapshot::{Ranged, write_ranges};
 
 /// Datasets with parameters are under this group; optimizer state is under the name of its buffer.
 pub const PARAMS: &str = "params";
@@ -62,15 +62,4 @@ fn refused(action: &str, path: &Path, e: impl Reason) -> Error {
         "check the free space, the permissions, and the limit on the size of files (ulimit -f) there; the last published \
          checkpoint is kept",
     )
-}
-
-/// Progress of a run.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Progress {
-    /// Steps finished.
-    pub step: u64,
-    /// Updates done.
-    pub updates: u64,
-    /// Samples consumed.
-    pub position: u64,
 }

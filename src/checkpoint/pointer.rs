@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 
 use super::names::{name_of, step_of};
 use super::refused;
-use crate::error::{Error, Result};
-use crate::{own_files, regular_files};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::{own_files, regular_files};
 
 /// One of the names.
 #[derive(Debug, Clone)]
@@ -88,15 +88,18 @@ impl Pointer {
     /// Makes it name the checkpoint of a step, in one rename.
     ///
     /// # Errors
-    /// Returns an error if its name is taken by a directory ([`crate::error::Kind::Input`]), or the file system refuses.
+    /// Returns an error if its name is taken by a directory ([`hpctrain_base::error::Kind::Input`]), or the file system refuses.
     pub(super) fn point_to(&self, step: u64) -> Result<()> {
         self.point_to_by(step, |target, link| symlink(target, link))
     }
 
     fn point_to_by(&self, step: u64, make_link: MakeLink) -> Result<()> {
         let name = self.path.file_name().unwrap_or_default().to_string_lossy();
-        let temporary =
-            self.path.with_file_name(format!(".{name}.{}-{}.tmp", std::process::id(), crate::telemetry::unix_time()));
+        let temporary = self.path.with_file_name(format!(
+            ".{name}.{}-{}.tmp",
+            std::process::id(),
+            hpctrain_config::telemetry::unix_time()
+        ));
         // A process that was killed between the two calls below may have left it; mostly it does not exist.
         let _ = fs::remove_file(&temporary);
         let pointed = make(&temporary, &name_of(step), make_link).and_then(|()| fs::rename(&temporary, &self.path));
@@ -135,7 +138,7 @@ pub(super) fn lacks_links(e: &io::Error) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Kind;
+    use hpctrain_base::error::Kind;
 
     #[test]
     fn links_and_files_name_a_step() {

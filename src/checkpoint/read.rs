@@ -11,13 +11,13 @@ use super::excerpt::{self, Excerpt, Index, outline};
 use super::manifest::{BLOCK, FileEntry};
 use super::shard::rest_crc32;
 use super::{Manifest, PARAMS, Piece, doubt};
-use crate::backend::Backend;
-use crate::comm::Group;
-use crate::descriptors;
-use crate::error::{Error, Kind, Result};
-use crate::layout::TensorRange;
-use crate::optim::AVERAGE;
-use crate::regular_files;
+use hpctrain_base::descriptors;
+use hpctrain_base::error::{Error, Kind, Result};
+use hpctrain_base::layout::TensorRange;
+use hpctrain_base::regular_files;
+use hpctrain_comm::Group;
+use hpctrain_device::Backend;
+use hpctrain_nn::optim::AVERAGE;
 
 /// An open checkpoint. HDF5 is not needed to read one: the manifest says where everything is.
 pub struct Reader {
@@ -395,8 +395,8 @@ mod tests {
     use proptest::sample::Index;
 
     use super::*;
-    use crate::checkpoint::manifest::tests::empty;
-    use crate::checkpoint::shard::{Extent, ShardWriter, file_name};
+    use crate::manifest::tests::empty;
+    use crate::shard::{Extent, ShardWriter, file_name};
 
     /// A piece: number of its file, columns, elements.
     type Placed = (usize, Option<Range<usize>>, Range<usize>);

@@ -8,7 +8,7 @@ use super::directory::{TRASH, one_line};
 use super::lease::Fate;
 use super::names::{name_of, step_of};
 use super::{Checkpoints, refused};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// The state of a removal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

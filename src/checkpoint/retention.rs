@@ -1,6 +1,6 @@
 //! Selection of the checkpoints that need not be kept.
 
-use crate::config;
+use hpctrain_config as config;
 
 /// Rules for the checkpoints that are kept.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

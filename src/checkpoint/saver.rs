@@ -21,13 +21,13 @@ use super::save_thread::{SaveThread, Task};
 use super::shard::ShardFile;
 use super::snapshot::{Snapshot, write_through};
 use super::{Checkpoints, Manifest, Progress, Retention, refused};
-use crate::backend::Kernels;
-use crate::comm::Group;
-use crate::config::{Config, WhenBusy};
-use crate::data::{Preprocessing, TrainedOn};
-use crate::error::{Error, Result};
-use crate::own_files;
-use crate::parallel::Sharded;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::own_files;
+use hpctrain_comm::Group;
+use hpctrain_config::{Config, WhenBusy};
+use hpctrain_data::{Preprocessing, TrainedOn};
+use hpctrain_device::Kernels;
+use hpctrain_parallel::Sharded;
 
 /// The common part of the manifests of a run, and the directory of its checkpoints.
 pub struct Job {
@@ -255,13 +255,13 @@ impl Job {
     ///
     /// # Errors
     /// The file system refused.
-    pub(crate) fn create(&self, step: u64) -> Result<PathBuf> {
+    pub fn create(&self, step: u64) -> Result<PathBuf> {
         let staging = self.staging(step);
         create(&staging).map(|()| staging)
     }
 
     /// Writes the manifest from the ranks' tables and publishes.
-    pub(crate) fn publish(&self, progress: Progress, tables: &[Vec<u8>], staging: &Path) -> Result<()> {
+    pub fn publish(&self, progress: Progress, tables: &[Vec<u8>], staging: &Path) -> Result<()> {
         let table = |bytes: &Vec<u8>| serde_json::from_slice(bytes);
         let written: Vec<Written> =
             tables.iter().map(table).collect::<Result<_, _>>().map_err(|e| Error::internal(e.to_string()))?;
@@ -278,7 +278,7 @@ impl Job {
             data: self.data.clone(),
             origin: Origin {
                 hpctrain: env!("CARGO_PKG_VERSION").into(),
-                time: crate::telemetry::unix_time(),
+                time: hpctrain_config::telemetry::unix_time(),
                 ..self.origin.clone()
             },
             state: self.state.iter().map(|name| name.to_string()).collect(),
@@ -292,7 +292,7 @@ impl Job {
     }
 
     /// Removes the checkpoints that are not to be kept; `audited` is the step at which an audit last found replicas equal.
-    pub(crate) fn retain(&self, audited: Option<u64>) {
+    pub fn retain(&self, audited: Option<u64>) {
         self.checkpoints.retain(&Retention { audited, ..Retention::of(&self.config.checkpoint) });
     }
 }

@@ -16,10 +16,10 @@ use hdf5::plist::dataset_create::{AllocTime, FillTime};
 
 use super::manifest::{BLOCK, FileEntry, Piece, Stored, Written, dataset, place};
 use super::{PARAMS, refused, writeback};
-use crate::data::hdf5_files;
-use crate::data::one_line;
-use crate::error::{Error, Result};
-use crate::own_files;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::own_files;
+use hpctrain_data::hdf5_files;
+use hpctrain_data::one_line;
 
 /// The action that errors of a file name.
 const WRITE: &str = "write the checkpoint";

@@ -5,10 +5,10 @@ use std::path::Path;
 
 use super::manifest::Written;
 use super::shard::{Extent, ShardFile, ShardWriter, file_name};
-use crate::backend::{Kernels, Ledger, MemoryKind};
-use crate::error::Result;
-use crate::layout::UnitLayout;
-use crate::parallel::{Owned, Sharded, Values};
+use hpctrain_base::error::Result;
+use hpctrain_base::layout::UnitLayout;
+use hpctrain_device::{Kernels, Ledger, MemoryKind};
+use hpctrain_parallel::{Owned, Sharded, Values};
 
 /// Location in a snapshot of one part of a unit's owned range.
 struct Place {
@@ -150,7 +150,7 @@ fn extents_of<B: Kernels>(unit: &Owned<'_, B>) -> Vec<Extent> {
 /// The parts of tensors that lie in a range of a unit.
 fn extents(layout: &UnitLayout, range: &Range<usize>) -> Vec<Extent> {
     let pieces = layout.pieces(range.clone());
-    let extent = |piece: crate::layout::Piece<'_>| Extent {
+    let extent = |piece: hpctrain_base::layout::Piece<'_>| Extent {
         tensor: piece.tensor.name.clone(),
         shape: piece.tensor.shape.clone(),
         columns: piece.columns,

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use super::shared::Shared;
 use super::wire::Wire;
-use crate::backend::Event;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::Event;
 
 /// Hot polls between two offers of the core to others.
 const POLLS_PER_YIELD: u32 = 64;

@@ -4,7 +4,7 @@
 //! drift is not corrected.
 
 use super::wire::{Members, Wire};
-use crate::error::Result;
+use hpctrain_base::error::Result;
 
 /// Questions a rank asks; the quickest answer counts.
 const ROUNDS: usize = 32;

@@ -22,9 +22,10 @@ use super::wire::tcp::{self, Meeting};
 use super::wire::threads;
 use super::wire::{Members, NodeInfo, Wire, World, mpi};
 use super::worker::{Request, Worker};
-use crate::activity::{self, Activity};
-use crate::backend::{Backend, MemoryKind};
-use crate::error::{Error, Result};
+use hpctrain_base::activity;
+use hpctrain_base::activity::Activity;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::{Backend, MemoryKind};
 
 /// Name of the group of all ranks.
 pub(super) const WORLD: &str = "world";
@@ -358,7 +359,7 @@ impl<B: Backend> Comm<B> {
         &self.inner.shared.activity
     }
 
-    /// Collective over the world: nanoseconds to add to this rank's [`now`](crate::activity::now) for that of rank 0.
+    /// Collective over the world: nanoseconds to add to this rank's [`now`](hpctrain_base::activity::now) for that of rank 0.
     ///
     /// # Errors
     /// The message failed.
@@ -391,7 +392,7 @@ impl<B: Backend> Comm<B> {
     ///
     /// With MPI this is `MPI_Abort` on the communication thread, and after two seconds without effect the
     /// end of this process, which makes the launcher end the others. Between threads every request of every
-    /// rank fails from now on, and the calling thread unwinds with [`Aborted`](crate::comm::Aborted).
+    /// rank fails from now on, and the calling thread unwinds with [`Aborted`](crate::Aborted).
     pub fn abort(&self, code: i32) -> ! {
         self.inner.exit.abort(code)
     }

@@ -17,8 +17,8 @@ use super::posted::{Entry, Posted, chunks, on_host, whole};
 use super::shared::Stats;
 use super::wire::{Members, Parcel as _, Peer, Wire};
 use super::worker::{CommThreadState, Request};
-use crate::backend::{Backend, Reach};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::{Backend, Reach};
 
 /// Some ranks of the world, in order. Clones share the communication thread.
 ///
@@ -359,22 +359,32 @@ impl<B: Backend> Group<B> {
         if self.size() == 1 {
             return mine;
         }
-        let report = serde_json::to_vec(&mine.as_ref().err());
-        let report = report.map_err(|error| Error::internal(format!("an error cannot be told: {error}")))?;
+        match self.first_error(mine.as_ref().err()) {
+            None => mine,
+            Some(error) => Err(error),
+        }
+    }
+
+    /// What [`Self::agree`] does with any type of result: the error that all return, if a rank has one.
+    fn first_error(&self, mine: Option<&Error>) -> Option<Error> {
+        let report = match serde_json::to_vec(&mine) {
+            Ok(report) => report,
+            Err(error) => return Some(Error::internal(format!("an error cannot be told: {error}"))),
+        };
         let reports = match self.gather_as("agree", report).wait() {
             Ok(reports) => reports,
             // A local error says more than the failure to report it.
-            Err(unheard) => return Err(mine.err().unwrap_or(unheard)),
+            Err(unheard) => return Some(mine.cloned().unwrap_or(unheard)),
         };
         let alike = reports.iter().all(|report| *report == reports[0]);
         for (&rank, report) in self.members.ranks.iter().zip(&reports) {
-            let error: Option<Error> = serde_json::from_slice(report)
-                .map_err(|error| Error::internal(format!("unreadable report: {error}")).on_rank(rank))?;
-            if let Some(error) = error {
-                return Err(if alike { error } else { error.on_rank(rank) }.shared());
+            match serde_json::from_slice::<Option<Error>>(report) {
+                Ok(None) => {}
+                Ok(Some(error)) => return Some(if alike { error } else { error.on_rank(rank) }.shared()),
+                Err(error) => return Some(Error::internal(format!("unreadable report: {error}")).on_rank(rank)),
             }
         }
-        mine
+        None
     }
 
     /// Queues a collective that works on equal parts of the whole buffer.

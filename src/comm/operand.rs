@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::shared::Shared;
 use super::wire::{Incoming, Members, Outgoing, Vendor, Wire};
-use crate::backend::cpu::add_serial;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_cpu::add_serial;
 
 /// Treatment of received elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

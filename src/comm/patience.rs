@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use super::group::Group;
-use crate::backend::Backend;
-use crate::error::{Error, Result};
-use crate::spawn::spawn_scoped;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::spawn::spawn_scoped;
+use hpctrain_device::Backend;
 
 /// Times between two meetings: the first, which doubles, and the longest.
 const FIRST: Duration = Duration::from_micros(200);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
 
 use super::shared::Shared;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// A value that the communication thread will hand back.
 #[must_use = "the buffer comes back, and errors show, only through `wait`"]

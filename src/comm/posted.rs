@@ -7,8 +7,8 @@ use super::device::staged::{Lent, Slots, Staging};
 use super::pending::Reply;
 use super::shared::Shared;
 use super::wire::{Parcel, Payload};
-use crate::backend::{Backend, Reach};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::{Backend, Reach};
 
 /// All of a buffer.
 pub fn whole<B: Backend>(buf: &mut B::Buf) -> Result<Reach<'_>> {

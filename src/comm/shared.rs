@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::health::ledger::CollectiveLedger;
 use super::health::partners::Partners;
-use crate::activity::{Activity, Doing, Event, Track, span};
+use hpctrain_base::activity::{Activity, Doing, Event, Track, span};
 
 /// No abort was ordered; exit codes are 32 bits wide.
 const NO_ABORT: i64 = i64::MIN;

@@ -12,10 +12,10 @@ use super::worker::Request;
 use super::{
     Aborted, Algorithm, Comm, Group, Meeting, Operation, clock, single, start_tcp, start_threads_on_nodes, write_secret,
 };
-use crate::activity;
-use crate::backend::cpu::{Cpu, CpuBuf};
-use crate::backend::{Backend, MemoryKind};
-use crate::error::{Error, Kind, Result};
+use hpctrain_base::activity;
+use hpctrain_base::error::{Error, Kind, Result};
+use hpctrain_cpu::{Cpu, CpuBuf};
+use hpctrain_device::{Backend, MemoryKind};
 
 const LONGEST: usize = 300_000;
 const LENGTHS: [usize; 8] = [0, 1, 2, 3, 7, 64, 1000, LONGEST];

@@ -14,10 +14,10 @@ use super::operand::Scratch;
 use super::shared::Shared;
 use super::wire::noted::Noted;
 use super::wire::{Members, UnderWay, Wire};
-use crate::activity::Track;
-use crate::backend;
-use crate::error::{Error, Result};
-use crate::spawn::spawn;
+use hpctrain_base::activity::Track;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::spawn::spawn;
+use hpctrain_device as backend;
 
 /// Duration of polling for the next request after one that a thread waited for, which will soon make it.
 const LOOKOUT: Duration = Duration::from_micros(50);

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::range::out_of_range;
 use super::{Config, Model};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// Blocks of a transformer.
 const BLOCKS: u64 = 1 << 14;
@@ -94,7 +94,7 @@ fn most(path: &str) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Sources, load};
+    use crate::{Sources, load};
 
     #[test]
     fn integers_are_bounded_by_their_keys() {

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Size;
 use super::range::out_of_range;
-use crate::error::Result;
+use hpctrain_base::error::Result;
 
 /// The memory that ranks take of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     fn its_earlier_name_is_known() {
-        let earlier = toml::from_str::<crate::config::Config>("[device]\nmemory_fraction = 0.25\n").unwrap();
+        let earlier = toml::from_str::<crate::Config>("[device]\nmemory_fraction = 0.25\n").unwrap();
         assert_eq!(earlier.device.memory, DeviceMemory::Part(0.25));
     }
 }

@@ -3,7 +3,7 @@
 use toml::{Table, Value};
 
 use super::{Config, Every};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// Section, key in steps, and the key that takes its place in epochs. Where one of them is 0 the other counts.
 const KEYS: [(&str, &str, &str); 3] =
@@ -90,7 +90,7 @@ pub fn ended(position: u64, taken: u64, samples: u64) -> std::ops::Range<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Sources, load, overlay};
+    use crate::{Sources, load, overlay};
 
     fn loaded(overrides: &[&str]) -> Result<Config> {
         let overrides: Vec<String> = overrides.iter().map(|item| item.to_string()).collect();

@@ -7,7 +7,7 @@ use toml::{Table, Value};
 use super::load::{did_you_mean, written};
 use super::raw::Key;
 use super::*;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// The keys of a section of the file, or of a section in one (`model.place`).
 fn keys(section: &str) -> Option<&'static [Key]> {
@@ -98,7 +98,7 @@ fn explain(text: &mut String, key: &Key) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Sources, load};
+    use crate::{Sources, load};
 
     #[test]
     fn all_keys_are_explained_in_a_file_that_sets_the_defaults() {

@@ -4,12 +4,12 @@ use std::ops::Range;
 
 use super::range::out_of_range;
 use super::{Config, Every, ModelKind, Parallel};
-use crate::backend::cpu::Cpu;
-use crate::error::{Error, Result};
-use crate::layout::Slices;
-use crate::mesh::Mesh;
-use crate::nn::Network;
-use crate::parallel::{Averaging, Outer, PipelineSchedule, Storage, Zero, partition};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::Slices;
+use hpctrain_base::mesh::Mesh;
+use hpctrain_cpu::Cpu;
+use hpctrain_nn::Network;
+use hpctrain_parallel::{Averaging, Outer, PipelineSchedule, Storage, Zero, partition};
 
 /// Tokens that a micro-batch has at most unless the configuration says: enough for efficient products, few enough for
 /// the memory of activations.

@@ -12,7 +12,7 @@ use super::Config;
 use super::epochs::replace_partners;
 use super::paths::expand_paths;
 use super::synonyms::meant;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// The presets, by name.
 pub const PRESETS: [(&str, &str); 10] = [
@@ -119,7 +119,9 @@ pub fn written(section: &impl Serialize) -> Result<Table> {
 impl Config {
     fn deserialize_table(mut table: Table) -> Result<Config> {
         expand_paths(&mut table, &|name| std::env::var(name).ok())?;
-        table.try_into().map_err(|e: toml::de::Error| explain(&e, "", "configuration"))
+        // By way of its text: reading a configuration from a table is as much code again.
+        let text = table.to_string();
+        toml::from_str(&text).map_err(|e| explain(&e, "", "configuration"))
     }
 }
 

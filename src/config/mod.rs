@@ -1,16 +1,20 @@
 //! Configuration: TOML in, a checked [`Plan`] out.
 
+#![forbid(unsafe_code)]
+
 mod bounds;
 mod device;
 mod device_memory;
 mod epochs;
 mod every;
+pub mod job;
 mod keys;
 mod layout;
 mod load;
 mod network;
 mod paths;
 mod place;
+pub mod placement;
 mod range;
 mod raw;
 mod resolve;
@@ -18,7 +22,9 @@ mod rope;
 mod servers;
 mod size;
 mod synonyms;
+pub mod telemetry;
 mod time;
+pub mod topology;
 
 pub use device::DeviceChoice;
 pub use device_memory::{DeviceMemory, USUAL_PART};

@@ -2,15 +2,15 @@
 
 use super::range::out_of_range;
 use super::{Config, LayerList, LossKind, Model, ModelKind, RopeScaling, bounds, rope};
-use crate::backend::Deviation;
-use crate::backend::cpu::Cpu;
-use crate::data::{Axes, SampleSpec};
-use crate::error::{Error, Result};
-use crate::nn::gpt::Gpt;
-use crate::nn::layers::{Layer, Layers};
-use crate::nn::llama::Llama;
-use crate::nn::loss::Loss;
-use crate::nn::{Input, Network, OwnNetwork};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_cpu::Cpu;
+use hpctrain_data::{Axes, SampleSpec};
+use hpctrain_device::Deviation;
+use hpctrain_nn::gpt::Gpt;
+use hpctrain_nn::layers::{Layer, Layers};
+use hpctrain_nn::llama::Llama;
+use hpctrain_nn::loss::Loss;
+use hpctrain_nn::{Input, Network, OwnNetwork};
 
 /// The network that a section describes; fills the keys that it leaves open. `of_data` is the number of token ids in
 /// the data, if that is known.
@@ -220,7 +220,7 @@ pub(super) fn loss(config: &Config, network: &Network) -> Result<Loss> {
             if let Network::Layers(layers) = network
                 && layers.output().len() != 1
             {
-                let output = crate::nn::layers::shown(layers.output());
+                let output = hpctrain_nn::layers::shown(layers.output());
                 let message =
                     format!("the last of model.layers gives {output}, but cross-entropy wants one axis of classes");
                 return Err(Error::input(message).hint("end with flatten and dense, or set another loss.kind"));

@@ -2,7 +2,7 @@
 
 use toml::{Table, Value};
 
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// Keys whose values are paths, by section.
 const PATHS: [(&str, &str); 3] = [("run", "root"), ("data", "path"), ("data", "stage")];

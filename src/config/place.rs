@@ -1,10 +1,10 @@
 //! Embedding tables in the memory of the host: `model.place.tables`.
 
 use super::{Config, TablesPlace};
-use crate::error::{Error, Result};
-use crate::mesh::Mesh;
-use crate::nn::Network;
-use crate::parallel::Storage;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::mesh::Mesh;
+use hpctrain_nn::Network;
+use hpctrain_parallel::Storage;
 
 /// The network as its tables' place wants it: with tables on the host the first block is nothing but them.
 ///
@@ -38,9 +38,9 @@ pub fn placed(config: &Config, network: Network, mesh: &Mesh, tensor_lanes: usiz
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Facts, Sources, load, resolve};
+    use crate::{Facts, Sources, load, resolve};
 
-    fn resolved(preset: &str, ranks: usize, settings: &[&str], on_gpu: bool) -> Result<crate::config::Plan> {
+    fn resolved(preset: &str, ranks: usize, settings: &[&str], on_gpu: bool) -> Result<crate::Plan> {
         let overrides: Vec<String> =
             settings.iter().chain(&["model.place.tables=host"]).map(|s| s.to_string()).collect();
         let (config, _) = load(&Sources { preset: Some(preset), overrides: &overrides, ..Sources::default() })?;
@@ -49,17 +49,17 @@ mod tests {
 
     #[test]
     fn tables_are_a_block_of_their_own_with_the_same_tensors() {
-        use crate::backend::cpu::Cpu;
-        use crate::nn::Network;
+        use hpctrain_cpu::Cpu;
+        use hpctrain_nn::Network;
         let names = |network: &Network| {
-            let of_block = |block: &dyn crate::nn::Block<Cpu>| -> Vec<(String, Vec<usize>)> {
+            let of_block = |block: &dyn hpctrain_nn::Block<Cpu>| -> Vec<(String, Vec<usize>)> {
                 block.tensors().into_iter().map(|tensor| (tensor.name, tensor.shape)).collect()
             };
             network.blocks::<Cpu>().iter().map(|block| of_block(&**block)).collect::<Vec<_>>()
         };
         for preset in ["dlrm", "llama-char"] {
             let plan = resolved(preset, 2, &["parallel.zero=3"], true).unwrap();
-            let whole = crate::config::network(&mut plan.config.model.clone(), None).unwrap();
+            let whole = crate::network(&mut plan.config.model.clone(), None).unwrap();
             assert_eq!(plan.network.describe(), whole.describe());
             let (apart, whole) = (names(&plan.network), names(&whole));
             assert!(apart[0].iter().all(|(name, _)| name.contains("tables") || name.contains("embed_tokens")));

@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 
-use crate::error::Error;
+use hpctrain_base::error::Error;
 
 /// The refusal of a key's value, where others are `wanted`.
 pub fn out_of_range(key: &str, value: impl Display, wanted: &str) -> Error {

@@ -9,12 +9,12 @@ use serde::de::{Error, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{DeviceChoice, DeviceMemory, Every, Partition, Size, Staleness, Time, USUAL_PART};
-use crate::comm::{Choice, PathSetting};
-use crate::data::{Augment, Axes, ExternalFiles, InputScale, Mix, Verify};
-use crate::nn::layers::Layer;
-use crate::nn::{Input, OwnNetwork};
-use crate::optim::{Group, Shape};
-use crate::parallel::{PipelineSchedule, Storage, Zero};
+use hpctrain_comm::{Choice, PathSetting};
+use hpctrain_data::{Augment, Axes, ExternalFiles, InputScale, Mix, Verify};
+use hpctrain_nn::layers::Layer;
+use hpctrain_nn::optim::{Group, Shape};
+use hpctrain_nn::{Input, OwnNetwork};
+use hpctrain_parallel::{PipelineSchedule, Storage, Zero};
 
 /// A key as its section declares it.
 pub struct Key {

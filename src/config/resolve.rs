@@ -11,18 +11,18 @@ use super::range::out_of_range;
 use super::{
     Compute, Config, LayerList, LayoutChoice, ModelKind, Optimizer, OptimizerKind, Parallel, Scaling, TablesPlace,
 };
-use crate::backend::cpu::Cpu;
-use crate::backend::{Elementwise, Kernels};
-use crate::data::SampleSpec;
-use crate::error::{Error, Result};
-use crate::layout::part;
-use crate::layout::{Slices, Tensor};
-use crate::mesh::{Axis, Mesh};
-use crate::nn::layers::Layer;
-use crate::nn::loss::{Loss, Objective};
-use crate::nn::{Loan, Network};
-use crate::optim::{Group, Rule, Schedule};
-use crate::parallel::{Averaging, PipelineSchedule, Residency, Stage, StepSchedule};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::part;
+use hpctrain_base::layout::{Slices, Tensor};
+use hpctrain_base::mesh::{Axis, Mesh};
+use hpctrain_cpu::Cpu;
+use hpctrain_data::SampleSpec;
+use hpctrain_device::{Elementwise, Kernels};
+use hpctrain_nn::layers::Layer;
+use hpctrain_nn::loss::{Loss, Objective};
+use hpctrain_nn::optim::{Group, Rule, Schedule};
+use hpctrain_nn::{Loan, Network};
+use hpctrain_parallel::{Averaging, PipelineSchedule, Residency, Stage, StepSchedule};
 
 /// Facts about the environment that a [`Plan`] depends on.
 #[derive(Debug, Clone, Copy)]
@@ -483,8 +483,8 @@ fn schedule(config: &Config) -> Schedule {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Sources, load};
-    use crate::nn::FrequencyScaling;
+    use crate::{Sources, load};
+    use hpctrain_nn::FrequencyScaling;
 
     fn plan(ranks: usize, overrides: &[&str]) -> Result<Plan> {
         let overrides: Vec<String> = overrides.iter().map(|s| s.to_string()).collect();

@@ -2,8 +2,8 @@
 
 use super::range::out_of_range;
 use super::{RopeScaling, RopeType};
-use crate::error::{Error, Result};
-use crate::nn::FrequencyScaling;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_nn::FrequencyScaling;
 
 /// The keys of each type.
 const HINT: &str = "rope_type = \"linear\" has factor; rope_type = \"llama3\" has factor, low_freq_factor, high_freq_factor and \

@@ -114,7 +114,7 @@ pub(super) fn meant(section: Option<&str>, key: &str) -> Option<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Config;
+    use crate::Config;
 
     #[test]
     fn every_key_exists_and_no_name_means_two() {

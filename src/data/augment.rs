@@ -5,8 +5,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
-use crate::random::{Stream, derive, name};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::random::{Stream, derive, name};
 
 /// Random augmentation of images, drawn anew each time an image is read; none by default.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::h5::shape;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// Order of the axes of images in files; networks take their channels last.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

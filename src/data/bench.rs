@@ -11,9 +11,9 @@ use hdf5::types::VarLenUnicode;
 use super::format::{Format, TokenShard, write_rows};
 use super::h5::one_line;
 use super::{DataSpec, Dataset, Ids, Loader, SampleSpec, Sampler, Split, Target, Tokenizer, Verify};
-use crate::error::{Error, Result};
 use crate::hdf5_files;
-use crate::random::Stream;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::random::Stream;
 
 /// Bytes of an image of 28 × 28, and of its class.
 const IMAGE: usize = 784;

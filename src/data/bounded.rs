@@ -5,7 +5,7 @@
 
 use std::io::{ErrorKind, Read};
 
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// Decoded bytes that a file of any size may have.
 const ALWAYS: u64 = 64 << 20;

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use sha2::{Digest, Sha256};
 
 use super::import::hex;
-use crate::error::{Error, Result};
-use crate::private;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::private;
 
 struct Bundle {
     name: &'static str,

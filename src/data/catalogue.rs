@@ -14,7 +14,7 @@ use super::brief::{Before, Brief};
 use super::sandbox::Sandbox;
 use super::shard::Shard;
 use super::spec::{DataSpec, Held};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// Shards that this process has opened to describe them.
 static DESCRIBED: AtomicU64 = AtomicU64::new(0);

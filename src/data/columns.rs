@@ -9,7 +9,7 @@ use hdf5::types::VarLenUnicode;
 use serde::{Deserialize, Serialize};
 
 use super::h5::{one_line, var_len};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// The dataset that holds the columns.
 pub(super) const COLUMNS: &str = "/columns";

@@ -16,7 +16,7 @@ use super::standard::Standard;
 use super::storage;
 use super::stored::{As, Stored};
 use super::walk::dataset_names;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// The largest value means "too large", see [`Stored::to_ids`].
 pub(super) const MAX_VOCABULARY: usize = i32::MAX as usize;

@@ -16,10 +16,10 @@ use super::shard::{Shard, first_invalid};
 use super::spec::{DataSpec, Held, Ids, SampleSpec, Split, Target, Verify};
 use super::stored::As;
 use super::{Fingerprint, Tokenizer, completeness};
-use crate::descriptors;
-use crate::error::{Error, Result};
-use crate::pattern::matches;
-use crate::simd::simd;
+use hpctrain_base::descriptors;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::pattern::matches;
+use hpctrain_base::simd::simd;
 
 /// Shards kept open at a time, where the process may open so many files.
 const MAX_OPEN: usize = 256;

@@ -6,8 +6,8 @@
 //! its period.
 
 use super::spec::Split;
-use crate::error::{Error, Result};
-use crate::random::{derive, name};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::random::{derive, name};
 
 /// Fractions count in these parts of all.
 const WHOLE: u64 = 1_000_000;

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::h5::{self, TypeFacts};
 use super::stored::As;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// The type of the elements of a dataset, irrespective of byte order.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

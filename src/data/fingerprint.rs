@@ -12,7 +12,7 @@ use super::content::{Content, Field};
 use super::format::{BlockSums, Checksums, Header};
 use super::h5;
 use super::import::hex;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// Bytes of a hash: 64 bits, against chance and not against malice.
 const HASH: usize = 8;

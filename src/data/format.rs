@@ -25,8 +25,8 @@ use serde::{Deserialize, Serialize};
 use super::h5::{one_line, read_all, var_len};
 use super::spec::Split;
 use super::tokenizer::Tokenizer;
-use crate::error::{Error, Result};
 use crate::hdf5_files;
+use hpctrain_base::error::{Error, Result};
 
 /// Ids between two checksums; also the chunk of compressed shards, so that damage stays in one.
 const BLOCK: usize = 1 << 16;

@@ -28,8 +28,9 @@ use hdf5_sys::h5z::H5Zfilter_avail;
 
 use super::stored::Stored;
 use super::{bounded, links};
-use crate::error::{Error, Result};
-use crate::{hdf5_files, regular_files};
+use crate::hdf5_files;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::regular_files;
 
 /// The first bytes of an HDF5 file.
 const SIGNATURE: &[u8] = b"\x89HDF\r\n\x1a\n";

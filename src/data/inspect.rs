@@ -10,8 +10,8 @@ use super::import::numbered;
 pub use super::listing::{Inspected, Stored};
 use super::sandbox::Sandbox;
 use super::spec::file_names;
-use crate::error::{Error, Result};
-use crate::visible::in_one_line;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::visible::in_one_line;
 
 /// Contents of HDF5 files.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -12,7 +12,7 @@ use hdf5_sys::h5l::{H5Lget_val, H5Lunpack_elink_val};
 use hdf5_sys::h5p::H5P_DEFAULT;
 
 use super::walk::{DEEPEST, Target, Walk};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// The variable with directories of files that external links lead to.
 pub(super) const PREFIX: &str = "HDF5_EXT_PREFIX";

@@ -12,7 +12,7 @@ use super::h5;
 use super::import::class_names;
 use super::packing::is_dimension_scale;
 use super::walk::dataset_names;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// An HDF5 file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

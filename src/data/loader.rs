@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use super::parts::{Parts, Sizes};
 use super::{Draw, Order, Source};
-use crate::activity::{Activity, Doing, Track, span};
-use crate::error::{Error, Result};
-use crate::spawn::spawn;
+use hpctrain_base::activity::{Activity, Doing, Track, span};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::spawn::spawn;
 
 /// The samples of one micro-batch.
 #[derive(Debug, Clone, PartialEq)]

@@ -5,10 +5,6 @@
 //! data sets are mixed), and [`Loader`] reads positions ahead of the training step. A program that
 //! makes its samples itself puts a [`Source`] of its own in the place of the files.
 
-pub(crate) use hpctrain_base::{
-    activity, descriptors, error, panics, pattern, private, random, regular_files, simd, spawn, time_limit, visible,
-};
-
 mod augment;
 mod axes;
 pub mod bench;

@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::Sampler;
-use crate::error::{Error, Result};
-use crate::random::derive;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::random::derive;
 
 /// A data set that is mixed with others.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use super::stored::{As, Stored};
 use super::{h5, storage};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// Characters of an attribute that is compared with a word.
 const WORD: usize = 64;

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::Tokenizer;
 use super::columns::{Category, Coder, Coding, Columns, UNKNOWN};
 use super::standard::Standard;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// Conversion of stored samples into inputs and classes.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]

@@ -28,8 +28,8 @@ use super::listing::{self, Inspected};
 use super::raw_path;
 use super::shard::Shard;
 use super::spec::DataSpec;
-use crate::error::{Error, Result};
-use crate::spawn::spawn;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::spawn::spawn;
 
 /// The hidden subcommand of the program that is the child.
 pub const COMMAND: &str = "data-sandbox";

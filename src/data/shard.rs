@@ -26,8 +26,8 @@ use super::raw_path;
 use super::rows::{RowReader, Source};
 use super::spec::{DataSpec, Verify};
 use super::storage;
-use crate::error::{Error, Result};
-use crate::simd::simd;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::simd::simd;
 
 /// The description of one file.
 #[derive(Debug, Clone, Serialize, Deserialize)]

@@ -2,7 +2,7 @@
 
 use super::parts::{SampleMut, Sizes};
 use super::{Dataset, Fingerprint, Preprocessing, Tokenizer, preprocessing};
-use crate::error::Result;
+use hpctrain_base::error::Result;
 
 /// Numbered samples for training or evaluation. [`Dataset`] is one, of HDF5 files; a program may
 /// have others, of other files or made in code.
@@ -10,7 +10,7 @@ use crate::error::Result;
 /// Every rank has a source of its own and is asked for the samples of its part of each batch. Which sample stands at
 /// which position of a run follows from seed, epoch and position alone ([`Sampler`](super::Sampler)); so if a number
 /// always gives the same sample, on every rank, a run has the same bits on any number of ranks and after every restart.
-/// Random parts of a sample are therefore to be drawn from its number, as with [`random`](crate::random).
+/// Random parts of a sample are therefore to be drawn from its number, as with [`random`](hpctrain_base::random).
 ///
 /// A whole run looks at each sample, for ids and classes that the network does not know and numbers that are none; in a loop
 /// of one's own, `engine::Splits::checked` does.

@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use super::axes::Axes;
 use super::parts::Sizes;
 use super::raw_path;
-use crate::error::{Error, Result};
-use crate::pattern::matches;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::pattern::matches;
 
 /// The dataset that weights are looked for in unless another is named.
 pub(super) const WEIGHTS: &str = "/weights";

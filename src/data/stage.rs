@@ -13,8 +13,9 @@ use sha2::{Digest, Sha256};
 use super::import::hex;
 use super::spec::file_names;
 use super::{DataSpec, Held, Split};
-use crate::error::{Error, Result};
-use crate::private::{self, Found};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::private;
+use hpctrain_base::private::Found;
 
 /// Record of the copies in a directory.
 const RECORD: &str = "staged.json";

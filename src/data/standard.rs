@@ -4,8 +4,8 @@ use hdf5::File;
 use serde::{Deserialize, Serialize};
 
 use super::h5;
-use crate::error::{Error, Result};
-use crate::simd::simd;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::simd::simd;
 
 /// Mean and standard deviation of inputs, one for each place of their last axis or of a whole row.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -14,7 +14,7 @@ use super::h5::{self, Source, shape};
 use super::links::{Link, PREFIX, find, link};
 use super::spec::ExternalFiles;
 use super::stored::{As, Stored};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// Virtual data sets within each other, at most: more are a circle.
 const DEEPEST: usize = 8;

@@ -4,7 +4,7 @@ use half::f16;
 use hdf5::{Datatype, H5Type};
 use serde::{Deserialize, Serialize};
 
-use crate::simd::simd;
+use hpctrain_base::simd::simd;
 
 /// Type that the elements of a dataset are read as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -19,8 +19,8 @@ use super::shard::{Shard, first_invalid};
 use super::spec::Verify;
 use super::stored::{As, Stored};
 use super::{DataSpec, SampleSpec, is_weight};
-use crate::error::{Error, Result};
-use crate::pattern::matches;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::pattern::matches;
 
 /// Ids read at a time where no checksum gives the block.
 const BLOCK: usize = 1 << 16;

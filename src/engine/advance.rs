@@ -4,12 +4,12 @@
 use std::time::{Duration, Instant};
 
 use super::step::Engine;
-use crate::backend::Kernels;
-use crate::checkpoint::Progress;
-use crate::config::Plan;
-use crate::error::{Error, Result};
-use crate::nn::Micro;
-use crate::parallel::{
+use hpctrain_base::error::{Error, Result};
+use hpctrain_config::Plan;
+use hpctrain_device::Kernels;
+use hpctrain_nn::Micro;
+use hpctrain_parallel::Progress;
+use hpctrain_parallel::{
     AllFlags, Averaging, ControlFlags, Hyper, ReducedStep, ReplicaStep, RoundSummary, mean, steps_of_replicas,
 };
 
@@ -55,13 +55,15 @@ impl StepResult {
 pub fn advance<B: Kernels>(
     plan: &Plan,
     engine: &mut Engine<B>,
-    next: impl FnMut() -> Result<Micro<B>>,
+    mut next: impl FnMut() -> Result<Micro<B>>,
     progress: &mut Progress,
     flags: impl FnOnce() -> ControlFlags,
 ) -> Result<Round> {
+    let mut flags = Some(flags);
+    let mut flags = || flags.take().map_or_else(ControlFlags::empty, |flags| flags());
     let round = match plan.averaging {
-        None => together(plan, engine, next, progress, flags)?,
-        Some(averaging) => apart(plan, averaging, engine, next, progress, flags)?,
+        None => together(plan, engine, &mut next, progress, &mut flags)?,
+        Some(averaging) => apart(plan, averaging, engine, &mut next, progress, &mut flags)?,
     };
     progress.step += round.steps.len() as u64;
     progress.position += plan.config.batch.global * round.steps.len() as u64;
@@ -72,9 +74,9 @@ pub fn advance<B: Kernels>(
 fn together<B: Kernels>(
     plan: &Plan,
     engine: &mut Engine<B>,
-    next: impl FnMut() -> Result<Micro<B>>,
+    next: &mut dyn FnMut() -> Result<Micro<B>>,
     progress: &mut Progress,
-    flags: impl FnOnce() -> ControlFlags,
+    flags: &mut dyn FnMut() -> ControlFlags,
 ) -> Result<Round> {
     let step = progress.step;
     let reduced = engine.gradients(step, next, flags)?;
@@ -89,9 +91,9 @@ fn apart<B: Kernels>(
     plan: &Plan,
     averaging: Averaging,
     engine: &mut Engine<B>,
-    mut next: impl FnMut() -> Result<Micro<B>>,
+    next: &mut dyn FnMut() -> Result<Micro<B>>,
     progress: &mut Progress,
-    flags: impl FnOnce() -> ControlFlags,
+    flags: &mut dyn FnMut() -> ControlFlags,
 ) -> Result<Round> {
     let (steps, here) = (progress.step..plan.round_end(progress.step), engine.model.sharded.replicas_here());
     let mut taken = vec![Vec::new(); here];
@@ -101,7 +103,7 @@ fn apart<B: Kernels>(
     for step in steps.clone() {
         let (mut seconds, mut time) = (0.0, Duration::ZERO);
         for replica in 0..here {
-            let reduced = engine.gradients(step, &mut next, ControlFlags::empty)?;
+            let reduced = engine.gradients(step, &mut *next, ControlFlags::empty)?;
             let Update { loss, skipped, took } = update(plan, engine, &reduced, step, &mut updates[replica])?;
             taken[replica].push(ReplicaStep { loss, norm: reduced.norm, skipped });
             seconds += reduced.compute[engine.model.sharded.step_rank()];

@@ -7,13 +7,13 @@ use super::host_inputs::HostInputs;
 use super::host_tables::HostTables;
 use super::model::Model;
 use super::step::{Engine, Geometry};
-use crate::backend::Kernels;
-use crate::backend::cpu::Cpu;
-use crate::comm::{Algorithm, Comm, Group, Table};
-use crate::config::Plan;
-use crate::error::{Error, Result};
-use crate::nn::{Blocks, loans};
-use crate::parallel::{Groups, Lanes, Sharded, Stage, Updates};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_comm::{Algorithm, Comm, Group, Table};
+use hpctrain_config::Plan;
+use hpctrain_cpu::Cpu;
+use hpctrain_device::Kernels;
+use hpctrain_nn::{Blocks, loans};
+use hpctrain_parallel::{Groups, Lanes, Sharded, Stage, Updates};
 
 /// The network on its mesh. Collective over the world. `choices` is the file in which a measurement of collectives may
 /// be kept.

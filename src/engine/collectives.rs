@@ -5,15 +5,15 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::backend::Kernels;
-use crate::comm::{Algorithm, Comm, DevicePath, Group, Operation, Table, measure};
-use crate::config::Plan;
-use crate::error::{Error, Result};
-use crate::layout::UnitLayout;
-use crate::mesh::Mesh;
-use crate::nn::{Block, Blocks};
-use crate::parallel::{Groups, Storage};
-use crate::regular_files;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::UnitLayout;
+use hpctrain_base::mesh::Mesh;
+use hpctrain_base::regular_files;
+use hpctrain_comm::{Algorithm, Comm, DevicePath, Group, Operation, Table, measure};
+use hpctrain_config::Plan;
+use hpctrain_device::Kernels;
+use hpctrain_nn::{Block, Blocks};
+use hpctrain_parallel::{Groups, Storage};
 
 /// Operations of shards on units.
 const OF_SHARDS: [Operation; 2] = [Operation::ReduceScatter, Operation::AllGather];

@@ -5,18 +5,18 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::model::Model;
-use crate::backend::{Backend, Kernels, MemoryKind};
-use crate::checkpoint::Progress;
-use crate::comm::Group;
-use crate::config::{Config, ModelKind, Plan, sample_spec};
-use crate::data::{
+use hpctrain_base::error::{Error, Result};
+use hpctrain_comm::Group;
+use hpctrain_config::topology::Topology;
+use hpctrain_config::{Config, ModelKind, Plan, sample_spec};
+use hpctrain_data::{
     Augment, Batch, Catalogue, DataSpec, Dataset, Held, Loader, Order, SampleSpec, Source, Split, Target, bundled,
     stage,
 };
-use crate::error::{Error, Result};
-use crate::nn::Micro;
-use crate::parallel::Stage;
-use crate::topology::Topology;
+use hpctrain_device::{Backend, Kernels, MemoryKind};
+use hpctrain_nn::Micro;
+use hpctrain_parallel::Progress;
+use hpctrain_parallel::Stage;
 
 /// Training and validation data of a configuration; none to validate on where there is none and none was asked for.
 ///
@@ -159,7 +159,7 @@ pub fn has(config: &Config, split: Split) -> Result<bool> {
 }
 
 /// The error where validation data is needed and there is none.
-pub(crate) fn no_validation(what: &str, config: &Config) -> Error {
+pub fn no_validation(what: &str, config: &Config) -> Error {
     Error::input(format!("{} has no validation data: {what}", config.data.told()))
         .hint("add validation shards (data.validation), or keep a part of the samples for it, such as data.val_fraction = 0.1")
 }

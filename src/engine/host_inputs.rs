@@ -10,8 +10,8 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use crate::backend::{Backend, ComputeOrderedCopies, MemoryKind, Reach, Slot};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::{Backend, ComputeOrderedCopies, MemoryKind, Reach, Slot};
 
 /// The memory of the host for inputs, and the copies between it and the device.
 pub struct HostInputs<B: Backend> {

@@ -10,13 +10,13 @@
 
 use std::sync::Arc;
 
-use crate::activity::{Doing, span};
-use crate::backend::cpu::{Cpu, CpuBuf};
-use crate::backend::{Backend, ComputeOrderedCopies, Kernels, MemoryKind, Reach, Slot};
-use crate::data::Parts;
-use crate::error::{Error, Result};
-use crate::nn::{Block, Context, Micro};
-use crate::parallel::Sharded;
+use hpctrain_base::activity::{Doing, span};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_cpu::{Cpu, CpuBuf};
+use hpctrain_data::Parts;
+use hpctrain_device::{Backend, ComputeOrderedCopies, Kernels, MemoryKind, Reach, Slot};
+use hpctrain_nn::{Block, Context, Micro};
+use hpctrain_parallel::Sharded;
 
 /// The block of tables, and the way of their rows to the device and back.
 pub struct HostTables<B: Kernels> {
@@ -183,12 +183,12 @@ fn widen(from: &[u16], to: &mut [f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::Progress;
-    use crate::comm::Comm;
-    use crate::config::{Facts, Plan, Sources, load, resolve};
-    use crate::data::Batch;
-    use crate::engine::{advance, engine, feed, on_threads};
-    use crate::parallel::ControlFlags;
+    use crate::{advance, engine, feed, on_threads};
+    use hpctrain_comm::Comm;
+    use hpctrain_config::{Facts, Plan, Sources, load, resolve};
+    use hpctrain_data::Batch;
+    use hpctrain_parallel::ControlFlags;
+    use hpctrain_parallel::Progress;
 
     const TABLES: &str = "{kind='embedding_tables', ids=[5, 3, 9], width=4";
     const BEHIND: &str = "{kind='dot_interaction'}, {kind='dense', units=3}, {kind='tanh'}, {kind='dense', units=1}";

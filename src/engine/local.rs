@@ -2,10 +2,10 @@
 
 use std::thread::ScopedJoinHandle;
 
-use crate::backend::Backend;
-use crate::comm::{Algorithm, Comm, start_threads};
-use crate::error::{Error, Kind, Result};
-use crate::spawn::spawn_scoped;
+use hpctrain_base::error::{Error, Kind, Result};
+use hpctrain_base::spawn::spawn_scoped;
+use hpctrain_comm::{Algorithm, Comm, start_threads};
+use hpctrain_device::Backend;
 
 /// Runs `rank` on `ranks` threads, each with its communicator; returns their results, in order of ranks.
 ///

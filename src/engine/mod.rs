@@ -1,5 +1,7 @@
 //! The one step, and all that it stands on: the network on its mesh, its samples, the memory it takes.
 
+#![forbid(unsafe_code)]
+
 mod advance;
 mod build;
 mod collectives;
@@ -17,13 +19,15 @@ mod products;
 mod rehearsal;
 mod splits;
 mod step;
+#[cfg(test)]
+mod tests;
 
-pub(crate) use advance::clip;
+pub use advance::clip;
 pub use advance::{Round, StepResult, advance};
-pub(crate) use build::behind_tables;
+pub use build::behind_tables;
 pub use build::{engine, engine_of};
 pub use collectives::Exchange;
-pub(crate) use feed::check_size;
+pub use feed::check_size;
 pub use feed::vocabulary;
 pub use host_inputs::HostInputs;
 pub use local::on_threads;

@@ -5,12 +5,12 @@ use std::ops::Range;
 use super::host_tables::HostTables;
 use super::neighbours::Neighbours;
 use super::pieces::{Piece, pieces};
-use crate::backend::cpu::Cpu;
-use crate::backend::{Kernels, MemoryKind};
-use crate::error::{Error, Result};
-use crate::nn::loss::Objective;
-use crate::nn::{Blocks, Context, Micro, Past};
-use crate::parallel::{Flow, Sharded};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_cpu::Cpu;
+use hpctrain_device::{Kernels, MemoryKind};
+use hpctrain_nn::loss::Objective;
+use hpctrain_nn::{Blocks, Context, Micro, Past};
+use hpctrain_parallel::{Flow, Sharded};
 
 /// A network with its parameters, ready to compute: of a pipeline, this rank's stage.
 pub struct Model<B: Kernels> {
@@ -59,7 +59,7 @@ impl<B: Kernels> Model<B> {
     }
 
     /// The same, which computes the last block and the loss of so many rows at a time, if it is one that works [row by
-    /// row](crate::nn::Block::is_row_by_row); 0 are all.
+    /// row](hpctrain_nn::Block::is_row_by_row); 0 are all.
     #[must_use]
     pub fn with_logit_rows(mut self, rows: usize) -> Self {
         let is_by_rows = self.sharded.stage().is_last() && self.blocks.last().is_some_and(|last| last.is_row_by_row());

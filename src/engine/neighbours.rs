@@ -1,10 +1,10 @@
 //! The messages between a stage of the pipeline and its neighbours: activations go to the next stage, gradients of them come
 //! back.
 
-use crate::backend::{Kernels, MemoryKind};
-use crate::comm::{Group, Pending};
-use crate::error::Result;
-use crate::parallel::Flow;
+use hpctrain_base::error::Result;
+use hpctrain_comm::{Group, Pending};
+use hpctrain_device::{Kernels, MemoryKind};
+use hpctrain_parallel::Flow;
 
 /// The stages before and behind this one.
 pub struct Neighbours<B: Kernels> {

@@ -5,14 +5,14 @@ use std::time::Instant;
 use super::memory::{self, Held};
 use super::rehearsal::random;
 use super::{Engine, advance, engine, feed, vocabulary};
-use crate::backend::Kernels;
-use crate::checkpoint::Progress;
-use crate::comm::{self, Comm};
-use crate::config::{Config, Facts, ModelKind, Plan, resolve};
-use crate::data::Batch;
-use crate::error::Result;
-use crate::parallel::{ControlFlags, PipelineSchedule};
-use crate::topology::Topology;
+use hpctrain_base::error::Result;
+use hpctrain_comm::{self as comm, Comm};
+use hpctrain_config::topology::Topology;
+use hpctrain_config::{Config, Facts, ModelKind, Plan, resolve};
+use hpctrain_data::Batch;
+use hpctrain_device::Kernels;
+use hpctrain_parallel::Progress;
+use hpctrain_parallel::{ControlFlags, PipelineSchedule};
 
 /// A network that trains on one micro-batch a rank, over and over.
 pub struct Pace<B: Kernels> {

@@ -5,11 +5,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::activity::{Doing, span};
-use crate::backend::{Kernels, MemoryKind};
-use crate::error::Result;
-use crate::nn::loss::Objective;
-use crate::nn::{Block, Context, Grads, Micro, Params};
+use hpctrain_base::activity::{Doing, span};
+use hpctrain_base::error::Result;
+use hpctrain_device::{Kernels, MemoryKind};
+use hpctrain_nn::loss::Objective;
+use hpctrain_nn::{Block, Context, Grads, Micro, Params};
 
 /// Some rows of a micro-batch, and the last block's input for them.
 pub struct Piece<B: Kernels> {

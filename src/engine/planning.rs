@@ -2,12 +2,12 @@
 
 use super::feed;
 use super::splits::check_sizes;
-use crate::backend::Kernels;
-use crate::comm::Comm;
-use crate::config::{Config, Facts, Plan, resolve};
-use crate::data::Source;
-use crate::error::Result;
-use crate::topology::Topology;
+use hpctrain_base::error::Result;
+use hpctrain_comm::Comm;
+use hpctrain_config::topology::Topology;
+use hpctrain_config::{Config, Facts, Plan, resolve};
+use hpctrain_data::Source;
+use hpctrain_device::Kernels;
 
 /// The plan for the ranks of `comm` and the data of `train`: collective over the world. `threads` is the compute
 /// threads a rank; without it the ranks of a node share its cores.

@@ -14,10 +14,10 @@ use serde::{Deserialize, Serialize};
 
 use super::rehearsal::rehearse;
 use super::step::Engine;
-use crate::backend::{Chosen, Kernels, ProductAlgorithms, ProductKind};
-use crate::comm::Group;
-use crate::config::{MatmulChoice, Plan};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_comm::Group;
+use hpctrain_config::{MatmulChoice, Plan};
+use hpctrain_device::{Chosen, Kernels, ProductAlgorithms, ProductKind};
 
 /// Choices by kind of device, in order of their products.
 type Choices = BTreeMap<String, Vec<Chosen>>;
@@ -190,7 +190,7 @@ fn checksum(kinds: &Choices) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::Algorithm;
+    use hpctrain_device::Algorithm;
 
     fn product(m: usize) -> ProductKind {
         ProductKind {

@@ -2,12 +2,12 @@
 
 use super::feed;
 use super::step::Engine;
-use crate::backend::Kernels;
-use crate::config::Plan;
-use crate::data::{Batch, Parts};
-use crate::error::Result;
-use crate::parallel::ControlFlags;
-use crate::random::Stream;
+use hpctrain_base::error::Result;
+use hpctrain_base::random::Stream;
+use hpctrain_config::Plan;
+use hpctrain_data::{Batch, Parts};
+use hpctrain_device::Kernels;
+use hpctrain_parallel::ControlFlags;
 
 /// Takes a step on random samples up to its gradients, which are forgotten: parameters and optimizer state stay as they are, and
 /// so do random streams, which know their step by its number. Collective over the ranks that take a step together; where replicas

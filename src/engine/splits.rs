@@ -4,12 +4,12 @@
 //! `Dataset` checks those of files: to a kernel a class out of range would be an address.
 
 use super::feed;
-use crate::backend::Backend;
-use crate::comm::Group;
-use crate::config::{Config, Plan};
-use crate::data::{Fingerprint, Preprocessing, SampleMut, SampleSpec, Sizes, Source, Tokenizer, is_weight};
-use crate::error::{Error, Result};
-use crate::topology::Topology;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_comm::Group;
+use hpctrain_config::topology::Topology;
+use hpctrain_config::{Config, Plan};
+use hpctrain_data::{Fingerprint, Preprocessing, SampleMut, SampleSpec, Sizes, Source, Tokenizer, is_weight};
+use hpctrain_device::Backend;
 
 /// Training and validation samples of a network.
 pub struct Splits {
@@ -34,13 +34,13 @@ impl Splits {
     }
 
     /// The sources of both.
-    pub(crate) fn sources(&self) -> Vec<&dyn Source> {
+    pub fn sources(&self) -> Vec<&dyn Source> {
         let validation = self.validation.iter().map(|source| source as &dyn Source);
         std::iter::once(&self.train as &dyn Source).chain(validation).collect()
     }
 
     /// The same, with samples that are looked at as they are read: ids and classes that the network of `plan` does not know, and
-    /// numbers that are none, are refused. [`Dataset`](crate::data::Dataset) looks by itself.
+    /// numbers that are none, are refused. [`Dataset`](hpctrain_data::Dataset) looks by itself.
     ///
     /// # Errors
     /// The samples have other sizes than the network takes, or there are none.

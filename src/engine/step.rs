@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 use super::host_inputs::{Away, HostInputs};
 use super::model::Model;
 use super::pieces::{Begun, End, Piece};
-use crate::activity::{Doing, span};
-use crate::backend::{Kernels, MemoryKind};
-use crate::comm::{Group, Pending};
-use crate::error::{Error, Result};
-use crate::nn::{Context, Deferred, Micro, Training};
-use crate::parallel::{Action, ControlFlags, Flow, ReducedStep, Sharded, StepSchedule};
-use crate::random;
+use hpctrain_base::activity::{Doing, span};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::random;
+use hpctrain_comm::{Group, Pending};
+use hpctrain_device::{Kernels, MemoryKind};
+use hpctrain_nn::{Context, Deferred, Micro, Training};
+use hpctrain_parallel::{Action, ControlFlags, Flow, ReducedStep, Sharded, StepSchedule};
 
 /// A model in training.
 pub struct Engine<B: Kernels> {
@@ -94,6 +94,18 @@ impl<B: Kernels> Engine<B> {
         step: u64,
         mut next: impl FnMut() -> Result<Micro<B>>,
         flags: impl FnOnce() -> ControlFlags,
+    ) -> Result<ReducedStep> {
+        let mut flags = Some(flags);
+        let mut flags = || flags.take().map_or_else(ControlFlags::empty, |flags| flags());
+        self.reduced_gradients(step, &mut next, &mut flags)
+    }
+
+    /// [`Self::gradients`], compiled once and not for each caller's closures.
+    fn reduced_gradients(
+        &mut self,
+        step: u64,
+        next: &mut dyn FnMut() -> Result<Micro<B>>,
+        flags: &mut dyn FnMut() -> ControlFlags,
     ) -> Result<ReducedStep> {
         let Geometry { schedule, rows, seed, .. } = self.geometry;
         let dropout = random::derive(seed, &[random::name("dropout"), step]);

@@ -5,12 +5,12 @@
 //! there is no derivative: check on smooth paths, or with inputs that keep away from them.
 
 use super::{Block, Context, Grads, Micro, Params, Training};
-use crate::backend::cpu::{Cpu, CpuBuf};
-use crate::backend::{Backend as _, MemoryKind};
-use crate::data::Parts;
-use crate::error::{Error, Result};
-use crate::layout::{Init, UnitLayout};
-use crate::random::{Stream, derive, name};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::{Init, UnitLayout};
+use hpctrain_base::random::{Stream, derive, name};
+use hpctrain_cpu::{Cpu, CpuBuf};
+use hpctrain_data::Parts;
+use hpctrain_device::{Backend as _, MemoryKind};
 
 /// A tensor by name, with its elements.
 pub type Named = (String, Vec<f32>);
@@ -240,8 +240,8 @@ impl<'a> Checked<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::{Activation, ActivationOps, ElementwiseOps, Linear, LinearOps, split, split_mut};
-    use crate::layout::Tensor;
+    use hpctrain_base::layout::Tensor;
+    use hpctrain_device::{Activation, ActivationOps, ElementwiseOps, Linear, LinearOps, split, split_mut};
 
     /// The fault of a block.
     #[derive(Debug, Clone, Copy, PartialEq)]
@@ -282,8 +282,8 @@ mod tests {
             tensors
         }
 
-        fn borrows(&self) -> Option<crate::nn::Loan> {
-            (self.0 == Fault::Borrows).then_some(crate::nn::Loan { unit: 0, len: 1 })
+        fn borrows(&self) -> Option<crate::Loan> {
+            (self.0 == Fault::Borrows).then_some(crate::Loan { unit: 0, len: 1 })
         }
 
         fn input_per_row(&self) -> usize {

@@ -1,9 +1,9 @@
 //! Dropout on the residual stream (Hinton et al., 2012).
 
 use super::Context;
-use crate::backend::{Dropout, Kernels, MemoryKind};
-use crate::error::Result;
-use crate::random;
+use hpctrain_base::error::Result;
+use hpctrain_base::random;
+use hpctrain_device::{Dropout, Kernels, MemoryKind};
 
 /// Dropout of rows of the stream, at numbered sites of a network.
 #[derive(Debug, Clone, Copy)]

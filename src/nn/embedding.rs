@@ -6,9 +6,9 @@ use std::ops::Range;
 use super::dropout::StreamDropout;
 use super::tensor::TensorLanes;
 use super::{Block, Context, Grads, INIT, Params, Past};
-use crate::backend::{Backend, Kernels, MemoryKind};
-use crate::error::Result;
-use crate::layout::{Cut, Init, Slices, Tensor};
+use hpctrain_base::error::Result;
+use hpctrain_base::layout::{Cut, Init, Slices, Tensor};
+use hpctrain_device::{Backend, Kernels, MemoryKind};
 
 /// Token table, and position table if the network learns positions.
 pub struct Embedding {

@@ -14,9 +14,9 @@ use super::head::{Head, Table};
 use super::past::attend;
 use super::tensor::{Column, Places, TensorLanes};
 use super::{Block, Blocks, Context, Grads, INIT, Params, Past, take};
-use crate::backend::{Attention, Backend, Kernels, Linear, MemoryKind, Norm};
-use crate::error::Result;
-use crate::layout::{Cut, Init, Slices, Tensor};
+use hpctrain_base::error::Result;
+use hpctrain_base::layout::{Cut, Init, Slices, Tensor};
+use hpctrain_device::{Attention, Backend, Kernels, Linear, MemoryKind, Norm};
 
 /// The size of a GPT.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -4,11 +4,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::backend::{Backend, Kernels, Linear, MemoryKind};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::{Backend, Kernels, Linear, MemoryKind};
 
 /// Gradients of a block's parameters. The backward adds into them, but for those of
-/// [`Tensor::overwritten`](crate::layout::Tensor::overwritten) tensors when it is the first.
+/// [`Tensor::overwritten`](hpctrain_base::layout::Tensor::overwritten) tensors when it is the first.
 pub struct Grads<'a, B: Backend> {
     /// The block's unit.
     pub own: B::ViewMut<'a>,
@@ -157,12 +157,12 @@ pub fn ranges<const N: usize>(lens: [usize; N]) -> [Range<usize>; N] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::cpu::{Cpu, CpuBuf};
-    use crate::layout::UnitLayout;
-    use crate::nn::gpt::Gpt;
-    use crate::nn::llama::Llama;
-    use crate::nn::{Block, Blocks, Context, FrequencyScaling, Micro, Params, Training};
-    use crate::random;
+    use crate::gpt::Gpt;
+    use crate::llama::Llama;
+    use crate::{Block, Blocks, Context, FrequencyScaling, Micro, Params, Training};
+    use hpctrain_base::layout::UnitLayout;
+    use hpctrain_base::random;
+    use hpctrain_cpu::{Cpu, CpuBuf};
 
     const SAMPLES: usize = 3;
     const TIME: usize = 5;

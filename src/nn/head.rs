@@ -6,9 +6,9 @@ use std::sync::Arc;
 use super::gradients::At;
 use super::tensor::{Column, Places, TensorLanes};
 use super::{Block, Context, Grads, INIT, Loan, Params, Past, unpack};
-use crate::backend::{Backend, Kernels, Linear, MemoryKind, Norm};
-use crate::error::Result;
-use crate::layout::{Cut, Init, Slices, Tensor};
+use hpctrain_base::error::Result;
+use hpctrain_base::layout::{Cut, Init, Slices, Tensor};
+use hpctrain_device::{Backend, Kernels, Linear, MemoryKind, Norm};
 
 /// The unit of the token table, which a tied head borrows.
 const EMBEDDING_UNIT: usize = 0;

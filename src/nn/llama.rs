@@ -16,9 +16,9 @@ use super::past::attend;
 use super::rotary::{Angles, FrequencyScaling};
 use super::tensor::{Column, Places, TensorLanes};
 use super::{Block, Blocks, Context, Grads, INIT, Params, Past, take};
-use crate::backend::{Attention, Backend, Kernels, Linear, MemoryKind, Norm, Rotary};
-use crate::error::Result;
-use crate::layout::{Cut, Init, Slices, Tensor};
+use hpctrain_base::error::Result;
+use hpctrain_base::layout::{Cut, Init, Slices, Tensor};
+use hpctrain_device::{Attention, Backend, Kernels, Linear, MemoryKind, Norm, Rotary};
 
 /// The size of a Llama.
 #[derive(Debug, Clone, PartialEq)]

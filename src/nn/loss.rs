@@ -4,12 +4,12 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 use super::{Blocks, Micro};
-use crate::backend::{
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::Slices;
+use hpctrain_comm::Group;
+use hpctrain_device::{
     Backend, CrossEntropy, CrossEntropyPart, Deviation, Kernels, LogitsPart, LossWeights, MemoryKind, Regression,
 };
-use crate::comm::Group;
-use crate::error::{Error, Result};
-use crate::layout::Slices;
 
 /// The loss that a network minimises; the mean over all predictions.
 #[derive(Debug, Clone, PartialEq)]

@@ -1,7 +1,9 @@
 //! Networks: sequences of stateless blocks and a loss.
 //!
 //! A block knows shapes, never parameters: those live in the unit of the same index
-//! ([`crate::layout::UnitLayout`]) and are handed in.
+//! ([`hpctrain_base::layout::UnitLayout`]) and are handed in.
+
+#![forbid(unsafe_code)]
 
 pub mod check;
 mod dropout;
@@ -13,6 +15,7 @@ pub mod layers;
 pub mod llama;
 pub mod loss;
 mod network;
+pub mod optim;
 mod own;
 mod past;
 mod rotary;
@@ -20,11 +23,11 @@ mod tensor;
 
 use std::ops::Range;
 
-use crate::backend::{Backend, Kernels, MemoryKind};
-use crate::comm::Group;
-use crate::data::Parts;
-use crate::error::{Error, Result};
-use crate::layout::Tensor;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::Tensor;
+use hpctrain_comm::Group;
+use hpctrain_data::Parts;
+use hpctrain_device::{Backend, Kernels, MemoryKind};
 
 pub use gradients::{Deferred, Grads};
 pub use network::{Network, Summary};

@@ -8,10 +8,10 @@ use super::llama::Llama;
 use super::loss::Loss;
 use super::own::OwnNetwork;
 use super::{Block, Blocks};
-use crate::backend::Kernels;
-use crate::backend::cpu::Cpu;
-use crate::data::{SampleSpec, Target};
-use crate::layout::{Slices, Tensor, trained};
+use hpctrain_base::layout::{Slices, Tensor, trained};
+use hpctrain_cpu::Cpu;
+use hpctrain_data::{SampleSpec, Target};
+use hpctrain_device::Kernels;
 
 /// Operations of matrix products that stand for an element which is written, kept and read again: a rough figure, with which
 /// they are a twentieth of the work of a block of GPT-2.

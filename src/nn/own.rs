@@ -8,10 +8,10 @@ use serde::{Deserialize, Serialize};
 
 use super::Blocks;
 use super::loss::Loss;
-use crate::backend::Kernels;
-use crate::backend::cpu::Cpu;
-use crate::backend::cuda::Cuda;
-use crate::data::{Ids, SampleSpec, Target};
+use hpctrain_cpu::Cpu;
+use hpctrain_cuda::Cuda;
+use hpctrain_data::{Ids, SampleSpec, Target};
+use hpctrain_device::Kernels;
 
 /// A network that a program builds of [blocks](super::Block).
 pub trait BuildNetwork: Send + Sync + 'static {

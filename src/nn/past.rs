@@ -1,7 +1,7 @@
 //! Keys and values of the positions that a language model has seen, so that a continuation computes its new positions alone.
 
-use crate::backend::{Attention, AttentionOps, Backend, MemoryKind};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::{Attention, AttentionOps, Backend, MemoryKind};
 
 /// Memory of one block for the positions of one sequence so far.
 pub struct Past<B: Backend> {

@@ -3,8 +3,8 @@
 use std::f64::consts::TAU;
 use std::sync::OnceLock;
 
-use crate::backend::{Backend, MemoryKind};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::{Backend, MemoryKind};
 
 /// Scaling of the frequencies of rotary positions, for contexts that are longer than those of pre-training.
 ///

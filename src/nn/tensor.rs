@@ -14,11 +14,11 @@ use std::sync::Arc;
 use super::dropout::StreamDropout;
 use super::gradients::{At, OutputGradient, ranges};
 use super::{Context, Grads, Params};
-use crate::backend::{Backend, Kernels, Linear, MemoryKind, Norm, split};
-use crate::comm::Pending;
-use crate::error::{Error, Result};
-use crate::layout::Slices;
-use crate::tree::Tree;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::Slices;
+use hpctrain_base::tree::Tree;
+use hpctrain_comm::Pending;
+use hpctrain_device::{Backend, Kernels, Linear, MemoryKind, Norm, split};
 
 /// The lanes of a block, in one computation.
 #[derive(Clone, Copy)]

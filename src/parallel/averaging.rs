@@ -10,8 +10,8 @@
 //! tree, whose lower levels run inside a rank.
 
 use super::control_flags::ControlFlags;
-use crate::error::{Error, Result};
-use crate::tree::tree_sum;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::tree::tree_sum;
 
 /// The averages of replicas.
 #[derive(Debug, Clone, Copy, PartialEq)]

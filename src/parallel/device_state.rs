@@ -5,9 +5,9 @@ use std::ops::Range;
 use super::averaging::Outer;
 use super::hyper::{Hyper, nowhere, state_names};
 use super::memory_audit::MemoryAudit;
-use crate::backend::{Audit, Kernels, MemoryKind, Sgd};
-use crate::error::{Error, Result};
-use crate::optim::{AVERAGE, Pair, Part, Rule};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::{Audit, Kernels, MemoryKind, Sgd};
+use hpctrain_nn::optim::{AVERAGE, Pair, Part, Rule};
 
 /// Rule and parts of a range's update.
 pub struct Recipe {

@@ -1,9 +1,9 @@
 //! The groups of ranks that a mesh makes.
 
-use crate::backend::Kernels;
-use crate::comm::{Comm, Group, Table};
-use crate::error::Result;
-use crate::mesh::{Axis, Mesh};
+use hpctrain_base::error::Result;
+use hpctrain_base::mesh::{Axis, Mesh};
+use hpctrain_comm::{Comm, Group, Table};
+use hpctrain_device::Kernels;
 
 /// The groups of a rank.
 pub struct Groups<B: Kernels> {

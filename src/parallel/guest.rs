@@ -9,9 +9,9 @@ use std::ops::Range;
 
 use super::Life;
 use super::unit::Slot;
-use crate::backend::{Kernels, MemoryKind};
-use crate::error::{Error, Result};
-use crate::layout::UnitLayout;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::UnitLayout;
+use hpctrain_device::{Kernels, MemoryKind};
 
 /// Parameters of a borrowed unit on a rank.
 pub struct Guest<B: Kernels> {

@@ -1,8 +1,8 @@
 //! The constants of an update, and the names of the state that it changes.
 
 use super::averaging::Outer;
-use crate::error::Error;
-use crate::optim::{AVERAGE, OUTER_MOMENTUM, Part, Rule, Update};
+use hpctrain_base::error::Error;
+use hpctrain_nn::optim::{AVERAGE, OUTER_MOMENTUM, Part, Rule, Update};
 
 /// Constants of one update.
 #[derive(Debug, Clone, Copy)]

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use crate::layout::part;
+use hpctrain_base::layout::part;
 
 /// The lanes of a data-parallel rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

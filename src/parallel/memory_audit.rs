@@ -1,7 +1,7 @@
 //! A digest of parameters and optimizer state in memory: each update tells whether it has found them as the one before has left them.
 
-use crate::backend::{Audit, Kernels};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::{Audit, Kernels};
 
 /// The audit of a range's memory.
 pub struct MemoryAudit<B: Kernels> {

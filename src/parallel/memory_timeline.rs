@@ -281,8 +281,8 @@ impl<'a> Gradients<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nn::Loan;
-    use crate::parallel::Zero;
+    use crate::Zero;
+    use hpctrain_nn::Loan;
 
     /// The most gradients of a step over blocks of these sizes, and the most parameters.
     fn peaks(borrows: &[Option<usize>], sizes: &[usize], shards: usize, lanes: usize, micros: usize) -> [usize; 2] {

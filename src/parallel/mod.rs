@@ -3,6 +3,8 @@
 //! [`Sharded`] is the one type for every data-parallel mode. Modes differ by the shape of the mesh and by the lifetimes
 //! of full gradients and full parameters ([`Residency`]).
 
+#![forbid(unsafe_code)]
+
 mod audits;
 mod averaging;
 mod control_flags;
@@ -17,13 +19,12 @@ mod norms;
 mod offload;
 mod partition;
 mod prefetch;
+mod progress;
 mod schedule;
 mod shard_owner;
 mod sharded;
 mod stage;
 mod step_summary;
-#[cfg(test)]
-mod tests;
 mod unit;
 
 pub use averaging::{Averaging, Outer, ReplicaStep, RoundSummary, mean, steps_of_replicas};
@@ -32,16 +33,17 @@ pub use groups::{Groups, StepGroups};
 pub use hyper::{Hyper, state_names};
 pub use lanes::Lanes;
 pub use memory_timeline::{MemoryTimeline, Moment, When};
-pub(crate) use norms::{Norms, whole as whole_norms};
+pub use norms::{Norms, whole as whole_norms};
 pub use offload::bytes as offloaded_bytes;
 pub use partition::partition;
 pub use prefetch::{Prefetch, step as turns};
+pub use progress::Progress;
 pub use schedule::{Action, Flow, PipelineSchedule, StepSchedule};
 pub use shard_owner::{ShardOwner, Updates, Values};
 pub use sharded::{Histograms, Owned, Reduced, ReducedStep, Sharded, whole_histograms};
-pub use stage::Stage;
-pub(crate) use step_summary::{Squares, sum_of_squares};
-pub(crate) use unit::initial;
+pub use stage::{Borrowed, Lent, Stage};
+pub use step_summary::{Squares, sum_of_squares};
+pub use unit::initial;
 
 use serde::{Deserialize, Serialize};
 

@@ -6,9 +6,9 @@
 
 use std::ops::Range;
 
-use crate::error::{Error, Result};
-use crate::optim::Pair;
-use crate::tree::tree_sum;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::tree::tree_sum;
+use hpctrain_nn::optim::Pair;
 
 /// A rank's message about its virtual shards; little-endian f64 on the wire.
 pub struct Norms {

@@ -22,10 +22,10 @@ use std::sync::Arc;
 
 use super::device_state::{DeviceState, Recipe};
 use super::hyper::{Hyper, state_names};
-use crate::backend::cpu::Cpu;
-use crate::backend::{Backend as _, ComputeOrderedCopies, ElementwiseOps, Kernels, MemoryKind, Reach, Slot};
-use crate::error::{Error, Result};
-use crate::optim::Pair;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_cpu::Cpu;
+use hpctrain_device::{Backend as _, ComputeOrderedCopies, ElementwiseOps, Kernels, MemoryKind, Reach, Slot};
+use hpctrain_nn::optim::Pair;
 
 /// The host's side of a device: the CPU that updates in its stead, and the copies between them.
 #[derive(Clone)]

@@ -11,11 +11,11 @@ use super::averaging::Averaging;
 use super::device_state::{DeviceState, Recipe};
 use super::hyper::Hyper;
 use super::offload::{Host, Offloaded};
-use crate::backend::cpu::Cpu;
-use crate::backend::{Backend as _, Kernels, MemoryKind};
-use crate::error::Result;
-use crate::layout::UnitLayout;
-use crate::optim::{Group, Pair, Rule, parts};
+use hpctrain_base::error::Result;
+use hpctrain_base::layout::UnitLayout;
+use hpctrain_cpu::Cpu;
+use hpctrain_device::{Backend as _, Kernels, MemoryKind};
+use hpctrain_nn::optim::{Group, Pair, Rule, parts};
 
 /// Rule and place of the updates of parameters.
 #[derive(Clone)]

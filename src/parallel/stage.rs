@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use crate::nn::Loan;
+use hpctrain_nn::Loan;
 
 /// A pipeline stage: with one stage, the whole network.
 #[derive(Debug, Clone, PartialEq, Eq)]

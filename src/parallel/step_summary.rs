@@ -1,8 +1,8 @@
 //! The small message of a step, from each rank to all others once its gradients are reduced.
 
 use super::control_flags::ControlFlags;
-use crate::error::{Error, Result};
-use crate::tree::tree_sum;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::tree::tree_sum;
 
 /// A rank's message about its lanes and virtual shards; little-endian f64 on the wire.
 #[derive(Debug, Clone, PartialEq)]

@@ -4,13 +4,13 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::shard_owner::ShardOwner;
-use crate::backend::{Kernels, MemoryKind};
-use crate::comm::{Group, Pending};
-use crate::error::{Error, Result};
-use crate::layout::{Init, UnitLayout};
-use crate::optim::Part;
-use crate::random;
-use crate::tree::Tree;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::{Init, UnitLayout};
+use hpctrain_base::random;
+use hpctrain_base::tree::Tree;
+use hpctrain_comm::{Group, Pending};
+use hpctrain_device::{Kernels, MemoryKind};
+use hpctrain_nn::optim::Part;
 
 /// A full buffer: at hand, on the wire, or given up.
 pub enum Slot<T> {

@@ -2,8 +2,8 @@
 
 use super::html::{digits, escaped, heading, number, paragraph, quiet, table, text};
 use crate::run_records::RunRecords;
-use crate::telemetry::classes::Classes;
-use crate::telemetry::grouped;
+use hpctrain_config::telemetry::classes::Classes;
+use hpctrain_config::telemetry::grouped;
 
 /// Classes of a matrix that is shown.
 const MOST: usize = 40;

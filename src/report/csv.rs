@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::io::Write;
 
 use super::labels;
-use crate::error::{Error, Result};
 use crate::run_records::RunRecords;
-use crate::telemetry::evaluations::{Over, Status};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_config::telemetry::evaluations::{Over, Status};
 
 /// The columns.
 const HEAD: [&str; 18] = [

@@ -6,8 +6,8 @@ use serde::Serialize;
 
 use super::thin::{Curve, Point, mean, parts, rounded};
 use crate::run_records::RunRecords;
-use crate::telemetry::evaluations::{Evaluation, Over, Status};
-use crate::telemetry::metrics::Step;
+use hpctrain_config::telemetry::evaluations::{Evaluation, Over, Status};
+use hpctrain_config::telemetry::metrics::Step;
 
 /// Buckets of a curve: all curves of a page together have as many as those of four runs would.
 const MOST_BUCKETS: usize = 2000;

@@ -1,7 +1,7 @@
 //! Pieces of a page. All texts of a run pass through [`escaped`].
 
-use crate::telemetry::{grouped, utc};
-use crate::visible::visible;
+use hpctrain_base::visible::visible;
+use hpctrain_config::telemetry::{grouped, utc};
 
 /// A text as content or in the quotes of an attribute: no part of it is markup.
 pub fn escaped(text: &str) -> String {

@@ -4,8 +4,8 @@
 use std::fmt::Write as _;
 
 use super::html::escaped;
-use crate::mesh::Mesh;
 use crate::run_records::RunRecords;
+use hpctrain_base::mesh::Mesh;
 
 /// Stages, replicas, shards and slices that are drawn, at most; a note tells of others.
 const MOST: [usize; 4] = [8, 4, 8, 4];

@@ -3,6 +3,8 @@
 //! The page has its data, its program and its style inside, and forbids itself every request. Curves are thinned
 //! ([`thin`]): 1,000,000 steps make a page of less than 5 MB.
 
+#![forbid(unsafe_code)]
+
 mod classes;
 pub mod csv;
 mod curves;
@@ -11,6 +13,8 @@ mod mesh;
 mod overview;
 mod progress;
 mod ranks;
+pub mod run_records;
+pub mod runs;
 mod settings;
 pub mod svg;
 pub mod thin;
@@ -19,8 +23,8 @@ use std::fmt::Write as _;
 
 use html::{escaped, json_in_script, paragraph, quiet, section};
 
-use crate::error::{Error, Result};
 use crate::run_records::RunRecords;
+use hpctrain_base::error::{Error, Result};
 
 /// The page's own program, its style, and the library that draws curves, with its licence.
 const PROGRAM: &str = include_str!("assets/page.js");

@@ -2,12 +2,12 @@
 
 use super::html::{Cell, digits, number, quiet, seconds, table, text, time, wide};
 use super::{chip, curves};
-use crate::run_dir::markers::Status;
 use crate::run_records::RunRecords;
-use crate::telemetry::efficiency::readable_rate;
-use crate::telemetry::evaluations::{Over, Status as Outcome};
-use crate::telemetry::metrics::Step;
-use crate::telemetry::{bytes, grouped};
+use hpctrain_checkpoint::run_dir::markers::Status;
+use hpctrain_config::telemetry::efficiency::readable_rate;
+use hpctrain_config::telemetry::evaluations::{Over, Status as Outcome};
+use hpctrain_config::telemetry::metrics::Step;
+use hpctrain_config::telemetry::{bytes, grouped};
 
 /// A column of a table of runs.
 type Column<'a> = (&'a str, fn(&str) -> Cell, &'a dyn Fn(&RunRecords) -> String);
@@ -153,7 +153,7 @@ pub fn environment(runs: &[RunRecords], labels: &[String]) -> String {
     if runs.iter().all(|run| run.card.is_none()) {
         return quiet("run.json, which a run writes at its end, is not there yet.");
     }
-    let of = |value: fn(&crate::telemetry::run_card::RunCard) -> String| {
+    let of = |value: fn(&hpctrain_config::telemetry::run_card::RunCard) -> String| {
         move |run: &RunRecords| run.card.as_ref().map_or_else(|| "–".into(), value)
     };
     let (version, mpi) = (of(|card| card.version.clone()), of(|card| card.mpi.clone()));

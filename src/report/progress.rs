@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use super::curves::{PARTS, mean_times};
 use super::html::{digits, escaped, heading, number, paragraph, quiet, seconds, table, text, time, wide};
 use crate::run_records::RunRecords;
-use crate::telemetry::evaluations::{Evaluation, Over, Status};
-use crate::telemetry::{bytes, grouped};
+use hpctrain_config::telemetry::evaluations::{Evaluation, Over, Status};
+use hpctrain_config::telemetry::{bytes, grouped};
 
 /// Lines of a table: of more than that, the last ones.
 const MOST_ROWS: usize = 50;
@@ -115,7 +115,7 @@ pub fn restarts(run: &RunRecords) -> String {
         return String::new();
     }
     let head = ["start", "began", "took", "code", "why", "rank", "host", "checkpoint", "steps lost", "time lost"];
-    let row = |one: &crate::telemetry::restarts::Restart| {
+    let row = |one: &hpctrain_config::telemetry::restarts::Restart| {
         vec![
             number(one.start.to_string()),
             text(time(one.time)),
@@ -139,7 +139,7 @@ pub fn skipped(run: &RunRecords) -> String {
         return String::new();
     }
     let (shown, told) = last(&skipped, "metrics.jsonl");
-    let row = |step: &&crate::telemetry::metrics::Step| {
+    let row = |step: &&hpctrain_config::telemetry::metrics::Step| {
         let value = |value: f64| number(digits(Some(value)));
         vec![number(grouped(step.step)), value(step.loss), value(step.grad_norm), value(step.lr)]
     };
@@ -152,7 +152,7 @@ pub fn skipped(run: &RunRecords) -> String {
 /// The last texts that the model has continued.
 pub fn samples(run: &RunRecords) -> String {
     let shown = &run.samples[run.samples.len().saturating_sub(MOST_TEXTS)..];
-    let one = |sample: &crate::telemetry::samples::TextSample| {
+    let one = |sample: &hpctrain_config::telemetry::samples::TextSample| {
         let text: String = sample.text.chars().take(MOST_CHARACTERS).collect();
         let rest = if text.len() < sample.text.len() { "\n…" } else { "" };
         format!("{}<pre>{}{rest}</pre>\n", heading(&format!("at step {}", grouped(sample.step))), escaped(text.trim()))

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use super::html::{digits, escaped, quiet};
 use crate::run_records::RunRecords;
-use crate::telemetry::rank_times::{RankTimes, Spread};
-use crate::telemetry::straggler::slow;
+use hpctrain_config::telemetry::rank_times::{RankTimes, Spread};
+use hpctrain_config::telemetry::straggler::slow;
 
 /// Ranks that are shown: of more, the slowest.
 const MOST: usize = 64;

@@ -7,7 +7,7 @@ use super::html::escaped;
 use super::labels;
 use super::thin::Curve;
 use crate::run_records::RunRecords;
-use crate::telemetry::grouped;
+use hpctrain_config::telemetry::grouped;
 
 /// Size of the drawing, and the place of the curves in it.
 const SIZE: (f64, f64) = (760.0, 420.0);

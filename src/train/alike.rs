@@ -2,11 +2,11 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use crate::backend::Backend;
-use crate::comm::Group;
-use crate::config::{Config, written};
-use crate::error::{Error, Result};
-use crate::run_dir::differences;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_checkpoint::run_dir::differences;
+use hpctrain_comm::Group;
+use hpctrain_config::{Config, written};
+use hpctrain_device::Backend;
 
 /// Keys that ranks may have each to themselves: they change no number.
 const OWN: [&str; 5] = ["run.threads", "run.memory_limit", "data.stage", "servers.address", "log.level"];
@@ -47,9 +47,9 @@ fn shared_keys(config: &Config) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::cpu::Cpu;
-    use crate::comm::{Algorithm, start_threads};
-    use crate::config::{Sources, load};
+    use hpctrain_comm::{Algorithm, start_threads};
+    use hpctrain_config::{Sources, load};
+    use hpctrain_cpu::Cpu;
 
     /// The outcomes of ranks with these settings.
     fn outcomes(settings: &[&str]) -> Vec<Result<()>> {

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use crate::config::Time;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_config::Time;
 
 /// Environment variable in which Slurm tells when it will end the job, in seconds since 1970.
 const SLURM_END: &str = "SLURM_JOB_END_TIME";

@@ -1,11 +1,11 @@
 //! The energy of a run: one rank of each machine reads its counters, rank 0 records the sum.
 
-use crate::backend::Backend;
-use crate::comm::Group;
-use crate::energy::{Counters, Meter, Source, machine};
-use crate::error::{Error, Result};
-use crate::telemetry::metrics::Step;
-use crate::telemetry::run_card::EnergyUse;
+use hpctrain_base::energy::{Counters, Meter, Source, machine};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_comm::Group;
+use hpctrain_config::telemetry::metrics::Step;
+use hpctrain_config::telemetry::run_card::EnergyUse;
+use hpctrain_device::Backend;
 
 /// Joules in a kWh.
 const KWH: f64 = 3.6e6;

@@ -3,10 +3,10 @@
 use std::ops::ControlFlow::{self, Break, Continue};
 use std::path::Path;
 
-use crate::error::{Error, Result};
 use crate::evaluate::Measures;
-use crate::run_dir::Ending;
-use crate::telemetry::metrics::Step;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_checkpoint::run_dir::Ending;
+use hpctrain_config::telemetry::metrics::Step;
 
 /// Callbacks of a run. All do nothing unless written.
 ///

@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use crate::backend::{Profile, Tallies};
-use crate::comm::Stats;
-use crate::engine::StepResult;
-use crate::telemetry::profile::Report;
-use crate::telemetry::times::{Spent, Times};
+use hpctrain_comm::Stats;
+use hpctrain_config::telemetry::profile::Report;
+use hpctrain_config::telemetry::times::{Spent, Times};
+use hpctrain_device::{Profile, Tallies};
+use hpctrain_engine::StepResult;
 
 /// The meters of one rank.
 pub struct Meters {

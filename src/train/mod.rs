@@ -1,23 +1,27 @@
 //! Training runs.
 
+#![forbid(unsafe_code)]
+
 mod alike;
 mod budget;
 mod energy;
+pub mod evaluate;
 mod hooks;
 mod meters;
 mod outages;
 mod placed;
+pub mod planner;
 mod records;
 mod run;
 mod stop_requests;
 
-pub(crate) use alike::check_alike;
-pub(crate) use budget::Budget;
-pub(crate) use energy::Energy;
+pub use alike::check_alike;
+pub use budget::Budget;
+pub use energy::Energy;
 pub use hooks::{Hook, Outcome};
-pub(crate) use outages::{Outages, is_outage};
+pub use outages::{Outages, is_outage};
 pub use placed::train_on_device;
-pub(crate) use records::Records;
-pub(crate) use run::fresh_id;
+pub use records::Records;
+pub use run::fresh_id;
 pub use run::{GpuPlace, Own, Request, train};
-pub(crate) use stop_requests::StopRequests;
+pub use stop_requests::StopRequests;

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, Kind, Result};
+use hpctrain_base::error::{Error, Kind, Result};
 
 /// Pause before the first further attempt to save; each is twice as long as the one before.
 const FIRST: Duration = Duration::from_secs(1);

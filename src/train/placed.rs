@@ -1,20 +1,20 @@
 //! Training on the device of `run.device`.
 
 use super::run::{GpuPlace, Own, Request, train};
-use crate::backend::Kernels;
-use crate::backend::cpu::Cpu;
-use crate::comm::Comm;
-use crate::config::{LayoutChoice, Plan};
-use crate::error::{Error, Result};
-use crate::placement::{cpu, cpu_can, place};
 use crate::planner::{Here, choose_here};
-use crate::run_dir::Ending;
-use crate::telemetry::say;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_checkpoint::run_dir::Ending;
+use hpctrain_comm::Comm;
+use hpctrain_config::placement::{cpu, cpu_can, place};
+use hpctrain_config::telemetry::say;
+use hpctrain_config::{LayoutChoice, Plan};
+use hpctrain_cpu::Cpu;
+use hpctrain_device::Kernels;
 
 /// A whole run on the device of `run.device`, as by `hpctrain train`: collective over the world of `comm`. The ranks of
 /// `beside` are told the directory, as by [`train`].
 ///
-/// Signals end the process at once unless [`signals::listen`](crate::signals::listen) was called before; then the run
+/// Signals end the process at once unless [`signals::listen`](hpctrain_base::signals::listen) was called before; then the run
 /// saves first.
 ///
 /// # Errors

@@ -3,22 +3,23 @@
 use std::collections::VecDeque;
 use std::path::PathBuf;
 
-use crate::config::Plan;
-use crate::error::{Error, Result};
-use crate::own_files;
-use crate::run_dir::RunDirectory;
-use crate::telemetry::epoch_loss::EpochLoss;
-use crate::telemetry::evaluations::{self, Evaluation, Status};
-use crate::telemetry::json_lines::JsonLines;
-use crate::telemetry::metrics::{Step, energy_so_far};
-use crate::telemetry::progress::Progress;
-use crate::telemetry::rank_times::RankTimes;
-use crate::telemetry::restarts;
-use crate::telemetry::samples::TextSample;
-use crate::telemetry::straggler::{Straggler, Stragglers};
-use crate::telemetry::tensorboard::TensorBoard;
-use crate::telemetry::unix_time;
-use crate::train::energy::EnergyAccount;
+use crate::energy::EnergyAccount;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::own_files;
+use hpctrain_checkpoint::run_dir::RunDirectory;
+use hpctrain_config::Plan;
+use hpctrain_config::telemetry::epoch_loss::EpochLoss;
+use hpctrain_config::telemetry::evaluations;
+use hpctrain_config::telemetry::evaluations::{Evaluation, Status};
+use hpctrain_config::telemetry::json_lines::JsonLines;
+use hpctrain_config::telemetry::metrics::{Step, energy_so_far};
+use hpctrain_config::telemetry::progress::Progress;
+use hpctrain_config::telemetry::rank_times::RankTimes;
+use hpctrain_config::telemetry::restarts;
+use hpctrain_config::telemetry::samples::TextSample;
+use hpctrain_config::telemetry::straggler::{Straggler, Stragglers};
+use hpctrain_config::telemetry::tensorboard::TensorBoard;
+use hpctrain_config::telemetry::unix_time;
 
 /// The records of rank 0.
 pub struct Records {

@@ -9,10 +9,10 @@
 use std::time::{Duration, Instant};
 
 use super::budget::Budget;
-use crate::parallel::{AllFlags, ControlFlags};
-use crate::run_dir::Ending;
-use crate::run_dir::markers::Markers;
-use crate::signals;
+use hpctrain_base::signals;
+use hpctrain_checkpoint::run_dir::Ending;
+use hpctrain_checkpoint::run_dir::markers::Markers;
+use hpctrain_parallel::{AllFlags, ControlFlags};
 
 /// Least time between two looks for evaluators' requests: each is a request to a file system that other nodes use as
 /// well.

@@ -1,4 +1,4 @@
-//! The order of crates and modules: each knows only those below it.
+//! The order of crates, and of areas inside them: each knows only those below it.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod circles;
@@ -6,73 +6,45 @@ mod circles;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// The crates of `src/`, each with those that it may use. All other folders are of the root's crate, which uses every one.
-const CRATES: [(&str, &[&str]); 2] = [("base", &[]), ("data", &["base"])];
-
-/// Modules by level, lowest first. A module may use those of lower levels.
-const LEVELS: [&[&str]; 13] = [
-    &[
-        "activity",
-        "control_groups",
-        "energy",
-        "error",
-        "histogram",
-        "panics",
-        "pattern",
-        "random",
-        "regular_files",
-        "simd",
-        "tree",
-        "visible",
-    ],
-    &["descriptors", "layout", "mesh", "own_files", "private", "signals", "spawn"],
-    &["backend", "time_limit"],
-    &["comm", "data"],
-    &["nn", "optim"],
-    &["parallel"],
-    &["config", "telemetry", "topology"],
-    &["checkpoint", "job", "placement"],
-    &["engine", "run_dir"],
-    &["evaluate", "planner", "run_records"],
-    &["train", "bench", "report", "runs"],
-    &["doctor", "servers", "supervise", "verify"],
-    &["cli", "prelude"],
+/// The crates of `src/`, each with those that it uses, lowest first. All other folders are of the root's crate, which uses every one.
+const CRATES: [(&str, &[&str]); 16] = [
+    ("base", &[]),
+    ("data", &["base"]),
+    ("device", &["base"]),
+    ("device_tests", &["base", "device"]),
+    ("cpu", &["base", "device"]),
+    ("cuda", &["base", "device"]),
+    ("comm", &["base", "cpu", "device"]),
+    ("nn", &["base", "comm", "cpu", "cuda", "data", "device"]),
+    ("parallel", &["base", "comm", "cpu", "device", "nn"]),
+    ("config", &["base", "comm", "cpu", "cuda", "data", "device", "nn", "parallel"]),
+    ("checkpoint", &["base", "comm", "config", "cpu", "data", "device", "nn", "parallel"]),
+    ("engine", &["base", "comm", "config", "cpu", "data", "device", "nn", "parallel"]),
+    ("train", &["base", "checkpoint", "comm", "config", "cpu", "cuda", "data", "device", "engine", "nn", "parallel"]),
+    (
+        "parameter_server",
+        &["base", "checkpoint", "comm", "config", "cpu", "data", "device", "engine", "nn", "parallel", "train"],
+    ),
+    ("report", &["base", "checkpoint", "config", "data"]),
+    (ROOT, &[]),
 ];
 
-/// Uses within a level that are meant.
-const BESIDE: [(&str, &str); 1] = [
-    // The banner and the records describe the resolved configuration.
-    ("telemetry", "config"),
-];
+/// The name of the root's crate in these tables.
+const ROOT: &str = "hpctrain";
 
-/// Lower levels that a module keeps clear of nevertheless.
-const APART: [(&str, &str); 2] = [("data", "backend"), ("data", "comm")];
+/// Areas of crates that have several, by level, lowest first: an area uses those of lower levels. Files that are in none of these
+/// folders are an area with the name of the crate.
+const AREAS: [(&str, &[&[&str]]); 6] = [
+    ("nn", &[&["optim"], &["nn"]]),
+    ("config", &[&["config"], &["telemetry", "topology"], &["job", "placement"]]),
+    ("checkpoint", &[&["checkpoint"], &["run_dir"]]),
+    ("train", &[&["evaluate", "planner"], &["train"]]),
+    ("report", &[&["run_records"], &["report", "runs"]]),
+    (ROOT, &[&["bench"], &["doctor", "supervise", "verify"], &["cli"], &["prelude"], &[ROOT]]),
+];
 
 /// The only files with `unsafe` in them.
 const UNSAFE: [&str; 35] = [
-    "backend/cpu/bf16/tile.rs",
-    "backend/cpu/onednn.rs",
-    "backend/cpu/product.rs",
-    "backend/cpu/stream.rs",
-    "backend/cpu/threads.rs",
-    "backend/cuda/device.rs",
-    "backend/cuda/device_copies.rs",
-    "backend/cuda/event.rs",
-    "backend/cuda/ints.rs",
-    "backend/cuda/launch.rs",
-    "backend/cuda/libraries.rs",
-    "backend/cuda/matmul.rs",
-    "backend/cuda/memory.rs",
-    "backend/cuda/mod.rs",
-    "backend/cuda/nccl.rs",
-    "backend/cuda/pinned.rs",
-    "backend/cuda/pool.rs",
-    "backend/cuda/program.rs",
-    "backend/cuda/scalar.rs",
-    "backend/cuda/streams.rs",
-    "backend/cuda/toolkit.rs",
-    "backend/device_copies.rs",
-    "backend/library.rs",
     "checkpoint/writeback.rs",
     "comm/wire/mpi/calls.rs",
     "comm/wire/mpi/exchange.rs",
@@ -82,9 +54,32 @@ const UNSAFE: [&str; 35] = [
     "comm/wire/mpi/request.rs",
     "comm/wire/mpi/segment.rs",
     "comm/wire/mpi/vendor.rs",
+    "cpu/bf16/tile.rs",
+    "cpu/onednn.rs",
+    "cpu/product.rs",
+    "cpu/stream.rs",
+    "cpu/threads.rs",
+    "cuda/device.rs",
+    "cuda/device_copies.rs",
+    "cuda/event.rs",
+    "cuda/ints.rs",
+    "cuda/launch.rs",
+    "cuda/libraries.rs",
+    "cuda/matmul.rs",
+    "cuda/memory.rs",
+    "cuda/mod.rs",
+    "cuda/nccl.rs",
+    "cuda/pinned.rs",
+    "cuda/pool.rs",
+    "cuda/program.rs",
+    "cuda/scalar.rs",
+    "cuda/streams.rs",
+    "cuda/toolkit.rs",
     "data/h5.rs",
     "data/hdf5_files.rs",
     "data/links.rs",
+    "device/device_copies.rs",
+    "device/library.rs",
 ];
 
 /// Every source file: its path below `src/`, its text without comments.
@@ -117,22 +112,15 @@ fn code(text: &str) -> String {
     lines.flat_map(|line| [line, "\n"]).collect()
 }
 
-/// The module of a file: `train` for `train/run.rs`, `error` for `base/error.rs`; none for the roots of library and program, and for
-/// that of the crate of small modules.
-fn module(file: &str) -> Option<&str> {
-    let first = file.strip_prefix("base/").unwrap_or(file).split(['/', '.']).next().unwrap();
-    (!["lib", "main", "mod"].contains(&first)).then_some(first)
+/// The crate of a file.
+fn crate_of(file: &str) -> &str {
+    let folder = file.split('/').next().unwrap_or_default();
+    CRATES.iter().map(|(name, _)| *name).find(|name| *name == folder).unwrap_or(ROOT)
 }
 
-/// Whether a name after `crate::` is that of a module inside the file's own crate.
-fn is_inner(sources: &BTreeMap<String, String>, file: &str, name: &str) -> bool {
-    CRATES.iter().filter(|(crate_of, _)| *crate_of != "base" && file.starts_with(&format!("{crate_of}/"))).any(
-        |(crate_of, _)| {
-            let names = [format!("{crate_of}/{name}.rs"), format!("{crate_of}/{name}/mod.rs")];
-            let is_module = LEVELS.iter().any(|level| level.contains(&name));
-            !is_module || names.iter().any(|name| sources.contains_key(name))
-        },
-    )
+/// The area of a file in its crate, which has some, or of a name after `crate::` there.
+fn area<'a>(levels: &[&[&'a str]], crate_of: &'a str, name: &str) -> &'a str {
+    levels.iter().flat_map(|level| level.iter().copied()).find(|area| *area == name).unwrap_or(crate_of)
 }
 
 /// The word at the start of a text.
@@ -172,82 +160,101 @@ fn shipped<'a>(file: &str, text: &'a str) -> &'a str {
     text.split_once("#[cfg(test)]\nmod tests {").map_or(text, |(code, _)| code)
 }
 
-/// The uses between modules, with the files that have them.
-fn edges(sources: &BTreeMap<String, String>) -> BTreeMap<(String, String), BTreeSet<String>> {
-    let mut edges: BTreeMap<_, BTreeSet<_>> = BTreeMap::new();
-    for (file, text) in sources {
-        let Some(module) = module(file) else { continue };
-        let text = shipped(file, text);
-        for (at, path) in text.match_indices("crate::") {
-            let others = used(&text[at + path.len()..]).into_iter();
-            for other in others.filter(|other| other != module && !is_inner(sources, file, other)) {
-                edges.entry((module.to_owned(), other)).or_default().insert(file.clone());
+#[test]
+fn areas_use_only_lower_ones() {
+    let sources = sources();
+    let mut wrong = Vec::new();
+    let mut uses = 0;
+    for (name, levels) in AREAS {
+        let level = |area: &str| levels.iter().position(|level| level.contains(&area)).unwrap();
+        for (file, text) in sources.iter().filter(|(file, _)| crate_of(file) == name) {
+            let inside = file.strip_prefix(name).and_then(|rest| rest.strip_prefix('/')).unwrap_or(file);
+            let from = area(levels, name, inside.split(['/', '.']).next().unwrap());
+            // The root of a crate hands on what all areas have.
+            if ["mod.rs", "lib.rs", "main.rs"].contains(&inside) {
+                continue;
+            }
+            let text = shipped(file, text);
+            for (at, path) in text.match_indices("crate::") {
+                // Another crate, under the name that the root hands on.
+                let own = |other: &String| name != ROOT || level_of_root(other);
+                for to in used(&text[at + path.len()..]).iter().filter(|other| own(other)) {
+                    let to = area(levels, name, to);
+                    uses += usize::from(to != from);
+                    if to != from && level(to) >= level(from) {
+                        wrong.push(format!("{name}: {from} uses {to} in {file}"));
+                    }
+                }
             }
         }
     }
-    edges
-}
-
-fn level(module: &str) -> usize {
-    let found = LEVELS.iter().position(|level| level.contains(&module));
-    found.unwrap_or_else(|| panic!("module {module} has no level: add it to the table"))
-}
-
-#[test]
-fn modules_use_only_lower_ones() {
-    let sources = sources();
-    let modules: BTreeSet<&str> = sources.keys().filter_map(|file| module(file)).collect();
-    let known: BTreeSet<&str> = LEVELS.iter().flat_map(|level| level.iter().copied()).collect();
-    assert_eq!(modules, known, "the modules of src/ and those of the table");
-
-    let edges = edges(&sources);
-    let listed = |table: &[(&str, &str)], from: &str, to: &str| table.contains(&(from, to));
-    let mut wrong = Vec::new();
-    for ((from, to), files) in &edges {
-        let downward = level(to) < level(from) && !listed(&APART, from, to);
-        let beside = level(to) == level(from) && listed(&BESIDE, from, to);
-        if !downward && !beside {
-            wrong.push(format!("{from} ({}) uses {to} ({}) in {files:?}", level(from), level(to)));
-        }
-    }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    for (from, to) in BESIDE {
-        assert!(edges.contains_key(&(from.into(), to.into())), "{from} no longer uses {to}: take it off the list");
-    }
     // The reader finds what is there.
-    assert!(edges.contains_key(&("cli".into(), "train".into())) && edges.len() > 30, "{edges:?}");
+    assert!(uses > 30, "{uses} uses of other areas");
+}
+
+/// Whether a name after `crate::` is that of an area of the root's crate.
+fn level_of_root(name: &str) -> bool {
+    AREAS.iter().any(|(of, levels)| *of == ROOT && levels.iter().any(|level| level.contains(&name)))
+}
+
+/// The manifest of a crate.
+fn manifest(name: &str) -> toml::Table {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folder = if name == ROOT { root.to_path_buf() } else { root.join("src").join(name) };
+    std::fs::read_to_string(folder.join("Cargo.toml")).unwrap().parse().unwrap()
+}
+
+/// The crates of hpctrain in a table of dependencies, by their folders.
+fn own(dependencies: &toml::Value) -> BTreeSet<String> {
+    let names = dependencies.as_table().unwrap().keys();
+    names.filter_map(|name| Some(name.strip_prefix("hpctrain-")?.replace('-', "_"))).collect()
 }
 
 #[test]
 fn crates_use_only_lower_ones() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut seen = BTreeSet::new();
     for (name, may_use) in CRATES {
-        let manifest = std::fs::read_to_string(root.join("src").join(name).join("Cargo.toml")).unwrap();
-        let manifest: toml::Table = manifest.parse().unwrap();
-        let dependencies = manifest["dependencies"].as_table().unwrap().keys();
-        let own: BTreeSet<&str> = dependencies.filter_map(|name| name.strip_prefix("hpctrain-")).collect();
-        assert_eq!(own, may_use.iter().copied().collect(), "src/{name}/Cargo.toml");
-        assert!(may_use.iter().all(|other| seen.contains(other)), "{name} stands before one that it uses");
-        seen.insert(name);
+        let manifest = manifest(name);
+        let uses = own(&manifest["dependencies"]);
+        if name == ROOT {
+            let all: BTreeSet<String> = seen.iter().filter(|name| **name != "device_tests").cloned().collect();
+            assert_eq!(uses, all, "Cargo.toml");
+            continue;
+        }
+        assert_eq!(uses, may_use.iter().map(|name| (*name).to_owned()).collect(), "src/{name}/Cargo.toml");
+        assert!(may_use.iter().all(|other| seen.contains(*other)), "{name} stands before one that it uses");
+        seen.insert(name.to_owned());
+        // Tests of a crate use no higher one: there would be two of what both are made of.
+        let tests = manifest.get("dev-dependencies").map(own).unwrap_or_default();
+        assert!(tests.is_subset(&seen), "src/{name}/Cargo.toml: tests use {tests:?}");
     }
     // A folder with a manifest is one of the list.
-    let folders = std::fs::read_dir(root.join("src")).unwrap().map(|entry| entry.unwrap().path());
-    let crates = folders.filter(|folder| folder.join("Cargo.toml").exists());
+    let folders = std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("src")).unwrap();
+    let crates = folders.map(|entry| entry.unwrap().path()).filter(|folder| folder.join("Cargo.toml").exists());
     let names: BTreeSet<String> = crates.map(|folder| folder.file_name().unwrap().to_str().unwrap().into()).collect();
-    assert_eq!(names, seen.iter().map(|name| (*name).to_owned()).collect());
+    assert_eq!(names, seen);
 }
 
-/// The rows of the page on architecture: each module with those that it uses, highest first.
+#[test]
+fn crates_without_unsafe_code_forbid_it() {
+    for (name, _) in CRATES {
+        let root = if name == ROOT { "src/lib.rs".into() } else { format!("src/{name}/mod.rs") };
+        let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(&root)).unwrap();
+        let has_some = UNSAFE.iter().any(|file| crate_of(file) == name);
+        assert_eq!(text.contains("\n#![forbid(unsafe_code)]\n"), !has_some, "{root}");
+    }
+}
+
+/// The rows of the page on architecture: each crate with those that it uses, highest first.
 fn table() -> String {
-    let edges = edges(&sources());
-    let mut table = String::from("| module | uses |\n|---|---|\n");
-    for module in LEVELS.iter().rev().flat_map(|level| level.iter()) {
-        let mut used: Vec<&str> =
-            edges.keys().filter(|(from, _)| from == module).map(|(_, to)| &**to).filter(|to| *to != "error").collect();
-        used.sort_by_key(|to| std::cmp::Reverse(level(to)));
-        let used: Vec<String> = used.iter().map(|to| format!("`{to}`")).collect();
-        table += &format!("| `{module}` | {} |\n", used.join(", "));
+    let mut table = String::from("| crate | uses |\n|---|---|\n");
+    for (name, uses) in CRATES.iter().rev().filter(|(name, _)| *name != ROOT) {
+        let place = |name: &str| CRATES.iter().position(|(other, _)| *other == name);
+        let mut uses = uses.to_vec();
+        uses.sort_by_key(|name| std::cmp::Reverse(place(name)));
+        let uses: Vec<String> = uses.iter().map(|to| format!("`{to}`")).collect();
+        table += &format!("| `{name}` | {} |\n", uses.join(", "));
     }
     table
 }
@@ -282,7 +289,5 @@ fn paths_are_read() {
         ["backend", "comm", "error"]
     );
     assert_eq!(code("a // crate::b\nc\n"), "a \nc\n");
-    let modules =
-        ["train/run.rs", "placement.rs", "base/mesh.rs", "base/energy/mod.rs", "base/mod.rs", "lib.rs"].map(module);
-    assert_eq!(modules, [Some("train"), Some("placement"), Some("mesh"), Some("energy"), None, None]);
+    assert_eq!(["train/run/mod.rs", "cli/mod.rs", "lib.rs"].map(crate_of), ["train", ROOT, ROOT]);
 }

@@ -5,9 +5,9 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::common::launch::Transport::Alone;
-use crate::common::launch::{Ended, finish, mpirun, program};
-use crate::common::runs::{Run, SMALL};
+use hpctrain_testkit::launch::Transport::Alone;
+use hpctrain_testkit::launch::{Ended, finish, mpirun, program};
+use hpctrain_testkit::runs::{Run, SMALL};
 
 /// The output of a command that succeeds, without warnings.
 #[track_caller]
@@ -65,7 +65,7 @@ fn version() {
     let version = format!("hpctrain {}\n", env!("CARGO_PKG_VERSION"));
     assert_eq!(printed(&["--version"]), version);
     // Ranks read the same arguments: one answers.
-    let ended = finish(mpirun(2).arg(crate::common::program()).arg("--version")).succeeded();
+    let ended = finish(mpirun(2).arg(hpctrain_testkit::program()).arg("--version")).succeeded();
     assert_eq!(ended.stdout, version);
 }
 
@@ -249,7 +249,7 @@ fn text_is_imported_described_checked_and_trained_on() {
     }
     // The same text through a pipe.
     let import =
-        format!("{} data import text - --shards 2 --out {}", crate::common::program().display(), path("piped"));
+        format!("{} data import text - --shards 2 --out {}", hpctrain_testkit::program().display(), path("piped"));
     let mut shell = std::process::Command::new("sh");
     shell.args(["-c", &format!("cat {} | {import}", path("input.txt"))]);
     let ended = finish(&mut shell).succeeded();
@@ -394,7 +394,7 @@ fn config_summary_tells_the_layers() {
 
 /// Runs a command with its output and its messages sent somewhere by the shell.
 fn through_a_shell(redirected: &str, args: &str) -> (Option<i32>, String) {
-    let script = format!("{} {args} {redirected}", crate::common::program().display());
+    let script = format!("{} {args} {redirected}", hpctrain_testkit::program().display());
     let ended = std::process::Command::new("bash").args(["-o", "pipefail", "-c", &script]).output().unwrap();
     (ended.status.code(), String::from_utf8(ended.stderr).unwrap())
 }

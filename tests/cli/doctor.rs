@@ -4,8 +4,8 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::common::launch::{Ended, LIMIT, finish, handles, mpirun, processes, program, rank_of, send, start};
-use crate::common::simulator::{simulator, with_simulator};
+use hpctrain_testkit::launch::{Ended, LIMIT, finish, handles, mpirun, processes, program, rank_of, send, start};
+use hpctrain_testkit::simulator::{simulator, with_simulator};
 
 /// The report that a doctor printed with `--json`, which must agree with its exit code.
 #[track_caller]
@@ -40,7 +40,7 @@ fn simulated(settings: &[(&str, &str)]) -> Value {
 /// A doctor under mpirun.
 fn on_ranks(ranks: usize, args: &[&str]) -> Command {
     let mut command = mpirun(ranks);
-    command.arg(crate::common::program()).arg("doctor").args(args);
+    command.arg(hpctrain_testkit::program()).arg("doctor").args(args);
     command
 }
 
@@ -156,7 +156,7 @@ fn gpus_that_are_required_and_missing_are_a_failure() {
 fn ranks_that_see_different_gpus_are_warned_of() {
     let mut bound = mpirun(2);
     bound.args(["sh", "-c", "CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_RANK exec \"$@\"", "sh"]);
-    bound.arg(crate::common::program()).args(["doctor", "--json", "--require-gpus"]);
+    bound.arg(hpctrain_testkit::program()).args(["doctor", "--json", "--require-gpus"]);
     let report = report(&finish(with_simulator(&mut bound).env("CUDASIM_DEVICES", "2")));
     let (status, found) = check(&report, "visible gpus");
     assert!(status == "warning" && found.contains("see different GPUs"), "{report:#}");

@@ -6,9 +6,9 @@ use std::sync::OnceLock;
 use rustix::fs::{CWD, FileType, mknodat};
 use serde_json::{Value, json};
 
-use crate::common::launch::Transport::Alone;
-use crate::common::launch::{Ended, finish, program};
-use crate::common::runs::{Run, RunFiles, copy};
+use hpctrain_testkit::launch::Transport::Alone;
+use hpctrain_testkit::launch::{Ended, finish, program};
+use hpctrain_testkit::runs::{Run, RunFiles, copy};
 
 /// A run with one checkpoint, at step 2.
 fn run(to: &Path) -> RunFiles {

@@ -11,6 +11,3 @@ mod report;
 mod runs;
 mod setup;
 mod slurm;
-
-#[path = "../common/mod.rs"]
-mod common;

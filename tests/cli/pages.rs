@@ -6,8 +6,8 @@ use std::process::Command;
 
 use tempfile::TempDir;
 
-use crate::common::launch::{finish, mpirun};
-use crate::common::program;
+use hpctrain_testkit::launch::{finish, mpirun};
+use hpctrain_testkit::program;
 
 /// Settings of a short run. It saves twice, so that another can begin at the first of its checkpoints.
 const RUN: &str = "--set run.steps=6 --set checkpoint.every=3 --set eval.every=3 --set eval.samples=8 \

@@ -4,10 +4,10 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::common::launch::Transport::{Alone, Simulate};
-use crate::common::launch::{Ended, finish, program};
-use crate::common::peers::browse;
-use crate::common::runs::{Run, RunFiles, copy};
+use hpctrain_testkit::launch::Transport::{Alone, Simulate};
+use hpctrain_testkit::launch::{Ended, finish, program};
+use hpctrain_testkit::peers::browse;
+use hpctrain_testkit::runs::{Run, RunFiles, copy};
 
 /// A name that would be a program if it were not told as a text.
 const EVIL: &str = "<script>window.evil=1<&\"'";

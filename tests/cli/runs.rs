@@ -4,9 +4,9 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::common::launch::Transport::{Alone, Mpirun};
-use crate::common::launch::{LIMIT, finish, program, send, start};
-use crate::common::runs::{Run, SMALL};
+use hpctrain_testkit::launch::Transport::{Alone, Mpirun};
+use hpctrain_testkit::launch::{LIMIT, finish, program, send, start};
+use hpctrain_testkit::runs::{Run, SMALL};
 
 /// The object that a command prints with `--json`.
 #[track_caller]

@@ -6,11 +6,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::common::launch::Transport::Alone;
-use crate::common::launch::{Ended, LIMIT, finish, in_our_environment, processes, rank_of, send, start, start_beside};
-use crate::common::program;
-use crate::common::runs::{Run, RunFiles, SMALL, json};
-use crate::common::simulator::with_simulator;
+use hpctrain_testkit::launch::Transport::Alone;
+use hpctrain_testkit::launch::{
+    Ended, LIMIT, finish, in_our_environment, processes, rank_of, send, start, start_beside,
+};
+use hpctrain_testkit::program;
+use hpctrain_testkit::runs::{Run, RunFiles, SMALL, json};
+use hpctrain_testkit::simulator::with_simulator;
 
 const SCRIPTS: [&str; 5] = ["train.sbatch", "train-gpu.sbatch", "evaluate.sbatch", "servers.sbatch", "workers.sbatch"];
 

@@ -2,9 +2,9 @@
 
 use serde_json::Value;
 
-use crate::common::launch::Transport::{Alone, Mpirun, Simulate};
-use crate::common::launch::{finish, mpirun, program};
-use crate::common::runs::Run;
+use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate};
+use hpctrain_testkit::launch::{finish, mpirun, program};
+use hpctrain_testkit::runs::Run;
 
 /// The banner's line about collectives.
 fn told(stdout: &str) -> Option<&str> {
@@ -42,7 +42,7 @@ fn a_choice_is_measured_told_kept_and_overridden() {
 #[test]
 fn the_benchmark_reports_every_operation_algorithm_and_size() {
     let arguments = ["bench", "comm", "--sizes", "1KiB,100000", "--batches", "1", "--json"];
-    let ended = finish(mpirun(3).arg(crate::common::program()).args(arguments)).succeeded();
+    let ended = finish(mpirun(3).arg(hpctrain_testkit::program()).args(arguments)).succeeded();
     let report: Value = serde_json::from_str(&ended.stdout).unwrap_or_else(|e| panic!("{e}: {ended}"));
     assert_eq!(report["ranks"], 3);
     assert_eq!(report["shared_memory"], true);
@@ -67,7 +67,7 @@ fn the_benchmark_reports_every_operation_algorithm_and_size() {
 
     let some =
         ["bench", "comm", "--sizes", "4KiB", "--batches", "1", "--operations", "broadcast", "--algorithms", "ring"];
-    let ended = finish(mpirun(2).arg(crate::common::program()).args(some)).succeeded();
+    let ended = finish(mpirun(2).arg(hpctrain_testkit::program()).args(some)).succeeded();
     let rows: Vec<_> = ended.stdout.lines().filter(|line| line.starts_with("broadcast ")).collect();
     assert!(rows.len() == 1 && rows[0].contains("ring") && rows[0].contains("4.0 KiB"), "{ended}");
 }

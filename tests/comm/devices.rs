@@ -8,10 +8,10 @@ use hpctrain::backend::{Backend, MemoryKind};
 use hpctrain::comm::{Algorithm, Comm, DevicePath, Group, PathSetting, Table, mpi, start_mpi, start_threads_on_nodes};
 use hpctrain::error::{Error, Result};
 
-use crate::common::launch::{LIMIT, start};
-use crate::common::ranks::{self, is_rank_of, mpirun, mpirun_with};
-use crate::common::sealed::Sealed;
-use crate::common::simulator::{under, with_simulator};
+use hpctrain_testkit::launch::{LIMIT, start};
+use hpctrain_testkit::ranks::{self, is_rank_of, mpirun, mpirun_with};
+use hpctrain_testkit::sealed::Sealed;
+use hpctrain_testkit::simulator::{under, with_simulator};
 
 const LENGTHS: [usize; 6] = [0, 1, 3, 7, 64, 1000];
 

@@ -5,6 +5,3 @@ mod collectives;
 mod devices;
 mod mpi;
 mod watchdog;
-
-#[path = "../common/mod.rs"]
-mod common;

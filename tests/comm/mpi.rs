@@ -8,8 +8,8 @@ use hpctrain::backend::{Backend, MemoryKind};
 use hpctrain::comm::{Algorithm, Comm, Group, Operation, Table, start_mpi, start_threads_on_nodes};
 use hpctrain::error::{Error, Result};
 
-use crate::common::launch;
-use crate::common::ranks::{ROLE, is_rank_of, mpirun};
+use hpctrain_testkit::launch;
+use hpctrain_testkit::ranks::{ROLE, is_rank_of, mpirun};
 
 /// With all ranks on one node, in pairs, and each on its own: through shared memory, both ways, and through messages.
 fn passes(test: &str, ranks: usize) {

@@ -9,11 +9,11 @@ use hpctrain::backend::cpu::Cpu;
 use hpctrain::comm::{Algorithm, start_mpi_within};
 use serde_json::Value;
 
-use crate::common::launch::Transport::{self, Mpirun, Simulate};
-use crate::common::launch::{Ended, Running, signal, start};
-use crate::common::ranks::{is_rank_of, mpirun_with};
-use crate::common::runs::Run;
-use crate::common::simulator::with_simulator;
+use hpctrain_testkit::launch::Transport::{self, Mpirun, Simulate};
+use hpctrain_testkit::launch::{Ended, Running, signal, start};
+use hpctrain_testkit::ranks::{is_rank_of, mpirun_with};
+use hpctrain_testkit::runs::Run;
+use hpctrain_testkit::simulator::with_simulator;
 
 /// Long enough for the watch to notice and end everything, on a busy machine.
 const SOON: Duration = Duration::from_secs(60);
@@ -75,7 +75,7 @@ impl Job {
         let Self { running, logs, stopped, _root } = self;
         let _killed = KillAll(stopped);
         let ended = running.finish(SOON);
-        let ledger = |rank| crate::common::runs::json(&logs.join(format!("ledger-rank-{rank:05}.json")));
+        let ledger = |rank| hpctrain_testkit::runs::json(&logs.join(format!("ledger-rank-{rank:05}.json")));
         let ledgers = ranks.iter().map(|&rank| ledger(rank)).collect();
         (ended, ledgers)
     }

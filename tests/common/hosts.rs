@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 
 use super::launch::{in_our_environment, inherits_nothing, processes, test_name};
 
-const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/hosts");
+const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../scripts/hosts");
 
 /// Exit code of the script where hosts cannot be made.
 const NOT_HERE: i32 = 3;

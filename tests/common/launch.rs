@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::fmt;
 use std::fs::File;
 use std::os::unix::process::CommandExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -96,7 +96,7 @@ pub fn mpirun(ranks: usize) -> Command {
 
 /// Settings of the user must not decide a test; the bundled data is unpacked among the build's files.
 pub fn in_our_environment(command: &mut Command) {
-    command.env("XDG_CACHE_HOME", Path::new(env!("CARGO_TARGET_TMPDIR")).join("cache"));
+    command.env("XDG_CACHE_HOME", super::target().join("cache"));
     for name in ["RUST_LOG", "RUST_BACKTRACE", "HPCTRAIN_MPI", "HPCTRAIN_MEETING", "HPCTRAIN_RANKS_PER_NODE"] {
         command.env_remove(name);
     }

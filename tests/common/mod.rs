@@ -1,6 +1,6 @@
-//! Helpers of several integration tests: small networks, golden files, comparisons.
-#![allow(dead_code, reason = "each test file uses a part")]
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+//! What the programs of `tests/` share: jobs and their ends, small networks, golden files, comparisons.
+
+#![allow(missing_docs, clippy::unwrap_used, reason = "tests: a failure is the test's failure")]
 
 pub mod hosts;
 pub mod launch;
@@ -27,7 +27,7 @@ use hpctrain::parallel::{Groups, Lanes, Sharded, Stage, StepSchedule, Storage, U
 
 /// A file of `tests/golden/`.
 pub fn golden(name: &str) -> hdf5::File {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
+    let path = root().join("tests/golden").join(name);
     hdf5::File::open(path).unwrap()
 }
 
@@ -141,7 +141,19 @@ pub fn parameters<B: Kernels>(engine: &mut Engine<B>) -> Vec<(String, Vec<f32>)>
     named
 }
 
-/// The program under test.
+/// The root of the repository.
+pub fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// The program under test, which is built beside this one.
 pub fn program() -> PathBuf {
-    env!("CARGO_BIN_EXE_hpctrain").into()
+    let test = std::env::current_exe().unwrap();
+    test.ancestors().nth(2).unwrap().join("hpctrain")
+}
+
+/// A folder for files of tests that other runs of them may use.
+pub fn target() -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    test.ancestors().nth(3).unwrap().join("tmp")
 }

@@ -9,12 +9,12 @@ use super::launch::{inherits_nothing, test_name};
 
 /// A folder of this name beside the build, into which `scripts/setup --test` fetches programs.
 fn fetched(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name(name)
+    super::target().with_file_name(name)
 }
 
 /// A script of `tests/common/`.
 fn script(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/common").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
 }
 
 fn python() -> Command {

@@ -1,6 +1,5 @@
 //! A Python that has what a test needs.
 
-use std::path::Path;
 use std::process::Command;
 
 use super::launch::inherits_nothing;
@@ -8,7 +7,7 @@ use super::launch::inherits_nothing;
 /// A Python that imports `modules`: the one that `PYTHON` names, with what `scripts/setup --test` has fetched or without, or the
 /// system's.
 pub fn python_with(modules: &str) -> Option<Command> {
-    let fetched = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("python");
+    let fetched = super::target().with_file_name("python");
     let named = std::env::var("PYTHON").unwrap_or("python3".into());
     let with_fetched = || {
         let mut python = Command::new(&named);

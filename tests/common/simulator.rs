@@ -15,8 +15,8 @@ const ON_GPU: &str = "HPCTRAIN_TEST_GPU";
 pub fn simulator() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
-        let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cudasim");
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cudasim/build.sh");
+        let out = super::target().join("cudasim");
+        let script = super::root().join("tests/cudasim/build.sh");
         assert!(inherits_nothing(Command::new(script).arg(&out)).status().unwrap().success());
         out
     })

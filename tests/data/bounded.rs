@@ -8,7 +8,7 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use hpctrain::data::{DataSpec, Dataset, Split};
 
-use crate::common::launch::{Ended, finish, inherits_nothing};
+use hpctrain_testkit::launch::{Ended, finish, inherits_nothing};
 
 /// KiB that an import may take for data of its own: a third of what it would hold if it read all at once.
 const LIMIT: usize = 96 << 10;
@@ -18,7 +18,7 @@ fn import(arguments: &[&str]) -> Ended {
     let mut command = Command::new("sh");
     // Threads and libraries keep to files; what a program allocates counts.
     let script = format!("ulimit -d {LIMIT} && exec \"$0\" data import \"$@\"");
-    command.args(["-c", &script]).arg(crate::common::program()).args(arguments);
+    command.args(["-c", &script]).arg(hpctrain_testkit::program()).args(arguments);
     finish(inherits_nothing(&mut command))
 }
 
@@ -64,7 +64,7 @@ fn a_text_is_imported_a_piece_at_a_time() {
             }
         }
         assert_eq!(samples, bytes);
-        finish(Command::new(crate::common::program()).args(["data", "verify", out])).succeeded();
+        finish(Command::new(hpctrain_testkit::program()).args(["data", "verify", out])).succeeded();
     }
 }
 
@@ -96,7 +96,7 @@ fn a_table_is_imported_a_line_at_a_time() {
     assert_eq!(read("train-00000.h5", 9), expected(10));
     assert_eq!(read("train-00001.h5", 0), expected(250_000));
     assert_eq!(read("val-00000.h5", 49_999), expected(rows - 1));
-    finish(Command::new(crate::common::program()).args(["data", "verify", out])).succeeded();
+    finish(Command::new(hpctrain_testkit::program()).args(["data", "verify", out])).succeeded();
 }
 
 /// Rows of arrays of unsigned bytes, 120 MB.

@@ -20,7 +20,7 @@ use rustix::fs::{CWD, FileType, mknodat};
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipWriter};
 
-use crate::common::launch::{finish, program};
+use hpctrain_testkit::launch::{finish, program};
 
 fn kept(out: PathBuf) -> Kept {
     Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: false, out }

@@ -9,7 +9,7 @@ use hpctrain::data::{Batch, DataSpec, Dataset, Ids, SampleSpec, Split, Target, i
 use hpctrain::error::Error;
 use image::{DynamicImage, GrayImage, ImageFormat, Luma, LumaA, Rgb, RgbImage, Rgba};
 
-use crate::common::launch::{finish, program};
+use hpctrain_testkit::launch::{finish, program};
 
 fn kept(out: PathBuf) -> Kept {
     Kept { not_finite: NotFinite::Error, every: 5, shards: 1, normalize: false, out }

@@ -17,6 +17,3 @@ mod stage;
 mod tables;
 mod text;
 mod verify;
-
-#[path = "../common/mod.rs"]
-mod common;

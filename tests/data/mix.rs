@@ -6,8 +6,8 @@ use hpctrain::config::{Sources, load};
 use hpctrain::data::{DataSpec, Dataset, Loader, Order, Split};
 use hpctrain::engine::feed;
 
-use crate::common::launch::Transport::{Alone, Mpirun, Simulate};
-use crate::common::runs::Run;
+use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate};
+use hpctrain_testkit::runs::Run;
 
 /// Shards of one number each: token `id`, in windows of 2.
 fn tokens(folder: &Path, id: u8, windows: usize, vocabulary: u64) -> PathBuf {

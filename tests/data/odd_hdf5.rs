@@ -6,8 +6,8 @@ use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, SampleSpec, Split, Targe
 use hpctrain::error::{Kind, Result};
 use serde_json::Value;
 
-use crate::common::launch::inherits_nothing;
-use crate::common::python::python_with;
+use hpctrain_testkit::launch::inherits_nothing;
+use hpctrain_testkit::python::python_with;
 
 /// The files, in `folder`, and what must become of each; none where there is no Python with h5py.
 fn cases(folder: &Path) -> Option<Vec<Value>> {

@@ -16,9 +16,9 @@ use hpctrain::nn::{Micro, Network};
 use hpctrain::optim::Rule;
 use hpctrain::parallel::{ControlFlags, Zero};
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::runs::Run;
-use crate::common::{Cut, distance, engine_on, gradients};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
+use hpctrain_testkit::runs::Run;
+use hpctrain_testkit::{Cut, distance, engine_on, gradients};
 
 fn kept(out: PathBuf) -> Kept {
     Kept { not_finite: NotFinite::Error, every: 4, shards: 2, normalize: false, out }
@@ -324,7 +324,7 @@ fn weights_have_the_bits_of_one_rank_in_every_layout() {
     let plain = run(Alone, "plain", &none, "");
     run(Mpirun(2), "ones", &ones, "").same_numbers_as(&plain, 6, "ones");
     run(Alone, "off", &some, "data.weights=").same_numbers_as(&plain, 6, "off");
-    let losses = |files: &crate::common::runs::RunFiles| files.numbers("metrics.jsonl", "loss");
+    let losses = |files: &hpctrain_testkit::runs::RunFiles| files.numbers("metrics.jsonl", "loss");
     assert!(losses(&one).iter().zip(losses(&plain)).all(|(weighted, plain)| (weighted - plain).abs() > 1e-3));
     // Evaluations go without: before anything is learned, they are alike.
     let start = |name, data| run(Alone, name, data, "run.steps=1 optimizer.lr=1e-30").evaluated();

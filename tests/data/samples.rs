@@ -11,7 +11,7 @@ use hpctrain::data::{
     verify,
 };
 
-use crate::common::launch::{finish, program};
+use hpctrain_testkit::launch::{finish, program};
 
 fn idx(shape: &[u32], elements: &[u8]) -> Vec<u8> {
     let axes = shape.iter().flat_map(|extent| extent.to_be_bytes());

@@ -7,9 +7,9 @@ use std::process::Command;
 use hpctrain::data::TokenizerKind;
 use hpctrain::data::import::{ImportText, import_text};
 
-use crate::common::launch::Transport::{Alone, Mpirun};
-use crate::common::launch::{Ended, finish, program};
-use crate::common::runs::Run;
+use hpctrain_testkit::launch::Transport::{Alone, Mpirun};
+use hpctrain_testkit::launch::{Ended, finish, program};
+use hpctrain_testkit::runs::Run;
 
 /// A library whose processes end when they open a dataset; none where HDF5 is a part of the program.
 fn crashing(root: &Path) -> Option<PathBuf> {

@@ -8,9 +8,9 @@ use std::process::Command;
 
 use hpctrain::data::{DataSpec, Dataset, Split};
 
-use crate::common::launch::Transport::{Alone, Mpirun, Simulate};
-use crate::common::launch::finish;
-use crate::common::runs::Run;
+use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate};
+use hpctrain_testkit::launch::finish;
+use hpctrain_testkit::runs::Run;
 
 /// Three shards of 640 ids below 5.
 fn shards(folder: &Path) {
@@ -117,7 +117,7 @@ fn users_share_a_disk_and_trust_only_their_own_copies() {
     open(&disk, 0o1777);
     // They may not look where the tests were built.
     let program = root.path().join("hpctrain");
-    std::fs::copy(crate::common::program(), &program).unwrap();
+    std::fs::copy(hpctrain_testkit::program(), &program).unwrap();
     let settings = [format!("data.path={}", data.display()), format!("data.stage={}", disk.display())];
     let settings: Vec<&str> = settings.iter().map(String::as_str).collect();
     let by = |user: u32, name: &str| {

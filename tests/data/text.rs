@@ -8,7 +8,7 @@ use hpctrain::data::import::{ImportIds, ImportText, Meaning, StreamShards, impor
 use hpctrain::data::{DataSpec, Dataset, SampleMut, Split, Tokenizer, TokenizerKind, inspect, verify};
 use hpctrain::error::Result;
 
-use crate::common::launch::{finish, program};
+use hpctrain_testkit::launch::{finish, program};
 
 /// All ids of the training shards below `out`.
 fn ids(out: &Path) -> Vec<u32> {

@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 use sha2::{Digest as _, Sha256};
 use snow::TransportState;
 
-use crate::common::launch::Transport::Simulate;
-use crate::common::launch::program;
-use crate::common::runs::Run;
 use crate::kills::Dice;
 use crate::servers::{Job, SETTINGS};
+use hpctrain_testkit::launch::Transport::Simulate;
+use hpctrain_testkit::launch::program;
+use hpctrain_testkit::runs::Run;
 
 /// Pause of an attacker between two attempts.
 const PAUSE: Duration = Duration::from_millis(10);

@@ -3,10 +3,10 @@
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt as _;
 
-use crate::common::launch::Transport::{Mpirun, Simulate};
-use crate::common::launch::{LIMIT, send, start};
-use crate::common::runs::{Run, json, tensors};
 use crate::{LARGE, ranks};
+use hpctrain_testkit::launch::Transport::{Mpirun, Simulate};
+use hpctrain_testkit::launch::{LIMIT, send, start};
+use hpctrain_testkit::runs::{Run, json, tensors};
 
 /// Most bytes that are read at once.
 const PART: usize = 64 << 20;

@@ -3,10 +3,10 @@
 
 use std::process::Command;
 
-use crate::common::launch::Transport::{Alone, Mpirun, Simulate};
-use crate::common::launch::{Ended, finish, mpirun, program, test_name};
-use crate::common::runs::{Run, RunFiles};
 use crate::{lines, refused};
+use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate};
+use hpctrain_testkit::launch::{Ended, finish, mpirun, program, test_name};
+use hpctrain_testkit::runs::{Run, RunFiles};
 
 /// A shell script that makes `/dev/shm` small, and runs its arguments.
 const LITTLE_SHARED: &str = "mount -t tmpfs -o size=64k tmpfs /dev/shm && exec \"$@\"";

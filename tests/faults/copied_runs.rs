@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::common::launch::Transport::Alone;
-use crate::common::launch::{finish, program};
-use crate::common::runs::{Run, RunFiles, json};
 use crate::refused;
+use hpctrain_testkit::launch::Transport::Alone;
+use hpctrain_testkit::launch::{finish, program};
+use hpctrain_testkit::runs::{Run, RunFiles, json};
 
 const SETTINGS: [&str; 4] = ["checkpoint.every=2", "checkpoint.keep=9", "eval.every=2", "checkpoint.tolerate=600"];
 
@@ -65,7 +65,7 @@ fn readers_take_the_newest_checkpoint_where_latest_is_a_directory() {
     let root = tempfile::tempdir().unwrap();
     let files = copied(root.path());
     let newer = run(root.path(), "c", 6).succeeds();
-    crate::common::runs::copy(&newer.checkpoint(6), &files.checkpoint(6));
+    hpctrain_testkit::runs::copy(&newer.checkpoint(6), &files.checkpoint(6));
     for path in [files.0.clone(), files.path("checkpoints/latest")] {
         let ended = finish(program(["checkpoint", "inspect", "--json"]).arg(&path)).succeeded();
         let found: serde_json::Value = serde_json::from_str(&ended.stdout).unwrap();

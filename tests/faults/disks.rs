@@ -6,10 +6,10 @@ use std::process::Command;
 
 use hpctrain::checkpoint::{Checkpoints, Reader};
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
-use crate::common::launch::{Ended, LIMIT, finish, program, send, start};
-use crate::common::runs::{Run, RunFiles, copy, json};
 use crate::{LARGE, lines, ranks, refused, saves};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
+use hpctrain_testkit::launch::{Ended, LIMIT, finish, program, send, start};
+use hpctrain_testkit::runs::{Run, RunFiles, copy, json};
 
 /// A file system in memory, unmounted in the end.
 pub struct Tmpfs(PathBuf);
@@ -188,7 +188,7 @@ fn points_wait_for_a_full_disk_and_training_does_not() {
     }
     assert_eq!(files.steps().len(), 8);
     // The records that fit are whole.
-    if let Some(found) = crate::common::peers::events(&files.0) {
+    if let Some(found) = hpctrain_testkit::peers::events(&files.0) {
         assert_eq!(found["scalars"]["loss/training"][0][0], 1, "{found}");
     }
 }

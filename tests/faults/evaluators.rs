@@ -10,12 +10,12 @@ use hpctrain::checkpoint::Checkpoints;
 use hpctrain::telemetry::evaluations::{self, Evaluation, Status};
 use libc::{SIGTERM, SIGUSR1};
 
-use crate::common::launch::Transport::{self, Alone, Mpirun};
-use crate::common::launch::{LIMIT, Running, handles, mpirun, program, send, start, start_beside};
-use crate::common::program as executable;
-use crate::common::runs::{Run, RunFiles, copy, json};
 use crate::disks::flip;
 use crate::{kill, lines, preempted, ranks, until_step};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun};
+use hpctrain_testkit::launch::{LIMIT, Running, handles, mpirun, program, send, start, start_beside};
+use hpctrain_testkit::program as executable;
+use hpctrain_testkit::runs::{Run, RunFiles, copy, json};
 
 const STEPS: u64 = 12;
 /// Saved every second step; an evaluation takes some hundred milliseconds.
@@ -115,7 +115,7 @@ fn a_killed_evaluator_begins_again_where_it_was() {
             job.until("has evaluated some", || lines(&files.path(evaluations::FILE)) >= done);
             until_it_evaluates(&mut job, &files);
             std::thread::sleep(Duration::from_millis(60 * done as u64));
-            for pid in crate::common::launch::processes(files.0.to_str().unwrap()) {
+            for pid in hpctrain_testkit::launch::processes(files.0.to_str().unwrap()) {
                 kill(pid);
             }
             assert!(!job.finish(LIMIT).status.success());

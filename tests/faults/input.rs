@@ -1,9 +1,9 @@
 //! Impossible requests are refused with a hint.
 
-use crate::common::launch::Transport::{Alone, Mpirun};
-use crate::common::launch::{finish, mpirun, program};
-use crate::common::program as executable;
-use crate::common::runs::Run;
+use hpctrain_testkit::launch::Transport::{Alone, Mpirun};
+use hpctrain_testkit::launch::{finish, mpirun, program};
+use hpctrain_testkit::program as executable;
+use hpctrain_testkit::runs::Run;
 
 #[test]
 fn an_evaluator_of_nonsense_ends_with_a_hint() {

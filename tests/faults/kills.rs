@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use hpctrain::checkpoint::{Checkpoints, Reader};
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
-use crate::common::launch::{LIMIT, Running, processes, start};
-use crate::common::runs::{Run, RunFiles};
 use crate::observer::Observer;
 use crate::{LARGE, kill, lines, ranks, saves, until_step};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
+use hpctrain_testkit::launch::{LIMIT, Running, processes, start};
+use hpctrain_testkit::runs::{Run, RunFiles};
 
 const STEPS: u64 = 30;
 

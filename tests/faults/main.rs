@@ -4,9 +4,6 @@
 //! `HPCTRAIN_FAULT_RUNS` is the number of kills, 20 without.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod attacks;
 mod audits;
 mod containers;
@@ -26,8 +23,8 @@ mod waits;
 
 use std::path::Path;
 
-use common::launch::{Ended, Running, Transport, processes, rank_of, send};
-use common::runs::{Run, RunFiles, json};
+use hpctrain_testkit::launch::{Ended, Running, Transport, processes, rank_of, send};
+use hpctrain_testkit::runs::{Run, RunFiles, json};
 
 /// A network whose checkpoint takes 9 MB, so that a save takes a while, and a step some 50 ms. Four lanes: the same
 /// bits on up to four ranks.

@@ -7,10 +7,10 @@ use std::path::Path;
 use hpctrain::config::Config;
 use hpctrain::run_dir::{Resume, RunDirectory};
 
-use crate::common::launch::Transport::{Alone, Mpirun};
-use crate::common::launch::{finish, program};
-use crate::common::runs::Run;
 use crate::refused;
+use hpctrain_testkit::launch::Transport::{Alone, Mpirun};
+use hpctrain_testkit::launch::{finish, program};
+use hpctrain_testkit::runs::Run;
 
 /// Another user, and another group.
 const OTHER: u32 = 12345;

@@ -14,11 +14,11 @@ use std::time::Duration;
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
-use crate::common::launch::Transport::{Alone, Simulate};
-use crate::common::launch::{Ended, LIMIT, Running, finish, program, send, start, start_beside};
-use crate::common::runs::{Run, RunFiles, json};
 use crate::kills::Dice;
 use crate::{kill, lines, refused, saves};
+use hpctrain_testkit::launch::Transport::{Alone, Simulate};
+use hpctrain_testkit::launch::{Ended, LIMIT, Running, finish, program, send, start, start_beside};
+use hpctrain_testkit::runs::{Run, RunFiles, json};
 
 /// Steps of some milliseconds, whose bits do not depend on the workers; a process that is gone is noticed soon.
 pub const SETTINGS: [&str; 8] = [

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use libc::{SIGINT, SIGTERM, SIGUSR1, SIGXCPU};
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
-use crate::common::launch::{Ended, LIMIT, Running, Share, handles, send, start, start_on};
-use crate::common::runs::{Run, RunFiles, json};
 use crate::{LARGE, lines, preempted, ranks, saves, until_step};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
+use hpctrain_testkit::launch::{Ended, LIMIT, Running, Share, handles, send, start, start_on};
+use hpctrain_testkit::runs::{Run, RunFiles, json};
 
 /// Whom a signal is sent to.
 #[derive(Debug, Clone, Copy)]

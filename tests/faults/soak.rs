@@ -7,13 +7,13 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::audits::flip;
-use crate::common::launch::Transport::{Alone, Mpirun};
-use crate::common::launch::{Running, program, send, start, start_beside};
-use crate::common::runs::{Run, RunFiles, tensors};
 use crate::disks::Tmpfs;
 use crate::kills::{Dice, limit};
 use crate::supervise::{newest, supervised};
 use crate::{LARGE, lines, ranks, refused, saves};
+use hpctrain_testkit::launch::Transport::{Alone, Mpirun};
+use hpctrain_testkit::launch::{Running, program, send, start, start_beside};
+use hpctrain_testkit::runs::{Run, RunFiles, tensors};
 
 const STEPS: u64 = 60;
 

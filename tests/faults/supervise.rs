@@ -3,11 +3,11 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::common::launch::Transport::{Alone, Mpirun, Spawn};
-use crate::common::launch::{LIMIT, finish, processes, program, rank_of, send, start};
-use crate::common::runs::{Run, RunFiles, json};
 use crate::kills::Dice;
 use crate::{LARGE, lines};
+use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Spawn};
+use hpctrain_testkit::launch::{LIMIT, finish, processes, program, rank_of, send, start};
+use hpctrain_testkit::runs::{Run, RunFiles, json};
 
 /// The command that supervises a run's.
 pub fn supervised(run: &Run, options: &[&str]) -> Command {
@@ -70,7 +70,7 @@ fn a_run_that_is_killed_ten_times_has_the_same_bits() {
 #[test]
 fn a_job_that_outlives_its_supervisor_is_found() {
     let root = tempfile::tempdir().unwrap();
-    let settings = [&LARGE[..], &["run.steps=40", "eval.every=0"]].concat();
+    let settings = [&LARGE[..], &["run.steps=400", "eval.every=0"]].concat();
     let run = Run::new(Alone, root.path(), "x", &settings).resume("auto");
     let files = run.files();
     let mut first = start(&mut supervised(&run, &[]));
@@ -80,7 +80,7 @@ fn a_job_that_outlives_its_supervisor_is_found() {
     let ended = finish(&mut supervised(&run, &[])).succeeded();
     assert!(ended.stderr.contains("by a job that has outlived its supervisor"), "{ended}");
     assert_eq!(json(&files.path("END"))["status"], "finished");
-    assert_eq!(files.steps().len(), 40);
+    assert_eq!(files.steps().len(), 400);
     let names = root.path().read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     assert!(names.into_iter().all(|name| !name.starts_with(".hpctrain-supervised")), "leftovers");
 }

@@ -6,10 +6,10 @@ use std::time::Duration;
 use libc::SIGTERM;
 use serde_json::Value;
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::launch::{LIMIT, Running, program, send, start, start_beside};
-use crate::common::runs::{Run, RunFiles, SMALL, json};
 use crate::{LARGE, kill, preempted, ranks, refused, until_step};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
+use hpctrain_testkit::launch::{LIMIT, Running, program, send, start, start_beside};
+use hpctrain_testkit::runs::{Run, RunFiles, SMALL, json};
 
 fn lease(files: &RunFiles) -> PathBuf {
     files.path(".leases/trainer.lease")

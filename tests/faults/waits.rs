@@ -5,11 +5,11 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::common::launch::Transport::{Alone, Mpirun};
-use crate::common::launch::{LIMIT, Running, mpirun, processes, send, start};
-use crate::common::program as executable;
-use crate::common::runs::{Run, RunFiles};
 use crate::{kill, lines, ranks, until_step};
+use hpctrain_testkit::launch::Transport::{Alone, Mpirun};
+use hpctrain_testkit::launch::{LIMIT, Running, mpirun, processes, send, start};
+use hpctrain_testkit::program as executable;
+use hpctrain_testkit::runs::{Run, RunFiles};
 
 /// Kills a process that is stopped, which no launcher may be able to end.
 struct Stopped(u32);
@@ -185,9 +185,9 @@ fn an_evaluator_waits_for_a_trainer_that_lives() {
     let files = run.files();
     let mut job = start(&mut run.command());
     until_step(&mut job, &files, 2);
-    let mut evaluator = crate::common::launch::start_beside(
+    let mut evaluator = hpctrain_testkit::launch::start_beside(
         &job,
-        crate::common::launch::program(["eval", "--watch", "--timeout", "1s", "--run"]).arg(&files.0),
+        hpctrain_testkit::launch::program(["eval", "--watch", "--timeout", "1s", "--run"]).arg(&files.0),
     );
     let log = files.path("logs/evaluator-00000.log");
     evaluator.until("waits", || log.exists());

@@ -8,7 +8,7 @@ use hpctrain::checkpoint::{Checkpoints, Reader, huggingface};
 use super::harness::{Terms, fuzz, fuzz_on};
 use super::mutate::Form;
 use super::samples::sample;
-use crate::common::runs::copy;
+use hpctrain_testkit::runs::copy;
 
 fn seal(text: &[u8]) -> String {
     format!("{:08x}  manifest.json\n", crc32fast::hash(text))

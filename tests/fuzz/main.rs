@@ -10,9 +10,6 @@
 //! | `HPCTRAIN_FUZZ_ROUND` | this round alone, of each reader that is asked for |
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod checkpoints;
 mod config;
 mod harness;

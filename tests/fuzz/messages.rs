@@ -18,9 +18,9 @@ use serde_json::{Value, json};
 
 use super::harness::{Terms, fuzz, fuzz_on};
 use super::mutate::{Form, framed};
-use crate::common::launch::Transport::Alone;
-use crate::common::launch::{Running, program, start, start_beside};
-use crate::common::runs::Run;
+use hpctrain_testkit::launch::Transport::Alone;
+use hpctrain_testkit::launch::{Running, program, start, start_beside};
+use hpctrain_testkit::runs::Run;
 
 /// Bytes of a caller's first message: magic, version, ephemeral key, tag.
 const FIRST: usize = 8 + 4 + 32 + 16;

@@ -6,7 +6,7 @@ use hpctrain::data::Tokenizer;
 use super::harness::fuzz;
 use super::mutate::Form;
 use super::samples::sample;
-use crate::common::runs::copy;
+use hpctrain_testkit::runs::copy;
 
 /// Imports the sample model with one file replaced by each input.
 fn import(reader: &str, file: &str, form: Form, seed: Vec<u8>) {

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-use crate::common::launch::Transport::Alone;
-use crate::common::launch::{finish, program};
-use crate::common::runs::{Run, RunFiles};
+use hpctrain_testkit::launch::Transport::Alone;
+use hpctrain_testkit::launch::{finish, program};
+use hpctrain_testkit::runs::{Run, RunFiles};
 
 /// A run of four steps with evaluations of its own and of its checkpoints, and its network as Hugging Face has it.
 pub struct Sample {

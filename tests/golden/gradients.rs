@@ -13,7 +13,7 @@ use hpctrain::optim::Rule;
 use hpctrain::parallel::{ControlFlags, Zero};
 use hpctrain::random::derive;
 
-use crate::common::{Cut, engine, gradients, micro, parameters};
+use hpctrain_testkit::{Cut, engine, gradients, micro, parameters};
 
 const TIME: usize = 6;
 const SEQUENCES: usize = 3;

@@ -19,10 +19,10 @@ use hpctrain::parallel::Zero;
 use safetensors::{Dtype, SafeTensors, View};
 use serde_json::Value;
 
-use crate::common::launch::{Ended, finish, inherits_nothing, program};
-use crate::common::python::python_with;
-use crate::common::runs::json;
-use crate::common::{Cut, engine, micro};
+use hpctrain_testkit::launch::{Ended, finish, inherits_nothing, program};
+use hpctrain_testkit::python::python_with;
+use hpctrain_testkit::runs::json;
+use hpctrain_testkit::{Cut, engine, micro};
 
 /// A folder of `tests/golden/`: what `save_pretrained` wrote, and the logits.
 fn golden(name: &str) -> PathBuf {

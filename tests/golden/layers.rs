@@ -15,8 +15,8 @@ use hpctrain::nn::loss::Loss;
 use hpctrain::optim::Rule;
 use hpctrain::parallel::{ControlFlags, Zero};
 
-use crate::common::simulator::under;
-use crate::common::{Cut, distance, engine_on, floats, golden, gradients, ids, numbers};
+use hpctrain_testkit::simulator::under;
+use hpctrain_testkit::{Cut, distance, engine_on, floats, golden, gradients, ids, numbers};
 
 /// Tolerance of a device against PyTorch's f64.
 #[derive(Clone, Copy)]

@@ -7,6 +7,3 @@ mod layers;
 mod networks;
 mod optimizers;
 mod pieces;
-
-#[path = "../common/mod.rs"]
-mod common;

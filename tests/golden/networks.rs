@@ -14,8 +14,8 @@ use hpctrain::nn::{FrequencyScaling, Network};
 use hpctrain::optim::{Rule, Schedule, Shape};
 use hpctrain::parallel::{ControlFlags, Hyper, Zero};
 
-use crate::common::simulator::under;
-use crate::common::{Cut, distance, engine_on, floats, golden, gradients, ids, micro, numbers, parameters};
+use hpctrain_testkit::simulator::under;
+use hpctrain_testkit::{Cut, distance, engine_on, floats, golden, gradients, ids, micro, numbers, parameters};
 
 const ONE: Mesh = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
 

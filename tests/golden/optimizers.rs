@@ -5,8 +5,8 @@ use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
 use hpctrain::backend::{Elementwise, Kernels, MemoryKind};
 use hpctrain::optim::{Rule, Update};
 
-use crate::common::simulator::under;
-use crate::common::{distance, floats, golden, numbers};
+use hpctrain_testkit::simulator::under;
+use hpctrain_testkit::{distance, floats, golden, numbers};
 
 const RULES: [(&str, Rule); 6] = [
     ("adam", Rule::Elementwise(Elementwise::Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 })),

@@ -11,7 +11,7 @@ use hpctrain::nn::{FrequencyScaling, Network};
 use hpctrain::optim::Rule;
 use hpctrain::parallel::{ControlFlags, Zero};
 
-use crate::common::{Cut, distance, engine, gradients, micro};
+use hpctrain_testkit::{Cut, distance, engine, gradients, micro};
 
 const TIME: usize = 6;
 const SEQUENCES: usize = 4;

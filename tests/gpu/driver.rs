@@ -16,14 +16,14 @@ use cudarc::driver::{result, sys};
 use cudarc::nvrtc::{Ptx, sys as nvrtc};
 use half::bf16;
 
-use crate::common::simulator::{Settings, child, role, under};
+use hpctrain_testkit::simulator::{Settings, child, role, under};
 
 const BASIC: &str = include_str!("../cudasim/kernels/basic.cu");
 const TENSOR: &str = include_str!("../cudasim/kernels/tensor.cu");
 const FAULTS: &str = include_str!("../cudasim/kernels/faults.cu");
 const HEADERS: [(&str, &str); 2] = [
-    ("common.cuh", include_str!("../../src/backend/cuda/kernels/common.cuh")),
-    ("ptx.cuh", include_str!("../../src/backend/cuda/kernels/ptx.cuh")),
+    ("common.cuh", include_str!("../../src/cuda/kernels/common.cuh")),
+    ("ptx.cuh", include_str!("../../src/cuda/kernels/ptx.cuh")),
 ];
 
 /// The ways in which work may be ordered and watched. All must give the same results.

@@ -4,10 +4,10 @@ use std::time::Instant;
 
 use serde_json::Value;
 
-use crate::common::launch::Transport::Mpirun;
-use crate::common::launch::{finish, program};
-use crate::common::runs::{Run, json};
-use crate::common::simulator::with_simulator;
+use hpctrain_testkit::launch::Transport::Mpirun;
+use hpctrain_testkit::launch::{finish, program};
+use hpctrain_testkit::runs::{Run, json};
+use hpctrain_testkit::simulator::with_simulator;
 
 /// Power of a simulated device, and the peak of an H100 SXM in bf16.
 const WATTS: f64 = 700.0;

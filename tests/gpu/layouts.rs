@@ -1,11 +1,11 @@
 //! The table of layouts on GPUs, in their simulator: every row gives the bits of one rank, whether messages are staged
 //! through the host or MPI is given addresses of the device.
 
-use crate::common::launch::Transport::{Alone, Mpirun, Simulate};
-use crate::common::launch::finish;
-use crate::common::layouts::{Row, SAME, give_the_same_bits};
-use crate::common::runs::Run;
-use crate::common::simulator::with_simulator;
+use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate};
+use hpctrain_testkit::launch::finish;
+use hpctrain_testkit::layouts::{Row, SAME, give_the_same_bits};
+use hpctrain_testkit::runs::Run;
+use hpctrain_testkit::simulator::with_simulator;
 
 const STEPS: u64 = 3;
 

@@ -14,6 +14,3 @@ mod products;
 mod sums;
 mod threads;
 mod training;
-
-#[path = "../common/mod.rs"]
-mod common;

@@ -5,10 +5,10 @@ use std::path::Path;
 use hpctrain::backend::cuda::{Allotment, Arithmetic, Cuda, Device, Precision};
 use hpctrain::backend::{Backend, MemoryKind};
 
-use crate::common::launch::Transport::{self, Alone, Mpirun};
-use crate::common::launch::{Ended, finish};
-use crate::common::runs::{Run, json};
-use crate::common::simulator::{is_on_gpu, under, with_simulator};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun};
+use hpctrain_testkit::launch::{Ended, finish};
+use hpctrain_testkit::runs::{Run, json};
+use hpctrain_testkit::simulator::{is_on_gpu, under, with_simulator};
 
 /// A network whose own memory is several times that of one activation. Messages pass through the host: of their memory the
 /// estimate knows the most only.

@@ -13,7 +13,7 @@ use hpctrain::backend::cuda::libraries;
 use hpctrain::backend::cuda::program::{KERNELS, Variant, compile};
 
 use super::cubin::{Resources, functions};
-use crate::common::launch::{finish, test_name};
+use hpctrain_testkit::launch::{finish, test_name};
 
 /// Set in the process that finds the compiler.
 const ROLE: &str = "NVRTC_TEST_ROLE";

@@ -3,10 +3,10 @@
 
 use std::path::Path;
 
-use crate::common::launch::Transport::{self, Alone, Mpirun};
-use crate::common::launch::finish;
-use crate::common::runs::{Run, RunFiles};
-use crate::common::simulator::{Settings, with_simulator};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun};
+use hpctrain_testkit::launch::finish;
+use hpctrain_testkit::runs::{Run, RunFiles};
+use hpctrain_testkit::simulator::{Settings, with_simulator};
 
 const STEPS: u64 = 4;
 
@@ -52,7 +52,7 @@ fn every_stage(precision: &str, sims: [Settings; 4]) {
             there.same_as(&here, STEPS, &format!("{precision}, {layout} on {transport:?}, {sim:?}"));
             assert_eq!(there.tensors(2), here.tensors(2), "{name}: the checkpoint before the last");
             // It was not the device that held them.
-            let peaks = crate::common::runs::json(&there.path("run.json"))["peak_bytes"].clone();
+            let peaks = hpctrain_testkit::runs::json(&there.path("run.json"))["peak_bytes"].clone();
             assert!(peaks["optimizer"] == 0 && peaks["offloaded"].as_u64().unwrap() > 0, "{name}: {peaks}");
         }
     }
@@ -119,7 +119,7 @@ fn inputs_of_blocks_come_back_from_the_host() {
         let with = |transport, what: &str, settings: &[&str], sim| {
             let settings = [&base[..], &[precision], settings].concat();
             let files = succeeds(&command(transport, root.path(), &name(what), &settings), sim);
-            let card = crate::common::runs::json(&files.path("run.json"));
+            let card = hpctrain_testkit::runs::json(&files.path("run.json"));
             (files, card)
         };
         let (here, _) = with(Alone, "here", &[], &[]);
@@ -169,7 +169,7 @@ fn parameters_come_from_the_host_for_their_turn() {
             assert_eq!(files.tensors(2), here.tensors(2), "{what}: the checkpoint before the last");
         }
         let peak = |what: &str| {
-            let card = crate::common::runs::json(&root.path().join(name(what)).join("run.json"));
+            let card = hpctrain_testkit::runs::json(&root.path().join(name(what)).join("run.json"));
             card["peak_bytes"]["parameters"].as_u64().unwrap()
         };
         assert!(peak("alone") < peak("here"), "{precision}: {} of {}", peak("alone"), peak("here"));

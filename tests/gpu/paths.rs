@@ -3,10 +3,10 @@
 use std::path::Path;
 use std::process::Command;
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::launch::{finish, mpirun};
-use crate::common::runs::{Run, RunFiles, json};
-use crate::common::simulator::{Settings, simulator, with_simulator};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
+use hpctrain_testkit::launch::{finish, mpirun};
+use hpctrain_testkit::runs::{Run, RunFiles, json};
+use hpctrain_testkit::simulator::{Settings, simulator, with_simulator};
 
 const STEPS: u64 = 2;
 

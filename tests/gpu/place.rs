@@ -5,10 +5,10 @@ use std::path::Path;
 use hpctrain::data::import::{Categories, ImportCsv, Kept, NotFinite, import_csv};
 use serde_json::Value;
 
-use crate::common::launch::Transport::{self, Alone, Mpirun};
-use crate::common::launch::{finish, program};
-use crate::common::runs::{Run, RunFiles, json};
-use crate::common::simulator::{Settings, with_simulator};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun};
+use hpctrain_testkit::launch::{finish, program};
+use hpctrain_testkit::runs::{Run, RunFiles, json};
+use hpctrain_testkit::simulator::{Settings, with_simulator};
 
 const STEPS: u64 = 4;
 const HOST: &str = "model.place.tables=host";

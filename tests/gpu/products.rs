@@ -8,10 +8,10 @@ use hpctrain::backend::cuda::{Cuda, Device, Precision};
 use hpctrain::backend::{Backend, Chosen, MemoryKind, ProductKind};
 use serde_json::Value;
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::launch::{Ended, finish};
-use crate::common::runs::{Run, RunFiles, copy, json};
-use crate::common::simulator::{Settings, is_on_gpu, under, with_simulator};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
+use hpctrain_testkit::launch::{Ended, finish};
+use hpctrain_testkit::runs::{Run, RunFiles, copy, json};
+use hpctrain_testkit::simulator::{Settings, is_on_gpu, under, with_simulator};
 
 const STEPS: u64 = 4;
 

@@ -7,7 +7,7 @@ use hpctrain::backend::cuda::{Cuda, Device, Precision};
 use hpctrain::backend::{Backend, MemoryKind};
 use hpctrain::comm::{Algorithm, Comm, DevicePath, Group, Operation, start_threads_on_nodes};
 
-use crate::common::simulator::{child, is_on_gpu, role, under};
+use hpctrain_testkit::simulator::{child, is_on_gpu, role, under};
 
 /// Words of a slot; a chunk has eight.
 const SLOT: usize = 60;

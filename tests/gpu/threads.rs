@@ -14,9 +14,9 @@ use cudarc::driver::{CudaContext, DevicePtr};
 use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
 use hpctrain::backend::{Activation, ActivationOps, Backend, ElementwiseOps, Gemm, LinearOps, MemoryKind, Reach};
 
-use crate::common::launch::{Transport, finish};
-use crate::common::runs::Run;
-use crate::common::simulator::{is_on_gpu, under, with_simulator};
+use hpctrain_testkit::launch::{Transport, finish};
+use hpctrain_testkit::runs::Run;
+use hpctrain_testkit::simulator::{is_on_gpu, under, with_simulator};
 
 /// A result of a thread of its own, which has called nothing before.
 fn fresh<T: Send>(body: impl FnOnce() -> T + Send) -> T {

@@ -6,10 +6,10 @@ use std::process::Command;
 
 use sha2::{Digest as _, Sha256};
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::launch::{Ended, finish, program};
-use crate::common::runs::{Run, RunFiles};
-use crate::common::simulator::{Settings, simulator, with_simulator};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
+use hpctrain_testkit::launch::{Ended, finish, program};
+use hpctrain_testkit::runs::{Run, RunFiles};
+use hpctrain_testkit::simulator::{Settings, simulator, with_simulator};
 
 const STEPS: u64 = 4;
 

@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use crate::common::hosts::Hosts;
-use crate::common::launch::Transport::Alone;
-use crate::common::launch::{LIMIT, Running, start};
-use crate::common::runs::{Run, RunFiles};
 use crate::{long, ranks, steps, until_step};
+use hpctrain_testkit::hosts::Hosts;
+use hpctrain_testkit::launch::Transport::Alone;
+use hpctrain_testkit::launch::{LIMIT, Running, start};
+use hpctrain_testkit::runs::{Run, RunFiles};
 
 /// A run that goes on until it is ended.
 const ENDLESS: [&str; 5] =

@@ -1,11 +1,11 @@
 //! Layouts across hosts give the bits of one rank.
 
-use crate::common::hosts::{Hosts, halves};
-use crate::common::launch::Transport::{self, Alone, Mpirun};
-use crate::common::launch::finish;
-use crate::common::layouts::{Row, SAME, give_the_same_bits};
-use crate::common::runs::{Run, RunFiles};
 use crate::long;
+use hpctrain_testkit::hosts::{Hosts, halves};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun};
+use hpctrain_testkit::launch::finish;
+use hpctrain_testkit::layouts::{Row, SAME, give_the_same_bits};
+use hpctrain_testkit::runs::{Run, RunFiles};
 
 /// Steps of a run.
 const STEPS: u64 = 6;

@@ -6,9 +6,6 @@
 //! in their messages, and one fault of each kind.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
-#[path = "../common/mod.rs"]
-mod common;
-
 mod cables;
 mod layouts;
 mod roles;
@@ -18,9 +15,9 @@ mod supervise;
 mod traces;
 mod traffic;
 
-use common::hosts::Hosts;
-use common::launch::{Running, rank_of};
-use common::runs::{Run, RunFiles};
+use hpctrain_testkit::hosts::Hosts;
+use hpctrain_testkit::launch::{Running, rank_of};
+use hpctrain_testkit::runs::{Run, RunFiles};
 
 /// Whether all is tried.
 fn long() -> bool {

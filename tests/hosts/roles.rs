@@ -3,11 +3,11 @@
 use std::io::{BufRead as _, BufReader};
 use std::process::{Command, Stdio};
 
-use crate::common::hosts::Hosts;
-use crate::common::launch::Transport::{Alone, Simulate};
-use crate::common::launch::{LIMIT, program, start, start_beside, test_name};
-use crate::common::python::python_with;
-use crate::common::runs::{Run, json};
+use hpctrain_testkit::hosts::Hosts;
+use hpctrain_testkit::launch::Transport::{Alone, Simulate};
+use hpctrain_testkit::launch::{LIMIT, program, start, start_beside, test_name};
+use hpctrain_testkit::python::python_with;
+use hpctrain_testkit::runs::{Run, json};
 
 #[test]
 fn an_evaluator_on_another_host_finds_the_same_bits() {

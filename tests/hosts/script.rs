@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::process::Command;
 
-use crate::common::hosts::Hosts;
-use crate::common::launch::{LIMIT, start};
+use hpctrain_testkit::hosts::Hosts;
+use hpctrain_testkit::launch::{LIMIT, start};
 
 #[test]
 fn hosts_end_with_their_processes() {

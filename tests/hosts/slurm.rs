@@ -5,13 +5,13 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::common::hosts::Hosts;
-use crate::common::launch::Transport::Alone;
-use crate::common::launch::{self, LIMIT, finish, in_our_environment, start, start_beside, test_name};
-use crate::common::program;
-use crate::common::runs::{Run, RunFiles, SMALL, json};
-use crate::common::simulator::with_simulator;
 use crate::steps;
+use hpctrain_testkit::hosts::Hosts;
+use hpctrain_testkit::launch::Transport::Alone;
+use hpctrain_testkit::launch::{self, LIMIT, finish, in_our_environment, start, start_beside, test_name};
+use hpctrain_testkit::program;
+use hpctrain_testkit::runs::{Run, RunFiles, SMALL, json};
+use hpctrain_testkit::simulator::with_simulator;
 
 const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/slurm-up");
 

@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::common::hosts::Hosts;
-use crate::common::launch::Transport::Alone;
-use crate::common::launch::{Ended, LIMIT, Running, program, send, start};
-use crate::common::runs::{Run, RunFiles};
 use crate::{long, ranks, steps as steps_of, until_step};
+use hpctrain_testkit::hosts::Hosts;
+use hpctrain_testkit::launch::Transport::Alone;
+use hpctrain_testkit::launch::{Ended, LIMIT, Running, program, send, start};
+use hpctrain_testkit::runs::{Run, RunFiles};
 
 const STEPS: u64 = 400;
 

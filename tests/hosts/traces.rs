@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use crate::common::hosts::Hosts;
-use crate::common::launch::Transport::Alone;
-use crate::common::launch::finish;
-use crate::common::runs::{Run, json};
+use hpctrain_testkit::hosts::Hosts;
+use hpctrain_testkit::launch::Transport::Alone;
+use hpctrain_testkit::launch::finish;
+use hpctrain_testkit::runs::{Run, json};
 
 /// Microseconds that the measurement of a clock may be off: half of the quickest of its exchanges, on a busy machine.
 const OFF: f64 = 2000.0;

@@ -1,10 +1,10 @@
 //! Bytes between hosts, counted on their interfaces, are those of the formula.
 
-use crate::common::hosts::Hosts;
-use crate::common::launch::Transport::Alone;
-use crate::common::launch::finish;
-use crate::common::runs::{Run, json};
 use crate::long;
+use hpctrain_testkit::hosts::Hosts;
+use hpctrain_testkit::launch::Transport::Alone;
+use hpctrain_testkit::launch::finish;
+use hpctrain_testkit::runs::{Run, json};
 
 /// Headers of Ethernet, IP and TCP, acknowledgements and padding of units, for each byte of elements. Segments are long between
 /// interfaces that are software.

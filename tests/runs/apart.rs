@@ -1,9 +1,9 @@
 //! `parallel.average_every`: replicas that train apart are averaged, and any ranks that divide them give the same bits.
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::launch::finish;
-use crate::common::runs::{Run, RunFiles};
-use crate::common::simulator::with_simulator;
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
+use hpctrain_testkit::launch::finish;
+use hpctrain_testkit::runs::{Run, RunFiles};
+use hpctrain_testkit::simulator::with_simulator;
 
 const STEPS: u64 = 6;
 const APART: [&str; 3] = ["parallel.average_every=2", "parallel.average_replicas=4", "parallel.lanes=8"];

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::launch::{finish, program};
-use crate::common::runs::{Run, RunFiles, json};
-use crate::common::simulator::with_simulator;
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
+use hpctrain_testkit::launch::{finish, program};
+use hpctrain_testkit::runs::{Run, RunFiles, json};
+use hpctrain_testkit::simulator::with_simulator;
 
 const EMA: &str = "optimizer.ema=0.75";
 const STEPS: u64 = 6;

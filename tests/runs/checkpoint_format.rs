@@ -6,9 +6,9 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::common::launch::Transport::Mpirun;
-use crate::common::launch::{finish, inherits_nothing};
-use crate::common::runs::{Run, json, tensors};
+use hpctrain_testkit::launch::Transport::Mpirun;
+use hpctrain_testkit::launch::{finish, inherits_nothing};
+use hpctrain_testkit::runs::{Run, json, tensors};
 
 const BLOCK: usize = 1 << 20;
 

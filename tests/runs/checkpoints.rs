@@ -5,9 +5,9 @@ use std::path::Path;
 use hpctrain::checkpoint::{Checkpoints, Reader};
 use serde_json::Value;
 
-use crate::common::launch::Transport::{Alone, Mpirun};
-use crate::common::launch::{Ended, finish, program};
-use crate::common::runs::{Run, RunFiles, copy, json};
+use hpctrain_testkit::launch::Transport::{Alone, Mpirun};
+use hpctrain_testkit::launch::{Ended, finish, program};
+use hpctrain_testkit::runs::{Run, RunFiles, copy, json};
 
 /// Saves and evaluates every second of six steps.
 const SETTINGS: [&str; 4] = ["checkpoint.every=2", "checkpoint.keep=9", "eval.every=2", "parallel.lanes=2"];

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::{Command, Output};
 
-use crate::common::launch::inherits_nothing;
+use hpctrain_testkit::launch::inherits_nothing;
 
 const TINY: [&str; 8] = [
     "model.layers=1",

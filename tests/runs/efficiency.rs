@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::common::launch::Transport::{Alone, Mpirun, Simulate};
-use crate::common::launch::{finish, program};
-use crate::common::runs::{Run, RunFiles, json};
+use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate};
+use hpctrain_testkit::launch::{finish, program};
+use hpctrain_testkit::runs::{Run, RunFiles, json};
 
 /// Model FLOPs per token of the network of [`Run`]: two blocks of width 32, contexts of 16, 65 characters.
 const FLOPS_PER_TOKEN: f64 = 6.0 * (12.0 * 2.0 * 32.0 * 32.0 + 65.0 * 32.0) + 12.0 * 2.0 * 32.0 * 16.0;

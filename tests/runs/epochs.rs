@@ -10,8 +10,8 @@ use hpctrain::run_dir::{Ending, Resume};
 use hpctrain::train::{Own, Request, train_on_device};
 use serde_json::Value;
 
-use crate::common::launch::{finish, program};
-use crate::common::runs::RunFiles;
+use hpctrain_testkit::launch::{finish, program};
+use hpctrain_testkit::runs::RunFiles;
 
 /// Points around a circle, in as many classes as it has sectors; or with one value, of its halves. Of several data sets.
 #[derive(Clone)]

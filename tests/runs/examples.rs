@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::common::launch::{Ended, LIMIT, finish, mpirun, program, start, start_beside};
-use crate::common::runs::{json, tensors};
+use hpctrain_testkit::launch::{Ended, LIMIT, finish, mpirun, program, start, start_beside};
+use hpctrain_testkit::runs::{json, tensors};
 
 /// The path to which `cargo` builds an example: beside the tests.
 fn example(name: &str) -> PathBuf {

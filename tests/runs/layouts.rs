@@ -3,9 +3,9 @@
 //! Sums that are the same tree everywhere give the same bits: the table is in `common/layouts.rs`.
 //! Otherwise sums are taken in another order and the results are close.
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::layouts::{SAME, give_the_same_bits};
-use crate::common::runs::{Run, json};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
+use hpctrain_testkit::layouts::{SAME, give_the_same_bits};
+use hpctrain_testkit::runs::{Run, json};
 
 /// Steps of a run.
 const STEPS: u64 = 6;

@@ -25,6 +25,3 @@ mod step_times;
 mod tensorboard;
 mod trace;
 mod verify;
-
-#[path = "../common/mod.rs"]
-mod common;

@@ -5,9 +5,9 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::common::launch::Transport::Alone;
-use crate::common::launch::{Ended, finish, inherits_nothing, program};
-use crate::common::runs::{Run, json as read};
+use hpctrain_testkit::launch::Transport::Alone;
+use hpctrain_testkit::launch::{Ended, finish, inherits_nothing, program};
+use hpctrain_testkit::runs::{Run, json as read};
 
 /// Files of a checkpoint, and files that a process may open.
 const FILES: usize = 2000;

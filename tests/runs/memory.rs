@@ -2,8 +2,8 @@
 
 use serde_json::Value;
 
-use crate::common::launch::Transport::{self, Alone, Mpirun};
-use crate::common::runs::Run;
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun};
+use hpctrain_testkit::runs::Run;
 
 /// A network whose own memory is several times that of the program.
 const BIG: [&str; 9] = [

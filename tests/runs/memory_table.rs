@@ -13,7 +13,7 @@ use hpctrain::nn::gpt::Gpt;
 use hpctrain::optim::Rule;
 use hpctrain::parallel::{ControlFlags, Hyper, Zero};
 
-use crate::common::{Cut, engine, micro};
+use hpctrain_testkit::{Cut, engine, micro};
 
 /// Small, and of many blocks, as networks are that one shards.
 const GPT: Gpt = Gpt { layers: 12, heads: 2, width: 64, context: 8, vocabulary: 64, bias: true, dropout: 0.0 };

@@ -4,10 +4,10 @@ use std::path::Path;
 
 use hpctrain::data::import::{Categories, ImportCsv, ImportIdx, Kept, NotFinite, import_csv, import_idx};
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::launch::{finish, mpirun, program};
-use crate::common::runs::{Run, RunFiles, copy, json};
-use crate::common::simulator::with_simulator;
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
+use hpctrain_testkit::launch::{finish, mpirun, program};
+use hpctrain_testkit::runs::{Run, RunFiles, copy, json};
+use hpctrain_testkit::simulator::with_simulator;
 
 /// A network: its name, and the settings that make it.
 struct Network {
@@ -316,7 +316,7 @@ fn predictions_are_in_the_order_of_the_rows() {
                 None => program(&args),
                 Some(ranks) => {
                     let mut command = mpirun(ranks);
-                    command.arg(crate::common::program()).args(&args);
+                    command.arg(hpctrain_testkit::program()).args(&args);
                     command
                 }
             };
@@ -555,7 +555,7 @@ fn any_checkpoint_is_measured_on_any_data_and_no_run_is_touched() {
         for ranks in [1, 2, 3] {
             let mut command = if ranks == 1 { program(["eval"]) } else { mpirun(ranks) };
             if ranks > 1 {
-                command.arg(crate::common::program()).arg("eval");
+                command.arg(hpctrain_testkit::program()).arg("eval");
             }
             let ended = finish(command.arg("--checkpoint").arg(&files.0).arg("--json")).succeeded();
             let found: serde_json::Value =

@@ -2,9 +2,9 @@
 
 use serde_json::Value;
 
-use crate::common::launch::Transport::{Alone, Mpirun, Simulate};
-use crate::common::launch::{finish, mpirun, program};
-use crate::common::runs::Run;
+use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate};
+use hpctrain_testkit::launch::{finish, mpirun, program};
+use hpctrain_testkit::runs::Run;
 
 /// Evaluations take no more memory than steps.
 const SETTINGS: [&str; 7] = [
@@ -32,7 +32,7 @@ fn json(command: &mut std::process::Command) -> Value {
 fn measured_layouts_are_listed_and_tried() {
     let threads = json(&mut program(["plan", "--ranks", "2", "--measure", "--try", "3"]));
     let mut ranks = mpirun(2);
-    ranks.arg(crate::common::program()).args(["plan", "--measure", "--try", "8", "--set", "batch.micro=2"]);
+    ranks.arg(hpctrain_testkit::program()).args(["plan", "--measure", "--try", "8", "--set", "batch.micro=2"]);
     let ranks = json(&mut ranks);
     for (plan, tried) in [(&threads, 3), (&ranks, 8)] {
         let layouts = plan["layouts"].as_array().unwrap();

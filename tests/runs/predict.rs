@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::common::launch::Transport::{self, Alone, Mpirun};
-use crate::common::launch::{Ended, finish, mpirun, program};
-use crate::common::runs::{Run, RunFiles};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun};
+use hpctrain_testkit::launch::{Ended, finish, mpirun, program};
+use hpctrain_testkit::runs::{Run, RunFiles};
 
 /// Imports with these arguments in the directory.
 fn import(root: &Path, arguments: &str) {
@@ -23,7 +23,7 @@ fn predict(transport: Transport, root: &Path, run: &RunFiles, arguments: &[&str]
     let mut command = match transport {
         Mpirun(ranks) => {
             let mut command = mpirun(ranks);
-            command.arg(crate::common::program()).arg("predict");
+            command.arg(hpctrain_testkit::program()).arg("predict");
             command
         }
         _ => program(["predict"]),

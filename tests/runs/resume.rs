@@ -8,9 +8,9 @@ use hpctrain::checkpoint::Reader;
 use hpctrain::data::TokenizerKind;
 use hpctrain::data::import::{ImportText, import_text};
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::launch::{Ended, LIMIT, finish, processes, program, rank_of, send, start};
-use crate::common::runs::{Run, RunFiles, copy, json};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
+use hpctrain_testkit::launch::{Ended, LIMIT, finish, processes, program, rank_of, send, start};
+use hpctrain_testkit::runs::{Run, RunFiles, copy, json};
 
 /// Steps of the uninterrupted run. It saves and evaluates every third.
 const STEPS: u64 = 9;

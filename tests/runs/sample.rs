@@ -12,10 +12,10 @@ use hpctrain::optim::Rule;
 use hpctrain::parallel::Zero;
 use serde_json::Value;
 
-use crate::common::launch::Transport::Alone;
-use crate::common::launch::{finish, program};
-use crate::common::runs::Run;
-use crate::common::{Cut, engine, micro};
+use hpctrain_testkit::launch::Transport::Alone;
+use hpctrain_testkit::launch::{finish, program};
+use hpctrain_testkit::runs::Run;
+use hpctrain_testkit::{Cut, engine, micro};
 
 /// One of each family, with what differs in attention and at its ends.
 fn networks() -> Vec<Network> {

@@ -5,9 +5,9 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
-use crate::common::launch::{Ended, finish};
-use crate::common::runs::{Run, RunFiles, json};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
+use hpctrain_testkit::launch::{Ended, finish};
+use hpctrain_testkit::runs::{Run, RunFiles, json};
 
 /// Four lanes: the same bits on any number of workers.
 const TOGETHER: [&str; 5] =

@@ -4,9 +4,9 @@
 use std::path::Path;
 use std::process::Command;
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::launch::{finish, mpirun, program};
-use crate::common::runs::{Run, RunFiles, copy};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
+use hpctrain_testkit::launch::{finish, mpirun, program};
+use hpctrain_testkit::runs::{Run, RunFiles, copy};
 
 /// Four slices; a vocabulary of 65 and a hidden width of 25 do not divide.
 const SETTINGS: [&str; 14] = [
@@ -35,7 +35,7 @@ fn run(transport: Transport, root: &Path, name: &str, layout: &str) -> Run {
 fn command(ranks: usize, args: &[&str], settings: &str) -> Command {
     let mut command = if ranks == 1 { program(&args[..1]) } else { mpirun(ranks) };
     if ranks > 1 {
-        command.arg(crate::common::program()).arg(args[0]);
+        command.arg(hpctrain_testkit::program()).arg(args[0]);
     }
     command.args(&args[1..]).args(settings.split_whitespace().flat_map(|setting| ["--set", setting]));
     command

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::launch::{LIMIT, signal, start};
-use crate::common::runs::Run;
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
+use hpctrain_testkit::launch::{LIMIT, signal, start};
+use hpctrain_testkit::runs::Run;
 
 #[test]
 fn the_parts_of_a_step_add_up() {

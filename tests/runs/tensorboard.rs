@@ -7,10 +7,10 @@ use std::path::Path;
 use hpctrain::telemetry::evaluations::{self, Evaluation};
 use serde_json::Value;
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::launch::{LIMIT, finish, send, start};
-use crate::common::peers::events;
-use crate::common::runs::{Run, RunFiles};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
+use hpctrain_testkit::launch::{LIMIT, finish, send, start};
+use hpctrain_testkit::peers::events;
+use hpctrain_testkit::runs::{Run, RunFiles};
 
 /// Four lanes on any number of ranks: the same bits on all.
 const SETTINGS: [&str; 9] = [

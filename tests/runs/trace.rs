@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::launch::finish;
-use crate::common::runs::{Run, json};
+use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
+use hpctrain_testkit::launch::finish;
+use hpctrain_testkit::runs::{Run, json};
 
 /// A piece of time on a thread of a rank, in microseconds.
 struct Span {

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::common::launch::{Ended, finish, program};
+use hpctrain_testkit::launch::{Ended, finish, program};
 
 /// A network that takes a step in a millisecond, at a rate that moves the weights from the first.
 const TINY: [&str; 9] = [

@@ -5,11 +5,11 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::{gpt2, llama};
-use crate::config::Model;
-use crate::data::Tokenizer;
-use crate::error::{Error, Result};
-use crate::nn::Network;
-use crate::regular_files;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::regular_files;
+use hpctrain_config::Model;
+use hpctrain_data::Tokenizer;
+use hpctrain_nn::Network;
 
 /// Tokens that begin and end a text: null where there are none, else a reader would take its family's own for them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]

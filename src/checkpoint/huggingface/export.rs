@@ -12,12 +12,12 @@ use super::spelling::{Spelling, transposed};
 use super::staging::Staging;
 use super::tokenizer::{GENERATION, Generation, SETTINGS, TOKENIZER};
 use super::{CONFIG, MODEL, tensors};
-use crate::checkpoint::Reader;
-use crate::config;
-use crate::error::{Error, Result};
-use crate::layout::Tensor;
-use crate::nn::Network;
-use crate::nn::gpt::Gpt;
+use crate::Reader;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::Tensor;
+use hpctrain_config as config;
+use hpctrain_nn::Network;
+use hpctrain_nn::gpt::Gpt;
 
 /// Counts of an export.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::architecture::Tokens;
-use crate::config::{LayerList, Model, ModelKind};
-use crate::nn::gpt::{EPSILON, Gpt};
+use hpctrain_config::{LayerList, Model, ModelKind};
+use hpctrain_nn::gpt::{EPSILON, Gpt};
 
 /// The keys that determine the network's computation. Left out, a key has the default of `transformers`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

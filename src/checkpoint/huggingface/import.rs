@@ -8,15 +8,16 @@ use super::safetensors::Reader;
 use super::spelling::{HEAD, Spelling, transposed};
 use super::staging::Staging;
 use super::{CONFIG, INDEX, MODEL, tensors};
-use crate::checkpoint::manifest::VERSION;
-use crate::checkpoint::shard::{Extent, ShardWriter, file_name};
-use crate::checkpoint::{Manifest, Origin};
-use crate::config::{Config, Data, Facts, resolve};
-use crate::data::Tokenizer;
-use crate::error::{Error, Result};
-use crate::layout::Tensor;
-use crate::regular_files::{self, is_plain_name};
-use crate::telemetry::unix_time;
+use crate::manifest::VERSION;
+use crate::shard::{Extent, ShardWriter, file_name};
+use crate::{Manifest, Origin};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::Tensor;
+use hpctrain_base::regular_files;
+use hpctrain_base::regular_files::is_plain_name;
+use hpctrain_config::telemetry::unix_time;
+use hpctrain_config::{Config, Data, Facts, resolve};
+use hpctrain_data::Tokenizer;
 
 /// Writes the network in the directory `from` as a checkpoint at step 0, without optimizer state, into the directory
 /// `out`, which appears whole or not at all. `tokenizer` is written down for sampling. Returns the checkpoint's manifest.

@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::architecture::Tokens;
-use crate::config::{LayerList, Model, ModelKind, RopeScaling, RopeType};
-use crate::nn::FrequencyScaling;
-use crate::nn::llama::Llama;
+use hpctrain_config::{LayerList, Model, ModelKind, RopeScaling, RopeType};
+use hpctrain_nn::FrequencyScaling;
+use hpctrain_nn::llama::Llama;
 
 /// The keys that determine the network's computation. Left out, a key has the default of `transformers`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -18,9 +18,9 @@ pub use export::{Exported, export};
 pub use import::import;
 pub use tokenizer::tokenizer;
 
-use crate::backend::cpu::Cpu;
-use crate::layout::Tensor;
-use crate::nn::Network;
+use hpctrain_base::layout::Tensor;
+use hpctrain_cpu::Cpu;
+use hpctrain_nn::Network;
 
 /// File with the architecture.
 const CONFIG: &str = "config.json";

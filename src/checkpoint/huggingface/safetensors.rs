@@ -13,8 +13,8 @@ use half::{bf16, f16};
 use safetensors::tensor::{Metadata, TensorInfo};
 use safetensors::{Dtype, SafeTensorError};
 
-use crate::error::{Error, Result};
-use crate::regular_files;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::regular_files;
 
 /// Bytes before the header.
 const LENGTH: usize = size_of::<u64>();

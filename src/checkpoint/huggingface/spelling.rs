@@ -1,9 +1,9 @@
 //! Names and layouts of the tensors of a family there.
 
 use super::architecture::unknown;
-use crate::error::Result;
-use crate::layout::Tensor;
-use crate::nn::Network;
+use hpctrain_base::error::Result;
+use hpctrain_base::layout::Tensor;
+use hpctrain_nn::Network;
 
 /// Key of the output matrix.
 pub const HEAD: &str = "lm_head.weight";
@@ -85,7 +85,7 @@ pub fn transposed(values: &[f32], columns: usize) -> Vec<f32> {
 mod tests {
     use super::super::tensors;
     use super::*;
-    use crate::nn::gpt::Gpt;
+    use hpctrain_nn::gpt::Gpt;
 
     #[test]
     fn linear_maps_of_gpt2_are_turned() {

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use tempfile::TempDir;
 
-use crate::checkpoint::directory::sync;
-use crate::error::{Error, Result};
+use crate::directory::sync;
+use hpctrain_base::error::{Error, Result};
 
 /// A directory that is being filled, beside its place. It is removed unless published.
 pub struct Staging {

@@ -7,9 +7,9 @@ use serde_json::Value;
 
 use super::CONFIG;
 use super::architecture::Tokens;
-use crate::data::Tokenizer;
-use crate::error::{Error, Result};
-use crate::regular_files;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::regular_files;
+use hpctrain_data::Tokenizer;
 
 /// File with the tokenizer.
 pub const TOKENIZER: &str = "tokenizer.json";

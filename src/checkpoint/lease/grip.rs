@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use super::system::{Open, System};
 use super::{Held, Leases, Times};
-use crate::error::{Error, Result};
-use crate::spawn::spawn;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::spawn::spawn;
 
 /// A lease that this process holds, until it is dropped.
 #[derive(Debug)]

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::holder::Holder;
 use super::system::STALE;
-use crate::telemetry::unix_time;
+use hpctrain_config::telemetry::unix_time;
 
 /// The content of a lease.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

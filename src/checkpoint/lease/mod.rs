@@ -40,7 +40,7 @@ use std::time::Duration;
 use holder::{Life, host};
 use system::{Open, System, TURN_FILE, Turn};
 
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 pub use grip::Lease;
 pub use held::Held;

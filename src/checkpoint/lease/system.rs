@@ -11,7 +11,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
 use super::holder::{Holder, Life};
-use crate::{own_files, regular_files, signals};
+use hpctrain_base::{own_files, regular_files, signals};
 
 /// Longest wait for another process that takes or removes a lease at this moment.
 const TURN: Duration = Duration::from_secs(2);

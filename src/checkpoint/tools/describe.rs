@@ -7,12 +7,12 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::list::written;
-use crate::checkpoint::{Manifest, Origin};
-use crate::config::{Config, network};
-use crate::data::inspect::table;
-use crate::data::{DataChange, Tokenizer, TrainedOn};
-use crate::telemetry::{bytes, grouped};
-use crate::visible::in_one_line;
+use crate::{Manifest, Origin};
+use hpctrain_base::visible::in_one_line;
+use hpctrain_config::telemetry::{bytes, grouped};
+use hpctrain_config::{Config, network};
+use hpctrain_data::inspect::table;
+use hpctrain_data::{DataChange, Tokenizer, TrainedOn};
 
 /// Describes the checkpoint in `dir`.
 pub fn describe(dir: &Path, manifest: &Manifest) -> String {

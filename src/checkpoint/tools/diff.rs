@@ -4,9 +4,9 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::checkpoint::{Manifest, PARAMS, Reader};
-use crate::error::Result;
-use crate::telemetry::grouped;
+use crate::{Manifest, PARAMS, Reader};
+use hpctrain_base::error::Result;
+use hpctrain_config::telemetry::grouped;
 
 /// Elements compared at once: 4 MiB of each checkpoint.
 const CHUNK: usize = 1 << 20;

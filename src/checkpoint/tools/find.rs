@@ -4,12 +4,12 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use crate::backend::Backend;
-use crate::checkpoint::lease::Lease;
-use crate::checkpoint::names::step_of;
-use crate::checkpoint::{Checkpoints, Pointer, Target, manifest};
-use crate::comm::Group;
-use crate::error::{Error, Result};
+use crate::lease::Lease;
+use crate::names::step_of;
+use crate::{Checkpoints, Pointer, Target, manifest};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_comm::Group;
+use hpctrain_device::Backend;
 
 /// The checkpoints of the run at `path`: its directory, or that of its checkpoints.
 ///
@@ -142,7 +142,7 @@ fn followed(path: &Path) -> Result<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::manifest::tests::empty;
+    use crate::manifest::tests::empty;
 
     #[test]
     fn runs_and_checkpoints_are_told_apart() {

@@ -4,12 +4,13 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use crate::checkpoint::names::name_of;
-use crate::checkpoint::{Checkpoints, Manifest};
-use crate::data::inspect::table;
-use crate::error::{Kind, Result};
-use crate::telemetry::evaluations::{self, Over};
-use crate::telemetry::{bytes, utc};
+use crate::names::name_of;
+use crate::{Checkpoints, Manifest};
+use hpctrain_base::error::{Kind, Result};
+use hpctrain_config::telemetry::evaluations;
+use hpctrain_config::telemetry::evaluations::Over;
+use hpctrain_config::telemetry::{bytes, utc};
+use hpctrain_data::inspect::table;
 
 /// The checkpoints of a run.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -2,9 +2,9 @@
 
 use serde::Serialize;
 
-use crate::checkpoint::retention::{Candidate, removed};
-use crate::checkpoint::{Checkpoints, Retention};
-use crate::error::Result;
+use crate::retention::{Candidate, removed};
+use crate::{Checkpoints, Retention};
+use hpctrain_base::error::Result;
 
 /// The checkpoints that a retention does not ask for: removed or held.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use crate::checkpoint::{Reader, manifest};
-use crate::telemetry::bytes;
+use crate::{Reader, manifest};
+use hpctrain_config::telemetry::bytes;
 
 /// Counts of a verification.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

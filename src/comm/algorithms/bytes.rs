@@ -1,7 +1,7 @@
 //! Collectives of small messages: metadata, errors, synchronisation.
 
-use crate::comm::wire::{Members, Wire};
-use crate::error::{Error, Result};
+use crate::wire::{Members, Wire};
+use hpctrain_base::error::{Error, Result};
 
 /// Bytes of a rank, at most: far more than traces have. A length out of all proportion is not one of this program.
 const LONGEST: u64 = 1 << 30;

@@ -2,9 +2,9 @@
 //! Collective Communication Operations in MPICH", 2005).
 
 use super::shares::Shares;
-use crate::comm::operand::{Combine, Operand};
-use crate::comm::wire::{Members, Wire};
-use crate::error::Result;
+use crate::operand::{Combine, Operand};
+use crate::wire::{Members, Wire};
+use hpctrain_base::error::Result;
 
 /// The ranks whose numbers have the lowest `bits` bits of `like`.
 fn alike(size: usize, like: usize, bits: u32) -> impl Iterator<Item = usize> {

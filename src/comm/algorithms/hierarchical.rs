@@ -11,9 +11,9 @@ use std::ops::Range;
 
 use super::shares::Shares;
 use super::tree;
-use crate::comm::operand::{Combine, Operand};
-use crate::comm::wire::{Members, Wire};
-use crate::error::Result;
+use crate::operand::{Combine, Operand};
+use crate::wire::{Members, Wire};
+use hpctrain_base::error::Result;
 
 /// The group seen as nodes and lanes.
 struct Nodes<'a> {

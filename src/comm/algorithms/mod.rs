@@ -25,8 +25,8 @@ use serde::{Deserialize, Serialize};
 
 use super::operand::Operand;
 use super::wire::{Members, Vendor, Wire};
-use crate::error::{Error, Result};
 pub use hierarchical::equal_nodes;
+use hpctrain_base::error::{Error, Result};
 pub use shares::Shares;
 
 /// The algorithm by which the ranks of a group exchange and add.

@@ -7,9 +7,9 @@ use std::slice::from_ref;
 
 use super::shares::Shares;
 use super::tree;
-use crate::comm::operand::{Combine, Operand};
-use crate::comm::wire::{Members, Wire};
-use crate::error::Result;
+use crate::operand::{Combine, Operand};
+use crate::wire::{Members, Wire};
+use hpctrain_base::error::Result;
 
 /// The sum of a range to rank 0, and from there to all.
 pub fn all_reduce(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, range: &Range<usize>) -> Result<()> {

@@ -4,9 +4,9 @@ use std::ops::Range;
 use std::slice::from_ref;
 
 use super::shares::Shares;
-use crate::comm::operand::{Combine, Operand};
-use crate::comm::wire::{Members, Wire};
-use crate::error::Result;
+use crate::operand::{Combine, Operand};
+use crate::wire::{Members, Wire};
+use hpctrain_base::error::Result;
 
 /// Elements a rank of a broadcast receives before it passes them on.
 const SEGMENT: usize = 1 << 16;

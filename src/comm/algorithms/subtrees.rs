@@ -13,9 +13,9 @@ use std::ops::Range;
 
 use super::halving::halve;
 use super::shares::Shares;
-use crate::comm::operand::{Combine, Operand};
-use crate::comm::wire::{Members, Wire};
-use crate::error::Result;
+use crate::operand::{Combine, Operand};
+use crate::wire::{Members, Wire};
+use hpctrain_base::error::Result;
 
 /// Elements that the shares of a block have together.
 const BLOCK: usize = 1 << 20;

@@ -17,9 +17,9 @@ use std::slice::from_ref;
 use super::halving::{double, halve};
 use super::shares::Shares;
 use super::subtrees;
-use crate::comm::operand::{Combine, Operand};
-use crate::comm::wire::{Members, Wire};
-use crate::error::Result;
+use crate::operand::{Combine, Operand};
+use crate::wire::{Members, Wire};
+use hpctrain_base::error::Result;
 
 /// Elements of one direct message: the owner keeps as many of each rank aside.
 const BLOCK: usize = 1 << 14;

@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::table::Table;
-use crate::backend::{Backend, MemoryKind};
-use crate::comm::algorithms::{Algorithm, Operation};
-use crate::comm::group::Group;
-use crate::error::{Error, Result};
+use crate::algorithms::{Algorithm, Operation};
+use crate::group::Group;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::{Backend, MemoryKind};
 
 /// `comm.algorithm`: one algorithm for everything, or the fastest ones of a measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -182,8 +182,8 @@ pub fn slowest<B: Backend>(world: &Group<B>, mine: &[f64]) -> Result<Vec<f64>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::cpu::Cpu;
-    use crate::comm::start_threads;
+    use crate::start_threads;
+    use hpctrain_cpu::Cpu;
 
     #[test]
     fn every_algorithm_can_be_chosen_by_its_name() {
@@ -242,7 +242,7 @@ mod tests {
     #[test]
     fn a_measurement_agrees_on_all_ranks_and_keeps_sums_exact() {
         let measured: Vec<Table> = std::thread::scope(|scope| {
-            let rank = |comm: crate::comm::Comm<Cpu>| {
+            let rank = |comm: crate::Comm<Cpu>| {
                 let world = comm.world();
                 let pairs = comm.split(&[0, 0, 1, 1]).unwrap();
                 measure(&world, &pairs, &Cpu::new(1), &Operation::ALL, 300_000, true).unwrap()

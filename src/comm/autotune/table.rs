@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::comm::algorithms::{Algorithm, Operation};
+use crate::algorithms::{Algorithm, Operation};
 
 /// The algorithm of every operation and size.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

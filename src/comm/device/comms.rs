@@ -12,11 +12,11 @@
 
 use std::sync::Arc;
 
-use crate::backend::{CommId, DeviceComm, DeviceCopies, Fold, Span};
-use crate::comm::backoff;
-use crate::comm::shared::Shared;
-use crate::comm::wire::{Members, Vendor, Wire, least_sent};
-use crate::error::{Error, Result};
+use crate::backoff;
+use crate::shared::Shared;
+use crate::wire::{Members, Vendor, Wire, least_sent};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::{CommId, DeviceComm, DeviceCopies, Fold, Span};
 
 /// Cached communicators, in the order in which they were created; creation is slow.
 pub struct DeviceComms {

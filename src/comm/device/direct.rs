@@ -7,12 +7,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::comms::GroupComm;
-use crate::backend::{DeviceCopies, Event, Scratch, Span};
-use crate::comm::backoff;
-use crate::comm::operand::{Combine, Operand};
-use crate::comm::shared::Shared;
-use crate::comm::wire::{Members, Vendor, Wire};
-use crate::error::Result;
+use crate::backoff;
+use crate::operand::{Combine, Operand};
+use crate::shared::Shared;
+use crate::wire::{Members, Vendor, Wire};
+use hpctrain_base::error::Result;
+use hpctrain_device::{DeviceCopies, Event, Scratch, Span};
 
 /// Words of one message that is to be added, 4 MiB.
 const WORDS: usize = 1 << 20;

@@ -1,7 +1,7 @@
 //! Sums in the order of the tree by messages of all ranks at once, for a library that carries many of them in one go (NCCL).
 //!
 //! Of each chunk of the buffer a rank owns an even share. It receives the share's terms from all other ranks in one group of
-//! messages, adds them by one kernel in the order of [`Algorithm::Tree`](crate::comm::algorithms::Algorithm), and sends the sum to all
+//! messages, adds them by one kernel in the order of [`Algorithm::Tree`](crate::algorithms::Algorithm), and sends the sum to all
 //! others in a later group, which also carries the terms of another chunk. `hierarchical` does so twice, inside the node and
 //! between the nodes ([`stages`]). Each rank sends 2·(n−1)/n of the buffer, the least possible.
 //!
@@ -9,17 +9,17 @@
 //! terms have another place. So k chunks take k + 1 groups, or k + 3 of `hierarchical`. The device keeps all of it in order; the
 //! host waits for messages to be queued, and for the device only at the end.
 //!
-//! The sum of an element is that of [`algorithms`](crate::comm::algorithms) bit for bit: the same terms in the same tree.
+//! The sum of an element is that of [`algorithms`](crate::algorithms) bit for bit: the same terms in the same tree.
 
 use std::ops::Range;
 
 use super::comms::GroupComm;
 use super::direct::Places;
 use super::stages::{Level, Stage, chunks, levels, schedule};
-use crate::backend::{DeviceCopies, Fold, Span};
-use crate::comm::algorithms::{Call, Operation, Shares};
-use crate::comm::wire::{Members, Wire};
-use crate::error::{Error, Result};
+use crate::algorithms::{Call, Operation, Shares};
+use crate::wire::{Members, Wire};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::{DeviceCopies, Fold, Span};
 
 /// Slots of staged messages in a chunk, which so has 32 MiB: that long, groups of messages reach their speed.
 const SLOTS: usize = 8;
@@ -148,7 +148,7 @@ fn room(levels: &[Level], level: usize, terms: usize, ranks: usize) -> Range<usi
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::algorithms::Algorithm;
+    use crate::algorithms::Algorithm;
 
     #[test]
     fn terms_of_all_levels_have_room() {

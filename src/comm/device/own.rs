@@ -3,7 +3,7 @@
 use std::sync::{Arc, OnceLock};
 
 use super::path::DevicePath;
-use crate::error::Result;
+use hpctrain_base::error::Result;
 
 /// The device of a rank.
 pub struct OwnDevice<B> {

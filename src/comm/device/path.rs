@@ -54,7 +54,7 @@ impl DevicePath {
 
     /// Whether single messages go through the host. NCCL's, too: a message of NCCL holds up those behind it until the receiver
     /// takes it, so two neighbours that send to each other before they receive would wait for ever.
-    pub(in crate::comm) fn stages_messages(self) -> bool {
+    pub(crate) fn stages_messages(self) -> bool {
         self != DevicePath::Direct
     }
 }

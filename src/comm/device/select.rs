@@ -15,10 +15,10 @@ use std::time::Instant;
 
 use super::path::{DevicePath, PathSetting};
 use super::trial;
-use crate::backend::{Backend, MemoryKind, readable};
-use crate::comm::communicator::Comm;
-use crate::comm::wire::mpi;
-use crate::error::{Error, Result};
+use crate::communicator::Comm;
+use crate::wire::mpi;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::{Backend, MemoryKind, readable};
 
 /// Elements that two paths add up to be compared: more than latencies count.
 const WORDS: usize = 1 << 20;

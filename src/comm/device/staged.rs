@@ -10,13 +10,14 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::backend::{DeviceCopies, Placed, Slot, Span};
-use crate::comm::algorithms::{self, Algorithm, Call, Operation};
-use crate::comm::backoff;
-use crate::comm::operand::{Host, Scratch};
-use crate::comm::shared::Shared;
-use crate::comm::wire::{Members, Parcel, Payload, Peer, Wire};
-use crate::error::{Error, Result};
+use crate::algorithms;
+use crate::algorithms::{Algorithm, Call, Operation};
+use crate::backoff;
+use crate::operand::{Host, Scratch};
+use crate::shared::Shared;
+use crate::wire::{Members, Parcel, Payload, Peer, Wire};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::{DeviceCopies, Placed, Slot, Span};
 
 /// Words of a slot, 4 MiB: copies to and from a GPU reach their speed, and the host's caches are not all lost.
 pub const WORDS: usize = 1 << 20;

@@ -7,9 +7,9 @@
 
 use std::ops::Range;
 
-use crate::backend::FOLDED;
-use crate::comm::algorithms::{Algorithm, Operation, Shares, equal_nodes};
-use crate::comm::wire::Members;
+use crate::algorithms::{Algorithm, Operation, Shares, equal_nodes};
+use crate::wire::Members;
+use hpctrain_device::FOLDED;
 
 /// Ranks that exchange terms and sums with each other.
 #[derive(Debug, PartialEq, Eq)]

@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use crate::backend::{Backend, CommId, MemoryKind, Reach, Span, Vendor};
-use crate::comm::group::Group;
-use crate::error::{Error, Result};
-use crate::spawn::spawn;
+use crate::group::Group;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::spawn::spawn;
+use hpctrain_device::{Backend, CommId, MemoryKind, Reach, Span, Vendor};
 
 /// The command by which a program that can be tried is started: `hpctrain prove-together RANK RANKS DEVICE`.
 pub const TOGETHER: &str = "prove-together";

@@ -18,8 +18,8 @@ use serde::{Deserialize, Serialize};
 
 use super::ledger::Entry;
 use super::runs;
-use crate::error::{Error, Result};
-use crate::own_files;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::own_files;
 
 /// Bytes of a heartbeat's line.
 const LINE: usize = 2048;

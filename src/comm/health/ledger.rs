@@ -9,8 +9,9 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use crate::activity::{self, Message};
-use crate::comm::wire::Members;
+use crate::wire::Members;
+use hpctrain_base::activity;
+use hpctrain_base::activity::Message;
 
 /// Collectives that are remembered.
 const KEPT: usize = 256;

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use super::heartbeat::{Heartbeat, LedgerFile, Told};
 use super::ledger::RECV;
-use crate::comm::algorithms::Algorithm;
+use crate::algorithms::Algorithm;
 
 /// Ranks that are described one by one.
 const DESCRIBED: usize = 8;
@@ -298,7 +298,7 @@ fn span(seconds: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::health::heartbeat::Exchange;
+    use crate::health::heartbeat::Exchange;
 
     fn told(number: u64, op: &str, unit: Option<&str>, ended: bool) -> Told {
         Told {

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use super::heartbeat::Files;
 use super::watchdog::Place;
-use crate::activity;
-use crate::backend::Backend;
-use crate::comm::communicator::{Comm, Inner};
-use crate::error::{Error, Result};
+use crate::communicator::{Comm, Inner};
+use hpctrain_base::activity;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::Backend;
 
 /// The watch over this rank by [`Comm::watch`], until it is dropped; but a watch that began before goes on.
 pub struct Watch {

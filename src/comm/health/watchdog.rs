@@ -33,13 +33,14 @@ use std::time::{Duration, Instant};
 use super::heartbeat::{Exchange, Files, Heartbeat, LedgerFile, Pulse, Told, seconds};
 use super::ledger::{LEAVE, RECV};
 use super::stall::{Sighting, report};
-use crate::activity::{self, Doing};
-use crate::comm::exit::Exit;
-use crate::comm::shared::Shared;
-use crate::comm::wire::World;
-use crate::error::Result;
-use crate::own_files;
-use crate::spawn::spawn;
+use crate::exit::Exit;
+use crate::shared::Shared;
+use crate::wire::World;
+use hpctrain_base::activity;
+use hpctrain_base::activity::Doing;
+use hpctrain_base::error::Result;
+use hpctrain_base::own_files;
+use hpctrain_base::spawn::spawn;
 
 /// Exit code of a job that was ended.
 pub const CODE: i32 = 1;

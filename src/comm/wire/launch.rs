@@ -2,7 +2,7 @@
 //! a process that runs alone, and may take seconds.
 
 use super::tcp::{MEETING, Meeting};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// A start by a launcher.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -67,7 +67,7 @@ pub fn launched(env: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>> 
 }
 
 /// Number of processes by the launcher's account, to compare with MPI's.
-pub(in crate::comm) fn launched_size(env: impl Fn(&str) -> Option<String>) -> Option<usize> {
+pub(crate) fn launched_size(env: impl Fn(&str) -> Option<String>) -> Option<usize> {
     ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"].iter().find_map(|name| env(name)?.parse().ok())
 }
 

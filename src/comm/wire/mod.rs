@@ -10,10 +10,10 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 
-use crate::backend::Span;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::Span;
 
-pub use crate::backend::Vendor;
+pub use hpctrain_device::Vendor;
 
 /// Groups whose ranks this process has sorted by their nodes.
 static SORTED: AtomicU64 = AtomicU64::new(0);

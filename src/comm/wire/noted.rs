@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use super::{Incoming, Members, Outgoing, Parcel, Peer, UnderWay, Vendor, Wire};
-use crate::backend::Span;
-use crate::comm::shared::Shared;
-use crate::error::Result;
+use crate::shared::Shared;
+use hpctrain_base::error::Result;
+use hpctrain_device::Span;
 
 /// Another wire, and the place for the notes.
 pub struct Noted {

@@ -12,13 +12,13 @@ use super::{
     Incoming, Members, NodeInfo, Outgoing, Parcel, Payload, Peer, UnderWay, Vendor, Wire, World, check_length,
     no_addresses, no_library,
 };
-use crate::backend::Span;
-use crate::backend::cpu::add_serial;
-use crate::comm::algorithms;
-use crate::comm::shared::Shared;
-use crate::error::{Error, Result};
+use crate::algorithms;
+use crate::shared::Shared;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_cpu::add_serial;
+use hpctrain_device::Span;
 
-/// Payload with which the thread that calls [`Comm::abort`](crate::comm::Comm::abort) unwinds, silently: the process belongs to other ranks, too.
+/// Payload with which the thread that calls [`Comm::abort`](crate::Comm::abort) unwinds, silently: the process belongs to other ranks, too.
 #[derive(Debug)]
 pub struct Aborted {
     /// The exit code it asked for.
@@ -29,7 +29,7 @@ pub struct Aborted {
 const LOOK: Duration = Duration::from_millis(5);
 
 /// The wires and worlds of ranks on the nodes given for them.
-pub(in crate::comm) fn open(nodes: &[usize], shared: &[Arc<Shared>]) -> Vec<(Box<dyn Wire + Send>, World)> {
+pub(crate) fn open(nodes: &[usize], shared: &[Arc<Shared>]) -> Vec<(Box<dyn Wire + Send>, World)> {
     let ranks = nodes.len();
     let office = Arc::new(Office {
         post: Mutex::new(Post { gone: vec![false; ranks], ..Post::default() }),

@@ -9,8 +9,8 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::{hex, missing};
-use crate::error::{Error, Result};
-use crate::regular_files;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::regular_files;
 
 /// The longest line of JSON: it is held in memory, beside its text.
 const LONGEST_LINE: usize = 32 << 20;

@@ -11,11 +11,11 @@ use super::stream::{Imported, Stream, StreamShards};
 use super::{hex, missing};
 use crate::compare::Scratch;
 use crate::content::{Content, MAX_VOCABULARY};
-use crate::error::{Error, Result};
 use crate::sandbox::Sandbox;
 use crate::shard::first_invalid;
 use crate::spec::{DataSpec, Verify};
 use crate::{Tokenizer, TokenizerKind};
+use hpctrain_base::error::{Error, Result};
 
 /// Input and options of an import.
 #[derive(Debug, Clone)]

@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use super::spool::{Elements, Spooler};
-use crate::error::{Error, Result};
-use crate::simd::simd;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::simd::simd;
 
 /// A file that ids are added to.
 pub(super) struct IdSpooler {

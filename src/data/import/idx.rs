@@ -12,7 +12,7 @@ use super::open;
 use super::samples::{Imported, Inputs, Kept, Rows};
 use super::spool::{Elements, Spooler};
 use crate::bounded::{self, Fault, extent};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// The type of unsigned bytes, the only one that images and labels come in.
 const BYTES: u8 = 0x08;

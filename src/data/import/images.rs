@@ -8,9 +8,9 @@ use image::{DynamicImage, ImageDecoder as _, ImageFormat, ImageReader};
 use super::samples::{Imported, Inputs, Kept, Rows};
 use super::spool::{Elements, Spooler};
 use crate::bounded;
-use crate::error::{Error, Result};
-use crate::regular_files;
 use crate::spec::file_names;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::regular_files;
 
 /// Input and options of an import.
 #[derive(Debug, Clone)]

@@ -22,8 +22,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::spec::{Split, file_names};
-use crate::error::{Error, Result};
-use crate::regular_files;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::regular_files;
 
 pub use csv::{Categories, ImportCsv, Missing, TableFormat, column_texts, import_csv};
 pub use id_sets::{ImportIds, Meaning, import_ids};

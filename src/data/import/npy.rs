@@ -18,7 +18,7 @@ use zip::result::{ZipError, ZipResult};
 use super::open;
 use super::spool::{Elements, Spooler};
 use crate::bounded::{self, Fault, extent};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 const MAGIC: &[u8] = b"\x93NUMPY";
 

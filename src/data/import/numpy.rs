@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use super::npy::{Array, open_archive, read_member};
 use super::samples::{Imported, Inputs, Kept, Rows};
 use super::spool::Elements;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// Input and options of an import.
 #[derive(Debug, Clone)]

@@ -3,7 +3,7 @@
 use std::io::Read;
 use std::path::Path;
 
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// Bytes of a piece, at least, where the text goes on.
 pub(super) const PIECE: usize = 256 << 10;

@@ -9,12 +9,12 @@ use hdf5::types::{TypeDescriptor, VarLenUnicode};
 use super::spool::Elements;
 use super::{Staged, part, refuse_shards, shard_name};
 use crate::columns::{COLUMNS, Columns};
-use crate::error::{Error, Result};
 use crate::format::{Format, IMPORT, SKIPPED_ROWS, write_rows_by};
 use crate::h5::{one_line, read_all, var_len};
 use crate::hdf5_files;
 use crate::spec::{DataSpec, Split, WEIGHTS};
 use crate::standard::{MEAN, STD};
+use hpctrain_base::error::{Error, Result};
 
 /// Dataset of the file names of rows that were files.
 const FILES: &str = "/files";

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use bytemuck::Pod;
 
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// Elements that are read at once.
 const BLOCK: usize = 1 << 16;

@@ -4,9 +4,9 @@ use std::fmt;
 use std::path::PathBuf;
 
 use super::{Staged, part, refuse_shards, shard_name};
-use crate::error::{Error, Result};
 use crate::format::TokenShard;
 use crate::{Split, Tokenizer};
+use hpctrain_base::error::{Error, Result};
 
 /// Validation split, shards and destination of the ids.
 #[derive(Debug, Clone)]

@@ -8,8 +8,8 @@ use super::ids::{IdSpooler, Ids};
 use super::pieces::{Cut, PIECE, Pieces};
 use super::stream::{Imported, Stream, StreamShards};
 use super::windows::{Sizes, Windows};
-use crate::error::{Error, Result};
 use crate::{Tokenizer, TokenizerKind};
+use hpctrain_base::error::{Error, Result};
 
 /// Input and options of an import.
 #[derive(Debug, Clone)]

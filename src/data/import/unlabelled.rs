@@ -7,8 +7,8 @@ use super::images::{ImportImages, file_names_of, import_images};
 use super::numpy::{Arrays, ImportNumpy, import_numpy};
 use super::samples::{Kept, NotFinite};
 use crate::Preprocessing;
-use crate::error::{Error, Result};
 use crate::spec::file_names;
+use hpctrain_base::error::{Error, Result};
 
 /// The form of rows without targets, by the name of their file or the contents of their folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

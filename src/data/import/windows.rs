@@ -4,8 +4,8 @@
 //! there their tokens are the same, ids and places: from one window to the next it goes on where a run of tokens is equal.
 //! Tokenizers decide by what is near, so the ids are those of the whole; where no run is equal the document is refused.
 
-use crate::error::{Error, Result};
 use crate::tokenizer::{HuggingFace, Placed};
+use hpctrain_base::error::{Error, Result};
 
 /// Equal tokens by which two windows meet.
 const EQUAL: usize = 16;
@@ -118,7 +118,7 @@ mod tests {
 
     use super::*;
     use crate::Tokenizer;
-    use crate::random::Stream;
+    use hpctrain_base::random::Stream;
 
     /// Words, numbers, other scripts, composed and decomposed letters, white space of all kinds.
     fn text() -> String {

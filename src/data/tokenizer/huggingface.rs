@@ -11,9 +11,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokenizers::{Encoding, Tokenizer as Parsed};
 
-use crate::error::{Error, Result};
-use crate::time_limit::within;
-use crate::{panics, regular_files};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::time_limit::within;
+use hpctrain_base::{panics, regular_files};
 
 /// A `tokenizer.json`, and what its neighbours say of the tokens that begin and end a text. Two are equal if the files are.
 #[derive(Clone, Serialize, Deserialize)]

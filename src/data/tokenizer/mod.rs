@@ -10,7 +10,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 pub use huggingface::HuggingFace;
 pub(super) use huggingface::Placed;

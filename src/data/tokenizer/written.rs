@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use serde_json::{Map, Value, json};
 
 use super::{END_OF_TEXT, GPT2_IDS, Tokenizer};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// The content of the `tokenizer.json` of a tokenizer; none of one that came from such a file.
 ///

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::control_groups::{Version, groups};
+use hpctrain_base::control_groups::{Version, groups};
 
 /// Bytes that may still be taken: the memory that the kernel reports as available, limited by the control groups of
 /// this process. None where neither is known.

@@ -7,13 +7,13 @@ use super::available::available;
 use super::cut::cut_to_fit;
 use super::estimate::{Held, worst};
 use super::room::Room;
-use crate::backend::{Kernels, readable};
-use crate::comm::Group;
-use crate::config::{Config, Facts, Plan, TablesPlace, resolve};
-use crate::error::{Error, Result};
-use crate::parallel::{PipelineSchedule, Zero};
-use crate::telemetry::banner::Estimate;
-use crate::topology::Topology;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_comm::Group;
+use hpctrain_config::telemetry::banner::Estimate;
+use hpctrain_config::topology::Topology;
+use hpctrain_config::{Config, Facts, Plan, TablesPlace, resolve};
+use hpctrain_device::{Kernels, readable};
+use hpctrain_parallel::{PipelineSchedule, Zero};
 
 /// Compares the need of a rank with `run.memory_limit`, the need of this node's ranks with the memory of the node, and
 /// the need of a rank on its GPU with the `gpu` bytes it may take. `held` does not depend on the plan.
@@ -306,10 +306,10 @@ fn choices(on_gpu: bool, puts_off: bool, has_tables: bool) -> impl Iterator<Item
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::MemoryKind;
-    use crate::backend::cpu::Cpu;
-    use crate::backend::cuda::Cuda;
-    use crate::config::{Sources, load};
+    use hpctrain_config::{Sources, load};
+    use hpctrain_cpu::Cpu;
+    use hpctrain_cuda::Cuda;
+    use hpctrain_device::MemoryKind;
 
     const NOTHING: Held = Held { messages: 0, messages_on_device: false, resident: 0, cache: 0 };
 
@@ -429,7 +429,7 @@ mod tests {
     fn inputs_may_leave_a_gpu() {
         let with = |away: bool, ranks: usize| {
             let mut config = Config::default();
-            config.model.layers = crate::config::LayerList::Count(8);
+            config.model.layers = hpctrain_config::LayerList::Count(8);
             (config.batch.global, config.batch.micro, config.eval.batch) = (8, Some(2), 1);
             (config.parallel.recompute, config.parallel.offload_activations) = (true, away);
             config.parallel.pipeline = ranks;
@@ -451,7 +451,7 @@ mod tests {
     fn a_gpu_has_the_logits_of_some_rows() {
         let with = |rows: Option<usize>| {
             let mut config = Config::default();
-            config.model.layers = crate::config::LayerList::Count(12);
+            config.model.layers = hpctrain_config::LayerList::Count(12);
             (config.model.heads, config.model.width, config.model.context) = (12, 768, 1024);
             (config.batch.global, config.batch.micro, config.eval.batch) = (32, Some(32), 32);
             config.parallel.logit_rows = rows;

@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use super::estimate::{Held, estimate};
 use super::room::Room;
-use crate::backend::Kernels;
-use crate::config::Plan;
-use crate::parallel::partition;
+use hpctrain_config::Plan;
+use hpctrain_device::Kernels;
+use hpctrain_parallel::partition;
 
 /// Of all cuts whose stages fit into `room`, the one with the least work in the busiest stage; none if there is none.
 pub fn cut_to_fit<B: Kernels>(plan: &Plan, held: Held, room: Room) -> Option<Vec<Range<usize>>> {
@@ -42,8 +42,8 @@ fn with_stage(blocks: usize, stages: usize, index: usize, of_stage: Range<usize>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::cpu::Cpu;
-    use crate::config::{Facts, Sources, load, resolve};
+    use hpctrain_config::{Facts, Sources, load, resolve};
+    use hpctrain_cpu::Cpu;
 
     #[test]
     fn every_cut_has_all_blocks() {

@@ -1,14 +1,14 @@
 //! Memory estimate of a rank, computed before anything is allocated.
 
 use super::tables::Tables;
-use crate::backend::{Backend, Kernels, MemoryKind};
-use crate::comm::{Comm, DevicePath};
-use crate::config::Plan;
-use crate::data::{Sizes, Source};
-use crate::layout::{Slices, UnitLayout};
-use crate::nn::{Blocks, loans};
-use crate::parallel::{self, Life, MemoryTimeline, Moment, Stage, StepSchedule, Storage, When};
-use crate::telemetry::banner::Estimate;
+use hpctrain_base::layout::{Slices, UnitLayout};
+use hpctrain_comm::{Comm, DevicePath};
+use hpctrain_config::Plan;
+use hpctrain_config::telemetry::banner::Estimate;
+use hpctrain_data::{Sizes, Source};
+use hpctrain_device::{Backend, Kernels, MemoryKind};
+use hpctrain_nn::{Blocks, loans};
+use hpctrain_parallel::{self as parallel, Life, MemoryTimeline, Moment, Stage, StepSchedule, Storage, When};
 
 /// Bytes of an f32.
 const F32: usize = size_of::<f32>();

@@ -1,6 +1,6 @@
 //! Memory that a rank may take.
 
-use crate::telemetry::banner::Estimate;
+use hpctrain_config::telemetry::banner::Estimate;
 
 /// Most bytes that a rank may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

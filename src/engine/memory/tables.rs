@@ -1,7 +1,7 @@
 //! Memory of the host for embedding tables that it has in a GPU's stead.
 
-use crate::config::Plan;
-use crate::parallel::{Life, MemoryTimeline, Stage, When};
+use hpctrain_config::Plan;
+use hpctrain_parallel::{Life, MemoryTimeline, Stage, When};
 
 /// Bytes of an f32, and of an id.
 const WORD: usize = size_of::<f32>();

@@ -2,10 +2,10 @@
 
 use super::op::{Back, Op};
 use super::sequence::Sequence;
-use crate::backend::{Backend, Kernels};
-use crate::error::{Error, Result};
-use crate::layout::Tensor;
-use crate::nn::{Block, Context, Grads, Params};
+use crate::{Block, Context, Grads, Params};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::Tensor;
+use hpctrain_device::{Backend, Kernels};
 
 /// Layers whose parameters form a unit.
 pub struct LayerBlock {

@@ -7,11 +7,11 @@
 //! leaves them out, and the update moves them.
 
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Backend, Channels, Kernels, MemoryKind};
-use crate::comm::Group;
-use crate::error::{Error, Result};
-use crate::layout::{Init, Tensor};
-use crate::nn::{Context, Training};
+use crate::{Context, Training};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::{Init, Tensor};
+use hpctrain_comm::Group;
+use hpctrain_device::{Backend, Channels, Kernels, MemoryKind};
 
 /// The elements that share a mean and a variance.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -190,7 +190,7 @@ impl Op for ChannelNorm {
     fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
         let (b, shape) = (cx.backend, self.shape(cx));
         let Back { params, grads, x, kept, dy, wants_input, .. } = back;
-        let [stats, targets] = crate::nn::unpack(kept)?;
+        let [stats, targets] = crate::unpack(kept)?;
         let (width, stats) = (shape.channels, B::all(&stats));
         let mut sums = b.alloc_f32(MemoryKind::Activations, shape.samples * 2 * width)?;
         b.channel_norm_sums(shape, B::all(x), B::all(&dy), stats, B::all_mut(&mut sums))?;

@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use super::init::he;
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Backend, Columns, Convolution, Kernels, MemoryKind, Window};
-use crate::error::Result;
-use crate::layout::{Init, Tensor};
-use crate::nn::Context;
+use crate::Context;
+use hpctrain_base::error::Result;
+use hpctrain_base::layout::{Init, Tensor};
+use hpctrain_device::{Backend, Columns, Convolution, Kernels, MemoryKind, Window};
 
 /// A convolution. Weights are filters × rows × columns × channels of a group.
 #[derive(Debug, Clone, PartialEq)]

@@ -2,10 +2,10 @@
 
 use super::init::he;
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Backend, Kernels, Linear, MemoryKind};
-use crate::error::Result;
-use crate::layout::{Init, Tensor};
-use crate::nn::Context;
+use crate::Context;
+use hpctrain_base::error::Result;
+use hpctrain_base::layout::{Init, Tensor};
+use hpctrain_device::{Backend, Kernels, Linear, MemoryKind};
 
 /// `y = x·Wᵀ + b` for every row of a sample.
 #[derive(Debug, Clone, PartialEq)]

@@ -1,10 +1,10 @@
 //! Dropout (Hinton et al., 2012).
 
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Kernels, MemoryKind};
-use crate::error::Result;
-use crate::nn::Context;
-use crate::nn::dropout::StreamDropout;
+use crate::Context;
+use crate::dropout::StreamDropout;
+use hpctrain_base::error::Result;
+use hpctrain_device::{Kernels, MemoryKind};
 
 /// Dropout of all elements of a sample.
 #[derive(Debug, Clone, PartialEq)]

@@ -1,10 +1,10 @@
 //! A row of a table for each id of the data.
 
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Kernels, MemoryKind};
-use crate::error::Result;
-use crate::layout::{Init, Tensor};
-use crate::nn::{Context, INIT};
+use crate::{Context, INIT};
+use hpctrain_base::error::Result;
+use hpctrain_base::layout::{Init, Tensor};
+use hpctrain_device::{Kernels, MemoryKind};
 
 /// The first layer, where samples are ids.
 #[derive(Debug, Clone, PartialEq)]

@@ -1,9 +1,9 @@
 //! A function of every element.
 
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Activation, Kernels, MemoryKind};
-use crate::error::Result;
-use crate::nn::Context;
+use crate::Context;
+use hpctrain_base::error::Result;
+use hpctrain_device::{Activation, Kernels, MemoryKind};
 
 /// An activation function.
 #[derive(Debug, Clone, PartialEq)]

@@ -1,6 +1,6 @@
 //! Initial weights.
 
-use crate::layout::Init;
+use hpctrain_base::layout::Init;
 
 /// Normal with a variance of 2 / inputs, which keeps the size of signals through rectifiers (He et al., "Delving deep into
 /// rectifiers", 2015).

@@ -1,9 +1,9 @@
 //! Products of rows in pairs.
 
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Kernels, MemoryKind, Pairs};
-use crate::error::Result;
-use crate::nn::Context;
+use crate::Context;
+use hpctrain_base::error::Result;
+use hpctrain_device::{Kernels, MemoryKind, Pairs};
 
 /// The first row of a sample, then the scalar products of all pairs of its rows (Naumov et al., "Deep learning recommendation
 /// model", 2019).

@@ -43,10 +43,10 @@ use tables::Tables;
 
 use super::Blocks;
 use super::network::Summary;
-use crate::backend::{Kernels, Window};
-use crate::data::Ids;
-use crate::error::{Error, Result};
-use crate::layout::trained;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::trained;
+use hpctrain_data::Ids;
+use hpctrain_device::{Kernels, Window};
 
 pub use shape::shown;
 pub use spec::{Layer, NamedPadding, Padding, Pair};

@@ -1,10 +1,10 @@
 //! Layer normalisation of the last axis.
 
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Backend, Kernels, MemoryKind, Norm};
-use crate::error::{Error, Result};
-use crate::layout::{Init, Tensor};
-use crate::nn::Context;
+use crate::Context;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::{Init, Tensor};
+use hpctrain_device::{Backend, Kernels, MemoryKind, Norm};
 
 /// Layer normalisation of every row of a sample.
 #[derive(Debug, Clone, PartialEq)]
@@ -54,7 +54,7 @@ impl Op for LayerNorm {
     fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
         let (b, shape) = (cx.backend, self.shape(cx));
         let Back { params, grads, x, kept, dy, .. } = back;
-        let [stats] = crate::nn::unpack(kept)?;
+        let [stats] = crate::unpack(kept)?;
         let [dweight, dbias] = grads else { return Err(Error::internal("a norm has two parameters")) };
         let mut dx = b.alloc(MemoryKind::Activations, shape.rows * shape.width)?;
         b.zero(B::all_mut(&mut dx))?;

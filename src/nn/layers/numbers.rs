@@ -2,10 +2,10 @@
 
 use super::op::{Back, Op, Sizes, Slice};
 use super::sequence::Sequence;
-use crate::backend::{Columns, Kernels, MemoryKind};
-use crate::error::Result;
-use crate::layout::Tensor;
-use crate::nn::Context;
+use crate::Context;
+use hpctrain_base::error::Result;
+use hpctrain_base::layout::Tensor;
+use hpctrain_device::{Columns, Kernels, MemoryKind};
 
 /// Layers that make a row of a sample's numbers, and the place of that row before the rows of its categories, which are the
 /// input. The numbers are those of the data.

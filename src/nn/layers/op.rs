@@ -5,10 +5,10 @@ use super::{
     interaction::Interaction, norm::LayerNorm, numbers::Numbers,
 };
 use super::{pool::Pool, residual::Residual, softmax::Softmax, tables::Tables};
-use crate::backend::Kernels;
-use crate::error::Result;
-use crate::layout::Tensor;
-use crate::nn::Context;
+use crate::Context;
+use hpctrain_base::error::Result;
+use hpctrain_base::layout::Tensor;
+use hpctrain_device::Kernels;
 
 /// Elements a sample.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -71,7 +71,7 @@ pub struct Back<'a, 'p, 'g, B: Kernels> {
     pub params: &'a [B::View<'p>],
     /// Their gradients.
     pub grads: &'a mut [B::ViewMut<'g>],
-    /// As [`crate::nn::Grads::first`].
+    /// As [`crate::Grads::first`].
     pub first: bool,
     /// The input of the forward.
     pub x: &'a B::Buf,

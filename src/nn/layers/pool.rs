@@ -1,9 +1,9 @@
 //! Pooling of images.
 
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Backend, Kernels, MemoryKind, Window};
-use crate::error::Result;
-use crate::nn::Context;
+use crate::Context;
+use hpctrain_base::error::Result;
+use hpctrain_device::{Backend, Kernels, MemoryKind, Window};
 
 /// Reduction of the elements that a window sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

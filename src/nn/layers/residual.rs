@@ -2,10 +2,10 @@
 
 use super::op::{Back, Op, Sizes, Slice};
 use super::sequence::Sequence;
-use crate::backend::{Kernels, MemoryKind};
-use crate::error::Result;
-use crate::layout::Tensor;
-use crate::nn::Context;
+use crate::Context;
+use hpctrain_base::error::Result;
+use hpctrain_base::layout::Tensor;
+use hpctrain_device::{Kernels, MemoryKind};
 
 /// `shortcut(x) + body(x)`; x itself where there is no shortcut.
 #[derive(Debug, Clone, PartialEq)]

@@ -1,10 +1,10 @@
 //! Layers one after the other.
 
 use super::op::{Back, Op, Sizes, Slice, Step};
-use crate::backend::Kernels;
-use crate::error::{Error, Result};
-use crate::layout::Tensor;
-use crate::nn::Context;
+use crate::Context;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::Tensor;
+use hpctrain_device::Kernels;
 
 /// One layer or more.
 #[derive(Debug, Clone, PartialEq)]

@@ -1,8 +1,8 @@
 //! The shape of a layer's output, from that of its input; per sample.
 
 use super::spec::Layer;
-use crate::backend::Window;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::Window;
 
 /// Elements that a layer takes of a sample, gives, or has as weights, at most: more are a mistake, and sums of them overflow.
 const LARGEST: [usize; 2] = [1 << 31, 1 << 40];

@@ -1,9 +1,9 @@
 //! Softmax of the last axis.
 
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Kernels, MemoryKind};
-use crate::error::Result;
-use crate::nn::Context;
+use crate::Context;
+use hpctrain_base::error::Result;
+use hpctrain_device::{Kernels, MemoryKind};
 
 /// Softmax of every row.
 #[derive(Debug, Clone, PartialEq)]

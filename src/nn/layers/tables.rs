@@ -2,10 +2,10 @@
 
 use super::numbers::Numbers;
 use super::op::{Back, Op, Sizes, Slice};
-use crate::backend::{Kernels, MemoryKind};
-use crate::error::Result;
-use crate::layout::{Init, Tensor};
-use crate::nn::Context;
+use crate::Context;
+use hpctrain_base::error::Result;
+use hpctrain_base::layout::{Init, Tensor};
+use hpctrain_device::{Kernels, MemoryKind};
 
 /// The first layer, where samples have an id of each category: a row of the category's own table for each, and before them
 /// a row that layers make of the sample's numbers.

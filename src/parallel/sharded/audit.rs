@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::Sharded;
-use crate::backend::Kernels;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::Kernels;
 
 /// A replica's digests, as others hear of them.
 #[derive(Serialize, Deserialize)]

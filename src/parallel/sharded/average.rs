@@ -1,12 +1,12 @@
 //! Replicas that train apart: the turns of those that a rank trains, and the average of all.
 
 use super::Sharded;
-use crate::backend::Kernels;
-use crate::comm::Pending;
-use crate::error::{Error, Result};
-use crate::parallel::Life;
-use crate::parallel::averaging::RoundSummary;
-use crate::tree::Tree;
+use crate::Life;
+use crate::averaging::RoundSummary;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::tree::Tree;
+use hpctrain_comm::Pending;
+use hpctrain_device::Kernels;
 
 impl<B: Kernels> Sharded<B> {
     /// Replicas that this rank trains in turn.

@@ -3,15 +3,15 @@
 use std::ops::Range;
 
 use super::Sharded;
-use crate::backend::{Kernels, MemoryKind};
-use crate::comm::{Group, Pending};
-use crate::error::{Error, Result};
-use crate::layout::{UnitLayout, part};
-use crate::parallel::control_flags::{AllFlags, ControlFlags};
-use crate::parallel::step_summary::{Squares, StepSummary, sum_of_squares};
-use crate::parallel::unit::{Reduction, Sum};
-use crate::parallel::{Life, Storage};
-use crate::tree::tree_sum;
+use crate::control_flags::{AllFlags, ControlFlags};
+use crate::step_summary::{Squares, StepSummary, sum_of_squares};
+use crate::unit::{Reduction, Sum};
+use crate::{Life, Storage};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::{UnitLayout, part};
+use hpctrain_base::tree::tree_sum;
+use hpctrain_comm::{Group, Pending};
+use hpctrain_device::{Kernels, MemoryKind};
 
 /// Results of a step's reductions, the same on all ranks.
 #[derive(Debug, Clone, PartialEq)]
@@ -220,7 +220,7 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Virtual shards of this rank's part of a unit: [`Lanes::total`](crate::parallel::Lanes) for each tensor lane.
+    /// Virtual shards of this rank's part of a unit: [`Lanes::total`](crate::Lanes) for each tensor lane.
     pub(super) fn parts(&self) -> usize {
         self.slices.held.len() * self.lanes.total
     }

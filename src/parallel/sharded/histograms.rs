@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 
 use super::Sharded;
-use crate::backend::Kernels;
-use crate::comm::Group;
-use crate::error::{Error, Result};
-use crate::histogram::Histogram;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::histogram::Histogram;
+use hpctrain_comm::Group;
+use hpctrain_device::Kernels;
 
 /// Histograms by the names of tensors.
 pub type Histograms = BTreeMap<String, Histogram>;

@@ -47,14 +47,14 @@ use super::shard_owner::{ShardOwner, Updates};
 use super::stage::{Borrowed, GuestUnit, Stage};
 use super::unit::{Resting, Slot, Unit, initial};
 use super::{Life, Residency, Storage};
-use crate::backend::cpu::Cpu;
-use crate::backend::{Kernels, MemoryKind};
-use crate::comm::{Group, Pending};
-use crate::error::{Error, Result};
-use crate::layout::{Slices, UnitLayout, trained};
-use crate::nn::{Blocks, Grads, Params};
-use crate::optim::{Part, Rule};
-use crate::tree::Tree;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::{Slices, UnitLayout, trained};
+use hpctrain_base::tree::Tree;
+use hpctrain_comm::{Group, Pending};
+use hpctrain_cpu::Cpu;
+use hpctrain_device::{Kernels, MemoryKind};
+use hpctrain_nn::optim::{Part, Rule};
+use hpctrain_nn::{Blocks, Grads, Params};
 
 /// Units of a pipeline stage over the ranks of its shard × replica mesh.
 pub struct Sharded<B: Kernels> {

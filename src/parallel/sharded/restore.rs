@@ -8,12 +8,12 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::Sharded;
-use crate::backend::{Kernels, MemoryKind};
-use crate::comm::Group;
-use crate::error::{Error, Result};
-use crate::layout::{TensorRange, UnitLayout};
-use crate::parallel::unit::Slot;
-use crate::parallel::{Life, Storage};
+use crate::unit::Slot;
+use crate::{Life, Storage};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::{TensorRange, UnitLayout};
+use hpctrain_comm::Group;
+use hpctrain_device::{Kernels, MemoryKind};
 
 /// Gives the values of a range of a tensor, as [`Sharded::restore`] has it.
 type Read<'a> = dyn FnMut(&str, usize, Option<&Range<usize>>, Range<usize>, &mut [f32]) -> Result<()> + 'a;
@@ -243,7 +243,7 @@ mod tests {
         put(&message(10, &[]), &(10..14), &mut values).unwrap();
         assert_eq!(values, [0.0, 1.0, 2.0, 0.0]);
         for refused in [message(9, &[1.0]), message(13, &[1.0, 2.0]), message(15, &[]), vec![1, 2]] {
-            assert_eq!(put(&refused, &(10..14), &mut values).unwrap_err().kind(), crate::error::Kind::Comm);
+            assert_eq!(put(&refused, &(10..14), &mut values).unwrap_err().kind(), hpctrain_base::error::Kind::Comm);
         }
         assert_eq!(values, [0.0, 1.0, 2.0, 0.0]);
     }

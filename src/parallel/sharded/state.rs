@@ -3,10 +3,10 @@
 use std::ops::Range;
 
 use super::Sharded;
-use crate::backend::Kernels;
-use crate::error::Result;
-use crate::layout::UnitLayout;
-use crate::parallel::shard_owner::Values;
+use crate::shard_owner::Values;
+use hpctrain_base::error::Result;
+use hpctrain_base::layout::UnitLayout;
+use hpctrain_device::Kernels;
 
 /// The owned part of a unit, for checkpoints.
 pub struct Owned<'a, B: Kernels> {

@@ -4,10 +4,10 @@
 //! is done to every unit between two steps - norm, update, audit, checkpoint - passes through the device's one.
 
 use super::{Owned, Sharded};
-use crate::backend::Kernels;
-use crate::backend::cpu::Cpu;
-use crate::error::{Error, Result};
-use crate::parallel::shard_owner::Values;
+use crate::shard_owner::Values;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_cpu::Cpu;
+use hpctrain_device::Kernels;
 
 impl<B: Kernels> Sharded<B> {
     /// The same, with the units before its stage on the host.

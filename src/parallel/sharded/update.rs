@@ -3,15 +3,16 @@
 use std::ops::Range;
 
 use super::Sharded;
-use crate::activity::{Doing, span};
-use crate::backend::{Kernels, MemoryKind};
-use crate::error::{Error, Result};
-use crate::optim::Rule;
-use crate::parallel::guest::Guest;
-use crate::parallel::hyper::Hyper;
-use crate::parallel::norms::{self, Norms};
-use crate::parallel::unit::{Reduction, Slot, Sum, Unit};
-use crate::parallel::{Life, Storage};
+use crate::guest::Guest;
+use crate::hyper::Hyper;
+use crate::norms;
+use crate::norms::Norms;
+use crate::unit::{Reduction, Slot, Sum, Unit};
+use crate::{Life, Storage};
+use hpctrain_base::activity::{Doing, span};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::{Kernels, MemoryKind};
+use hpctrain_nn::optim::Rule;
 
 impl<B: Kernels> Sharded<B> {
     /// The factor on the step of every tensor of every unit where the rule scales them by norms; nothing elsewhere.

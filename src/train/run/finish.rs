@@ -1,19 +1,19 @@
 //! The end of a run: the last evaluation and checkpoint, and the reports to people and programs.
 
 use super::Run;
-use crate::activity::{Doing, span};
-use crate::backend::{Kernels, MemoryKind};
-use crate::engine::memory;
-use crate::error::{Error, Result};
 use crate::evaluate::{Sampling, generate};
-use crate::run_dir::Ending;
-use crate::run_dir::markers::{End, Status};
-use crate::signals;
-use crate::telemetry::epoch_loss::EpochLoss;
-use crate::telemetry::run_card::{EnergyUse, RunCard, StageMemory};
-use crate::telemetry::{say, unix_time};
-use crate::train::hooks::Outcome;
-use crate::train::records::Records;
+use crate::hooks::Outcome;
+use crate::records::Records;
+use hpctrain_base::activity::{Doing, span};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::signals;
+use hpctrain_checkpoint::run_dir::Ending;
+use hpctrain_checkpoint::run_dir::markers::{End, Status};
+use hpctrain_config::telemetry::epoch_loss::EpochLoss;
+use hpctrain_config::telemetry::run_card::{EnergyUse, RunCard, StageMemory};
+use hpctrain_config::telemetry::{say, unix_time};
+use hpctrain_device::{Kernels, MemoryKind};
+use hpctrain_engine::memory;
 
 impl<B: Kernels> Run<'_, B> {
     /// Last evaluation, last checkpoint, a sample of text, the run card.

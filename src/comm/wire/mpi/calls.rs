@@ -4,7 +4,7 @@ use std::ffi::{CStr, c_char, c_int};
 
 use mpi::ffi;
 
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// Room for any text MPI may write: MPICH's version string is the longest.
 const TEXT: usize = 8192;

@@ -7,10 +7,10 @@ use mpi::ffi;
 
 use super::request::{Kind, Request};
 use super::segment::{SLOT, Segment};
-use crate::backend::cpu::{add_serial, copy_for_another_core};
-use crate::comm::cut::Cursor;
-use crate::comm::wire::{Incoming, Members, Outgoing, check_length};
-use crate::error::Result;
+use crate::cut::Cursor;
+use crate::wire::{Incoming, Members, Outgoing, check_length};
+use hpctrain_base::error::Result;
+use hpctrain_cpu::{add_serial, copy_for_another_core};
 
 /// Elements of one message of MPI, 1 MiB: received elements are added while they are still in the cache. Between two
 /// processes of one machine 256 KiB took a fifth longer and 128 KiB a quarter; 4 MiB made no difference.

@@ -31,11 +31,11 @@ use segment::Segment;
 use super::{
     Incoming, Members, NodeInfo, Outgoing, Parcel, Peer, UnderWay, Vendor, Wire, World, check_length, least_sent,
 };
-use crate::backend::Span;
-use crate::comm::algorithms;
-use crate::comm::backoff::Backoff;
-use crate::comm::shared::Shared;
-use crate::error::{Error, Result};
+use crate::algorithms;
+use crate::backoff::Backoff;
+use crate::shared::Shared;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::Span;
 
 pub use proof::{prove, prove_in_child};
 
@@ -59,7 +59,7 @@ const QUEUES: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "32");
 /// Sets variables by which libraries behave better, unless they are set already: Open MPI offers the core to others while it waits,
 /// where ranks are more than cores; the CUDA driver gives each stream a queue. A process that has other threads, which may read the
 /// environment at the same time, does without.
-pub(in crate::comm) fn prepare_environment() {
+pub(crate) fn prepare_environment() {
     let is_alone = is_alone();
     let env = |name: &str| std::env::var(name).ok();
     let local_size = env("OMPI_COMM_WORLD_LOCAL_SIZE").and_then(|size| size.parse().ok());
@@ -86,7 +86,7 @@ fn is_alone() -> bool {
 ///
 /// # Errors
 /// MPI cannot be initialised.
-pub(in crate::comm) fn open(shared: Arc<Shared>) -> Result<(Box<dyn Wire>, World)> {
+pub(crate) fn open(shared: Arc<Shared>) -> Result<(Box<dyn Wire>, World)> {
     let (wire, world) = Mpi::open(shared)?;
     Ok((Box::new(wire), world))
 }

@@ -6,7 +6,7 @@ use mpi::ffi;
 
 use super::calls::{check, count, count_up};
 use super::segment::Segment;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// At most so many ranks count as one node; the machine's other ranks are other nodes. 1 turns shared memory off.
 const RANKS_PER_NODE: &str = "HPCTRAIN_RANKS_PER_NODE";

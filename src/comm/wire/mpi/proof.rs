@@ -16,9 +16,9 @@ use mpi::ffi;
 
 use super::calls::{check, count};
 use super::{library, node};
-use crate::backend::{Backend, MemoryKind, Reach, Span};
-use crate::error::{Error, Result};
-use crate::spawn::{spawn, spawn_scoped};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::spawn::{spawn, spawn_scoped};
+use hpctrain_device::{Backend, MemoryKind, Reach, Span};
 
 /// Elements that are tried: more than any library sends along with the envelope of a message.
 const LEN: usize = 100_000;

@@ -5,9 +5,9 @@ use std::ffi::c_int;
 use mpi::ffi;
 
 use super::calls::{check, count};
-use crate::backend::Span;
-use crate::comm::wire::{Members, Payload};
-use crate::error::Result;
+use crate::wire::{Members, Payload};
+use hpctrain_base::error::Result;
+use hpctrain_device::Span;
 
 /// Bytes of the longest message: counts are 31 bits wide.
 pub const LONGEST: usize = 1 << 30;

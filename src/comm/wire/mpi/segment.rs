@@ -28,7 +28,7 @@ use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::calls::{check, count};
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// Slots of a rank.
 const SLOTS: usize = 4;

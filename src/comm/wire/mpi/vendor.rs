@@ -6,9 +6,9 @@ use std::ptr::null_mut;
 use mpi::ffi;
 
 use super::calls::{check, count};
-use crate::backend::Span;
-use crate::comm::wire::{Members, Vendor};
-use crate::error::Result;
+use crate::wire::{Members, Vendor};
+use hpctrain_base::error::Result;
+use hpctrain_device::Span;
 
 /// Elements the library is given at once: counts are 31 bits wide.
 const LONGEST: usize = 1 << 30;

@@ -15,8 +15,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::connection::Connection;
 use super::handshake::{Caller, Credentials, HANDSHAKE_TIMEOUT, Handshake, Refusal};
-use crate::error::{Error, Result};
-use crate::spawn::spawn;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::spawn::spawn;
 
 /// Pending handshakes.
 const PENDING: usize = 256;

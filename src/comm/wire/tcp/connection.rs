@@ -8,7 +8,7 @@ use std::net::TcpStream;
 
 use snow::TransportState;
 
-use crate::error;
+use hpctrain_base::error;
 
 /// Bytes of an authentication tag.
 pub const TAG: usize = 16;

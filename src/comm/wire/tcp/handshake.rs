@@ -22,7 +22,7 @@ use snow::{Builder, HandshakeState, TransportState};
 
 use super::connection::{Connection, TAG};
 use super::secret::Secret;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// The first bytes that each end sends.
 const MAGIC: [u8; 8] = *b"hpctrain";

@@ -12,7 +12,7 @@ use super::acceptor::Acceptor;
 use super::connection::Connection;
 use super::handshake::{Caller, Credentials, HANDSHAKE_TIMEOUT, call};
 use super::secret::Secret;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// Connections between two ranks: one for exchanges, one for posted messages.
 pub const LANES: usize = 2;

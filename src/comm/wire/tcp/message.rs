@@ -4,8 +4,8 @@ use std::collections::{HashMap, VecDeque};
 use std::io::{ErrorKind, IoSlice, Read as _, Write as _};
 use std::net::TcpStream;
 
-use crate::backend::cpu::add_serial;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_cpu::add_serial;
 
 /// Bytes of a header.
 pub const HEADER: usize = 16;

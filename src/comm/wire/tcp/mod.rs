@@ -30,11 +30,11 @@ use super::{
     Incoming, Members, NodeInfo, Outgoing, Parcel, Payload, Peer, UnderWay, Vendor, Wire, World, check_length,
     no_addresses, no_library,
 };
-use crate::backend::Span;
-use crate::comm::algorithms;
-use crate::comm::backoff::Backoff;
-use crate::comm::shared::Shared;
-use crate::error::{Error, Result};
+use crate::algorithms;
+use crate::backoff::Backoff;
+use crate::shared::Shared;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::Span;
 
 /// Interval at which a rank that waits for one connection listens to the others: an abort may come over any.
 const LISTEN: Duration = Duration::from_millis(20);
@@ -43,7 +43,7 @@ const LISTEN: Duration = Duration::from_millis(20);
 ///
 /// # Errors
 /// They do not come, or the network refused.
-pub(in crate::comm) fn open(meeting: &Meeting, shared: Arc<Shared>) -> Result<(Box<dyn Wire>, World)> {
+pub(crate) fn open(meeting: &Meeting, shared: Arc<Shared>) -> Result<(Box<dyn Wire>, World)> {
     let (connected, host) = meet(meeting)?;
     let (rank, ranks) = (meeting.rank, meeting.ranks);
     let hosts: Vec<String> = connected.iter().map(|one| one.host.clone()).collect();

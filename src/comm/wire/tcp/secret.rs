@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use rustix::rand::{GetRandomFlags, getrandom};
 use sha2::{Digest as _, Sha256};
 
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 /// Bits of a file's mode by which its group or all others may use it.
 const OTHERS: u32 = 0o077;

@@ -7,12 +7,12 @@ use csv::StringRecord;
 use super::format::{place, twice};
 use super::options::{Categories, ImportCsv};
 use crate::columns::{Category, Coder, Columns};
-use crate::error::{Error, Result};
 use crate::import::class_names;
 use crate::import::samples::Scale;
 use crate::sandbox::Sandbox;
 use crate::standard::Standard;
 use crate::{DataSpec, Split, h5};
+use hpctrain_base::error::{Error, Result};
 
 /// Parts of an earlier table that later ones get.
 #[derive(Default)]

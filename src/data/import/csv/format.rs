@@ -6,8 +6,8 @@ use std::path::Path;
 
 use csv::{ErrorKind, Reader, ReaderBuilder, StringRecord};
 
-use crate::error::{Error, Result};
 use crate::import::missing;
+use hpctrain_base::error::{Error, Result};
 
 /// Characters that may separate cells, the likeliest first.
 const DELIMITERS: [u8; 4] = *b",;\t|";

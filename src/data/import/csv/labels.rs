@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use crate::columns::{Coder, Coding};
-use crate::error::{Error, Result};
 use crate::import::spool::{Elements, Spooler};
+use hpctrain_base::error::{Error, Result};
 
 /// Words of a column that are taken for classes at most.
 const MOST: usize = 1 << 16;

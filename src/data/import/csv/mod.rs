@@ -13,7 +13,7 @@ use self::format::{Cell, refused};
 use self::labels::Labels;
 use super::samples::{Imported, Inputs, NotFinite, Rows, Table};
 use super::spool::Spooler;
-use crate::error::{Error, Result};
+use hpctrain_base::error::{Error, Result};
 
 pub use format::{Missing, TableFormat};
 pub use options::{Categories, ImportCsv};

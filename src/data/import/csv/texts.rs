@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use csv::StringRecord;
 
 use super::format::{TableFormat, place, refused};
-use crate::error::Result;
+use hpctrain_base::error::Result;
 
 /// Cells of the columns of these names, line by line, of a table whose lines are all as long as its first.
 ///

@@ -1,6 +1,0 @@
-//! Convolution.
-
-use super::Cuda;
-use crate::backend::ConvolutionOps;
-
-impl ConvolutionOps for Cuda {}

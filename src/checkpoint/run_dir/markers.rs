@@ -1,0 +1,169 @@
+//! Files of a run's directory by which trainer and evaluators tell each other that they are done.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use serde::{Deserialize, Serialize};
+
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::{own_files, regular_files};
+
+/// Status of a trainer at its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Status {
+    /// All steps are done, or an evaluator asked it to stop: there will be no more checkpoints.
+    Finished,
+    /// It saved and will be continued.
+    Preempted,
+    /// It failed.
+    Failed,
+}
+
+/// The END marker: the trainer has ended in good order.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct End {
+    /// Steps finished.
+    pub step: u64,
+    /// Status of the trainer.
+    pub status: Status,
+    /// The reason, unless all steps are done.
+    pub why: Option<String>,
+}
+
+/// The marks of a run.
+#[derive(Debug, Clone)]
+pub struct Markers {
+    run: PathBuf,
+    /// Whether a mark that cannot be read was reported.
+    is_reported: Arc<AtomicBool>,
+}
+
+impl Markers {
+    /// The marks in the directory of a run.
+    pub fn new(run: &Path) -> Self {
+        Self { run: run.to_path_buf(), is_reported: Arc::default() }
+    }
+
+    fn end_path(&self) -> PathBuf {
+        self.run.join("END")
+    }
+
+    fn stop_path(&self) -> PathBuf {
+        self.run.join("STOP")
+    }
+
+    /// The trainer begins: removes an earlier END marker, which is returned, and earlier stop requests.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn begin(&self) -> Result<Option<End>> {
+        let ended = self.ended();
+        for path in [self.stop_path(), self.end_path()] {
+            match fs::remove_file(&path) {
+                Err(e) if e.kind() != ErrorKind::NotFound => return Err(Error::io("remove", &path, e)),
+                _ => {}
+            }
+        }
+        Ok(ended)
+    }
+
+    /// The trainer has ended.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn end(&self, end: &End) -> Result<()> {
+        let text = serde_json::to_string(end).map_err(|e| Error::internal(format!("END: {e}")))?;
+        whole(&self.end_path(), &text)
+    }
+
+    /// The end of the trainer, if it has ended.
+    pub fn ended(&self) -> Option<End> {
+        let path = self.end_path();
+        let end = self.content(&path)?;
+        serde_json::from_slice(&end).inspect_err(|e| self.report(&path, e)).ok()
+    }
+
+    /// An evaluator asks the trainer to stop.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn ask_to_stop(&self, why: &str) -> Result<()> {
+        whole(&self.stop_path(), why)
+    }
+
+    /// The reason for which an evaluator asks the trainer to stop, if one does.
+    pub fn asked_to_stop(&self) -> Option<String> {
+        let why = self.content(&self.stop_path())?;
+        Some(String::from_utf8_lossy(&why).into_owned())
+    }
+
+    /// The content of a mark, if it exists; one that cannot be read is reported, and may be read the next time.
+    fn content(&self, path: &Path) -> Option<Vec<u8>> {
+        match regular_files::read(path) {
+            Ok(content) => Some(content),
+            Err(e) if e.kind() == ErrorKind::NotFound => None,
+            Err(e) => {
+                self.report(path, &e);
+                None
+            }
+        }
+    }
+
+    /// Warns of a mark that cannot be read: once, since it is looked at again and again.
+    fn report(&self, path: &Path, why: &dyn std::fmt::Display) {
+        if !self.is_reported.swap(true, Ordering::Relaxed) {
+            log::warn!("{} counts as missing while it cannot be read: {why}", path.display());
+        }
+    }
+}
+
+/// Writes a file that is never seen in part.
+fn whole(path: &Path, text: &str) -> Result<()> {
+    let temporary =
+        path.with_extension(format!("{}-{}.tmp", std::process::id(), hpctrain_config::telemetry::unix_time()));
+    own_files::write(&temporary, format!("{text}\n"))
+        .and_then(|()| fs::rename(&temporary, path))
+        .map_err(|e| Error::io("write", path, e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn marks_that_cannot_be_read_are_reported() {
+        let dir = tempfile::tempdir().unwrap();
+        let marks = Markers::new(dir.path());
+        assert!(marks.ended().is_none() && !marks.is_reported.load(Ordering::Relaxed));
+        fs::write(dir.path().join("END"), "{").unwrap();
+        assert!(marks.ended().is_none() && marks.is_reported.load(Ordering::Relaxed));
+        // A request whose reason is not text is one.
+        fs::write(dir.path().join("STOP"), b"no better\xff").unwrap();
+        assert_eq!(marks.asked_to_stop().unwrap(), "no better\u{fffd}");
+        let marks = Markers::new(dir.path());
+        fs::remove_file(dir.path().join("STOP")).unwrap();
+        fs::create_dir(dir.path().join("STOP")).unwrap();
+        assert!(marks.asked_to_stop().is_none() && marks.is_reported.load(Ordering::Relaxed));
+    }
+
+    #[test]
+    fn a_beginning_forgets_the_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let marks = Markers::new(dir.path());
+        assert_eq!(marks.begin().unwrap(), None);
+        assert!(marks.ended().is_none() && marks.asked_to_stop().is_none());
+        let end = End { step: 5, status: Status::Preempted, why: Some("SIGTERM".into()) };
+        marks.end(&end).unwrap();
+        marks.ask_to_stop("no better for 3 evaluations").unwrap();
+        assert_eq!(
+            (marks.ended(), marks.asked_to_stop().as_deref()),
+            (Some(end.clone()), Some("no better for 3 evaluations\n"))
+        );
+        assert_eq!(marks.begin().unwrap(), Some(end));
+        assert!(marks.ended().is_none() && marks.asked_to_stop().is_none());
+    }
+}

@@ -1,0 +1,15 @@
+//! Compiles constants of the MPI library, whose values only its own headers have, with the compiler that the bindings were made with.
+
+fn main() -> Result<(), String> {
+    const SOURCE: &str = "wire/mpi/constants.c";
+    println!("cargo::rerun-if-changed={SOURCE}");
+    println!("cargo::rerun-if-env-changed=MPICC");
+    let library = build_probe_mpi::probe().map_err(|errors| format!("no MPI library was found: {errors:?}"))?;
+    let mut compiler = cc::Build::new();
+    compiler.file(SOURCE);
+    match library.mpicc {
+        Some(mpicc) => compiler.compiler(mpicc),
+        None => compiler.includes(&library.include_paths),
+    };
+    compiler.try_compile("hpctrain_mpi").map_err(|e| e.to_string())
+}

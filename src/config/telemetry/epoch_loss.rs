@@ -1,0 +1,110 @@
+//! The mean training loss of an epoch, by which checkpoints are compared if there is no validation data.
+
+use std::collections::VecDeque;
+use std::io::ErrorKind;
+use std::path::Path;
+
+use serde::Deserialize;
+
+use super::long_lines::{FromEnd, record};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::regular_files;
+
+/// The losses of the last steps, as many as an epoch has.
+#[derive(Debug, Clone)]
+pub struct EpochLoss {
+    losses: VecDeque<f64>,
+    steps: usize,
+}
+
+impl EpochLoss {
+    /// Of epochs of `samples` samples, of which a step takes `batch`: no steps are known yet.
+    pub fn new(samples: u64, batch: u64) -> Self {
+        Self { losses: VecDeque::new(), steps: samples.div_ceil(batch.max(1)).max(1) as usize }
+    }
+
+    /// The same, with the last steps that `metrics.jsonl` has: those before a restart. Damaged lines among them are
+    /// reported.
+    ///
+    /// # Errors
+    /// Returns an error if the file is there and cannot be read.
+    pub fn with(mut self, metrics: &Path) -> Result<Self> {
+        #[derive(Deserialize)]
+        struct Line {
+            loss: Option<f64>,
+        }
+        let unread = |e| Error::io("read", metrics, e);
+        let file = match regular_files::open(metrics) {
+            Ok(file) => file,
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(self),
+            Err(e) => return Err(unread(e)),
+        };
+        let (mut lines, mut damaged) = (FromEnd::new(file).map_err(unread)?, 0);
+        while self.losses.len() < self.steps
+            && let Some(line) = lines.previous().map_err(unread)?
+        {
+            match record(line.text) {
+                Some(Line { loss }) => self.losses.push_front(loss.unwrap_or(f64::NAN)),
+                None => damaged += u64::from(!line.text.is_empty()),
+            }
+        }
+        if damaged > 0 {
+            log::warn!("{}: {damaged} damaged lines do not count in the mean loss of an epoch", metrics.display());
+        }
+        Ok(self)
+    }
+
+    /// Adds the loss of a step.
+    pub fn push(&mut self, loss: f64) {
+        if self.losses.len() == self.steps {
+            self.losses.pop_front();
+        }
+        self.losses.push_back(loss);
+    }
+
+    /// The mean over the epoch of steps that ends with the last one, or over all steps where they are fewer; steps whose
+    /// loss is not finite do not count. None without a step that does.
+    pub fn mean(&self) -> Option<f64> {
+        let finite = || self.losses.iter().filter(|loss| loss.is_finite());
+        let count = finite().count();
+        (count > 0).then(|| finite().sum::<f64>() / count as f64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_epoch_ends_with_the_last_step() {
+        let mut epoch = EpochLoss::new(10, 4);
+        assert_eq!(epoch.mean(), None);
+        epoch.push(8.0);
+        epoch.push(4.0);
+        assert_eq!(epoch.mean(), Some(6.0));
+        epoch.push(f64::NAN);
+        assert_eq!(epoch.mean(), Some(6.0));
+        epoch.push(2.0);
+        assert_eq!(epoch.mean(), Some(3.0));
+    }
+
+    #[test]
+    fn a_restart_knows_the_steps_before() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        std::fs::write(&path, "{\"step\":1,\"loss\":9.0}\n{\"step\":2,\"loss\":null}\n{\"step\":3,\"loss\":1.5}\n")
+            .unwrap();
+        assert_eq!(EpochLoss::new(4, 2).with(&path).unwrap().mean(), Some(1.5));
+        assert_eq!(EpochLoss::new(100, 2).with(&path).unwrap().mean(), Some(5.25));
+        assert_eq!(EpochLoss::new(4, 2).with(&dir.path().join("none")).unwrap().mean(), None);
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_read_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(EpochLoss::new(4, 2).with(dir.path()).is_err_and(|e| e.to_string().contains("cannot read")));
+        let path = dir.path().join("metrics.jsonl");
+        std::fs::write(&path, b"{\"step\":1,\"loss\":9.0}\n{\"st\xff\n{\"step\":3,\"loss\":1.0}\n").unwrap();
+        assert_eq!(EpochLoss::new(4, 2).with(&path).unwrap().mean(), Some(5.0));
+    }
+}

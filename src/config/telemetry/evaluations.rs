@@ -1,0 +1,541 @@
+//! `eval.jsonl`: one JSON object an evaluation. A trainer and several evaluators may write it.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::fs::File;
+use std::io::Write as _;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::classes::Classes;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::{own_files, regular_files};
+
+/// Name of the file in a run's directory.
+pub const FILE: &str = "eval.jsonl";
+
+/// Outcome of an evaluation.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Status {
+    /// The loss is known.
+    #[default]
+    Done,
+    /// It could not be computed, and will be tried again.
+    Retried,
+    /// It could not be computed, and will not be tried again.
+    Failed,
+}
+
+/// Samples that a loss is the mean of.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Over {
+    /// The validation samples.
+    #[default]
+    Validation,
+    /// An epoch of training, where there is no validation data.
+    Training,
+}
+
+impl Over {
+    fn is_validation(&self) -> bool {
+        *self == Self::Validation
+    }
+}
+
+/// One evaluation.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Evaluation {
+    /// Steps finished.
+    pub step: u64,
+    /// Its outcome.
+    #[serde(default)]
+    pub status: Status,
+    /// The samples over which the loss is a mean.
+    #[serde(default, skip_serializing_if = "Over::is_validation")]
+    pub over: Over,
+    /// Mean validation loss; null when it is not finite or not known.
+    pub loss: Option<f64>,
+    /// Of language models, its exponential.
+    pub perplexity: Option<f64>,
+    /// Of other networks, metrics by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub metrics: BTreeMap<String, f64>,
+    /// Of a mixture, the mean loss of each data set by its name; null when it is not finite.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub sets: BTreeMap<String, Option<f64>>,
+    /// Of classifiers, the results class by class.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub classes: Option<Classes>,
+    /// The checkpoint that was evaluated; null for the weights in training.
+    pub checkpoint: Option<String>,
+    /// The name of the save, by which two checkpoints of one step differ.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
+    /// Digest of the data it was measured on, where that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data: Option<String>,
+    /// Samples it was measured on; left out by older versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub samples: Option<u64>,
+    /// The error, if there is no loss.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// Seconds since 1970.
+    pub time: f64,
+}
+
+impl Evaluation {
+    /// A finished evaluation of the weights in training.
+    pub fn done(step: u64, loss: f64, metrics: BTreeMap<String, f64>) -> Self {
+        let time = super::unix_time();
+        let perplexity = metrics.is_empty().then(|| loss.exp());
+        Self { step, loss: Some(loss), perplexity, metrics, time, ..Self::default() }
+    }
+
+    /// The same, with the data that it was measured on.
+    pub fn on(self, data: Option<&str>, samples: u64) -> Self {
+        Self { data: data.map(str::to_owned), samples: Some(samples), ..self }
+    }
+
+    /// The mean training loss of the epoch that ends with a step.
+    pub fn of_epoch(step: u64, loss: Option<f64>) -> Self {
+        Self { step, over: Over::Training, loss, time: super::unix_time(), ..Self::default() }
+    }
+
+    /// Whether it is of a checkpoint rather than of the weights in training.
+    fn is_of_checkpoint(&self) -> bool {
+        self.checkpoint.is_some()
+    }
+}
+
+/// The content of a file of evaluations.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Evaluations {
+    /// In the order of their ends.
+    known: Vec<Evaluation>,
+    /// The first line that cannot be read although no kill has torn it.
+    damaged: Option<Error>,
+}
+
+impl Evaluations {
+    /// The evaluations that can be read.
+    pub fn known(&self) -> &[Evaluation] {
+        &self.known
+    }
+
+    /// All of them.
+    ///
+    /// # Errors
+    /// There are lines that cannot be read: their content is not known.
+    pub fn all(&self) -> Result<&[Evaluation]> {
+        self.damaged.clone().map_or(Ok(&self.known), Err)
+    }
+}
+
+/// All evaluations in a file; none when there is no file. A line that was torn by a kill is left out.
+///
+/// # Errors
+/// The file cannot be read.
+pub fn read(path: &Path) -> Result<Evaluations> {
+    let bytes = match regular_files::read(path) {
+        Ok(bytes) => bytes,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Evaluations::default()),
+        Err(e) => return Err(Error::io("read", path, e)),
+    };
+    let mut found = Evaluations::default();
+    for (number, line) in (1..).zip(bytes.split(|byte| *byte == b'\n')) {
+        match serde_json::from_slice(line) {
+            Ok(evaluation) => found.known.push(evaluation),
+            Err(_) if is_torn(line) => {}
+            Err(e) => {
+                let damaged = || {
+                    Error::damaged(format!("{}, line {number}: {e}", path.display()))
+                        .hint("repair that line, or remove it if what it says of a checkpoint may be forgotten")
+                };
+                found.damaged.get_or_insert_with(damaged);
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// Whether a line is the beginning of one, as a kill leaves it, or empty: bytes that are right as far as they go.
+pub fn is_torn(line: &[u8]) -> bool {
+    let text = match std::str::from_utf8(line) {
+        Ok(text) => text,
+        // In the middle of a character.
+        Err(e) if e.error_len().is_none() => std::str::from_utf8(&line[..e.valid_up_to()]).unwrap_or_default(),
+        Err(_) => return false,
+    };
+    serde_json::from_str::<serde::de::IgnoredAny>(text).is_err_and(|e| e.is_eof())
+}
+
+/// The evaluations that can be compared: of one kind of loss, on the set of the newest step or on one that is not told.
+/// A run may go on with other data, or another `eval.samples`.
+fn comparable(all: &[Evaluation]) -> impl DoubleEndedIterator<Item = &Evaluation> {
+    let set = |one: &Evaluation| one.samples.map(|samples| (one.data.clone(), samples));
+    let own = all.iter().filter(|one| one.samples.is_some()).max_by_key(|one| one.step).and_then(set);
+    let over = over(all);
+    all.iter()
+        .filter(move |one| one.over == over)
+        .filter(move |one| set(one).is_none_or(|set| Some(&set) == own.as_ref()))
+}
+
+/// Adds a line, durably.
+///
+/// # Errors
+/// The file system refused.
+pub fn append(path: &Path, evaluation: &Evaluation) -> Result<()> {
+    let line = line(evaluation)?;
+    exclusively(path, || add(path, line))
+}
+
+fn line(evaluation: &Evaluation) -> Result<String> {
+    let line = serde_json::to_string(evaluation).map_err(|e| Error::internal(format!("evaluation: {e}")))?;
+    Ok(line + "\n")
+}
+
+fn add(path: &Path, mut line: String) -> std::io::Result<()> {
+    let mut file = own_files::append(path)?;
+    // A line that was torn by a kill must not take this one with it.
+    if std::fs::read(path)?.last().is_some_and(|byte| *byte != b'\n') {
+        line.insert(0, '\n');
+    }
+    file.write_all(line.as_bytes())?;
+    file.sync_data()
+}
+
+/// The published save of a step.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Save {
+    /// It has this name.
+    Named(String),
+    /// There is one, whose name cannot be read here.
+    Unknown,
+    /// There is none.
+    Gone,
+}
+
+/// Adds the line of a checkpoint's evaluation as [`append`] does, unless its save was replaced meanwhile, or is gone and newer
+/// than all steps that are left, of which `newest` is the last: then the run has gone back. Whether the line was added.
+///
+/// # Errors
+/// The file system refused.
+pub fn append_of(path: &Path, evaluation: &Evaluation, save: impl FnOnce() -> Result<(Save, u64)>) -> Result<bool> {
+    let line = line(evaluation)?;
+    let mut looked = Ok(true);
+    exclusively(path, || {
+        looked = save().map(|(save, newest)| match save {
+            Save::Named(id) => evaluation.id.as_ref().is_none_or(|own| *own == id),
+            Save::Unknown => true,
+            Save::Gone => evaluation.step <= newest,
+        });
+        if looked == Ok(true) { add(path, line) } else { Ok(()) }
+    })?;
+    looked
+}
+
+/// Drops lines of parameters that are no more, since training goes on after step `last`: the trainer's own of later steps; those
+/// of saves of later steps that are gone; and those of saves in whose place there is another one of that step. Of a save that
+/// was removed because newer ones came, the line stays.
+///
+/// # Errors
+/// The file system refused.
+pub fn forget_after(path: &Path, last: u64, save: impl Fn(u64) -> Save) -> Result<()> {
+    let mut known: BTreeMap<u64, Save> = BTreeMap::new();
+    // Before the file is locked: checkpoints take their time.
+    for one in read(path)?.known.into_iter().filter(Evaluation::is_of_checkpoint) {
+        if let Entry::Vacant(vacant) = known.entry(one.step) {
+            vacant.insert(save(one.step));
+        }
+    }
+    rewrite(path, |line| match known.get(&line.step) {
+        _ if !line.is_of_checkpoint() => line.step <= last,
+        Some(Save::Named(id)) => line.id.as_ref().is_none_or(|own| own == id),
+        Some(Save::Gone) => line.step <= last,
+        // An evaluator has added it just now.
+        Some(Save::Unknown) | None => true,
+    })
+}
+
+/// Drops lines of other saves of a step than the one called `id`, which has taken their place.
+///
+/// # Errors
+/// The file system refused.
+pub fn forget_others(path: &Path, step: u64, id: &str) -> Result<()> {
+    rewrite(path, |line| line.step != step || line.id.as_ref().is_none_or(|own| own == id))
+}
+
+/// Writes the file anew with those of its lines that a predicate holds of.
+fn rewrite(path: &Path, holds: impl Fn(&Evaluation) -> bool) -> Result<()> {
+    exclusively(path, || {
+        let old = match std::fs::read(path) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            old => old?,
+        };
+        let keeps = |line: &&[u8]| match serde_json::from_slice::<Evaluation>(line) {
+            Ok(line) => holds(&line),
+            // The content of a damaged line is not known.
+            Err(_) => !is_torn(line),
+        };
+        let kept: Vec<u8> =
+            old.split(|byte| *byte == b'\n').filter(keeps).flat_map(|line| [line, b"\n"]).flatten().copied().collect();
+        if kept == old {
+            return Ok(());
+        }
+        let temporary = path.with_extension("jsonl.tmp");
+        own_files::write(&temporary, kept)?;
+        File::open(&temporary)?.sync_all()?;
+        std::fs::rename(&temporary, path)?;
+        File::open(path.parent().unwrap_or(Path::new(".")))?.sync_all()
+    })
+}
+
+/// Does something that no other process does to the file meanwhile. Where the file system has no locks it is done all
+/// the same: lines are written whole, and only a trainer that is started again rewrites the file.
+fn exclusively(path: &Path, work: impl FnOnce() -> std::io::Result<()>) -> Result<()> {
+    let lock = path.with_file_name(".eval.lock");
+    let held = own_files::create(&lock).and_then(|file| file.lock().map(|()| file));
+    if let Err(e) = &held {
+        log::warn!("cannot lock {}: {e}", lock.display());
+    }
+    work().map_err(|e| Error::io("write", path, e))
+}
+
+/// The loss of a step by which it is compared with others, if it is known: of validation, or of training where nothing was
+/// ever validated.
+pub fn loss(evaluations: &[Evaluation], step: u64) -> Option<f64> {
+    comparable(evaluations).rev().find(|one| one.step == step && one.status == Status::Done)?.loss
+}
+
+/// As [`loss`], of the save called `id` of that step.
+pub fn loss_of(evaluations: &[Evaluation], step: u64, id: &str) -> Option<f64> {
+    let is_of = |one: &&Evaluation| one.step == step && one.id.as_ref().is_none_or(|own| own == id);
+    comparable(evaluations).rev().filter(is_of).find(|one| one.status == Status::Done)?.loss
+}
+
+/// The evaluations of steps up to `last`: a run that has gone back is to be decided about by those alone.
+pub fn until(evaluations: &[Evaluation], last: u64) -> Vec<Evaluation> {
+    evaluations.iter().filter(|one| one.step <= last).cloned().collect()
+}
+
+/// The validation loss of a step, if it is known.
+pub fn validation_loss(evaluations: &[Evaluation], step: u64) -> Option<f64> {
+    match over(evaluations) {
+        Over::Validation => loss(evaluations, step),
+        Over::Training => None,
+    }
+}
+
+/// The kind of loss by which steps are compared: one kind cannot be compared with the other.
+pub fn over(evaluations: &[Evaluation]) -> Over {
+    let validated = evaluations.iter().any(|one| one.over == Over::Validation && one.status == Status::Done);
+    if validated || evaluations.is_empty() { Over::Validation } else { Over::Training }
+}
+
+/// The lowest loss among `steps`, and the first step that has it.
+pub fn best(evaluations: &[Evaluation], steps: &[u64]) -> Option<(u64, f64)> {
+    let known = steps.iter().filter_map(|step| Some((*step, loss(evaluations, *step)?)));
+    known.filter(|(_, loss)| loss.is_finite()).min_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)))
+}
+
+/// The losses of one kind by step, as far as they can be compared. A step that was evaluated twice counts once; the last one counts.
+pub fn losses(evaluations: &[Evaluation], over: Over) -> BTreeMap<u64, Option<f64>> {
+    let is_done = |one: &&Evaluation| one.status == Status::Done && one.over == over;
+    comparable(evaluations).filter(is_done).map(|one| (one.step, one.loss)).collect()
+}
+
+/// The reason to end training, if the last `patience` evaluations found no loss that is lower by more than `min_delta`
+/// than the lowest before; with a patience of 0 there is none.
+pub fn stop_reason(evaluations: &[Evaluation], patience: u64, min_delta: f64) -> Option<String> {
+    let losses = losses(evaluations, Over::Validation);
+    let (mut lowest, mut since) = (None, 0);
+    for (step, loss) in losses {
+        match (loss.filter(|loss| loss.is_finite()), lowest) {
+            (Some(loss), None) => (lowest, since) = (Some((step, loss)), 0),
+            (Some(loss), Some((_, before))) if loss < before - min_delta => (lowest, since) = (Some((step, loss)), 0),
+            _ => since += 1,
+        }
+    }
+    (patience > 0 && since >= patience).then(|| match lowest {
+        Some((step, loss)) => format!("no validation loss lower than {loss:.4} of step {step} in {since} evaluations"),
+        None => format!("no finite validation loss in {since} evaluations"),
+    })
+}
+
+/// Whether nobody will evaluate the checkpoint with this name any more.
+pub fn is_settled(evaluations: &[Evaluation], id: &str) -> bool {
+    evaluations.iter().any(|one| one.id.as_deref() == Some(id) && one.status != Status::Retried)
+}
+
+/// Number of times an evaluation of the checkpoint with this name was given up so far.
+pub fn retries(evaluations: &[Evaluation], id: &str) -> usize {
+    evaluations.iter().filter(|one| one.id.as_deref() == Some(id) && one.status == Status::Retried).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::OpenOptions;
+
+    use super::*;
+
+    fn done(step: u64, loss: f64) -> Evaluation {
+        Evaluation::done(step, loss, BTreeMap::new())
+    }
+
+    fn of_checkpoint(step: u64, status: Status, loss: Option<f64>) -> Evaluation {
+        let (checkpoint, id) = (Some(format!("step-{step:08}")), Some(format!("job-{step}")));
+        Evaluation { step, status, loss, checkpoint, id, ..Evaluation::default() }
+    }
+
+    #[test]
+    fn lines_survive_kills_and_restarts() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(FILE);
+        let all = |path: &Path| read(path).unwrap().all().unwrap().to_vec();
+        assert!(all(&path).is_empty());
+        for step in [2, 4] {
+            append(&path, &done(step, 0.1 + 0.2)).unwrap();
+        }
+        append(&path, &of_checkpoint(4, Status::Done, Some(1.0))).unwrap();
+        let torn = "{\"step\":6,\"lo";
+        OpenOptions::new().append(true).open(&path).unwrap().write_all(torn.as_bytes()).unwrap();
+        append(&path, &done(6, 2.0)).unwrap();
+        let found = all(&path);
+        assert_eq!(found.iter().map(|one| one.step).collect::<Vec<_>>(), [2, 4, 4, 6]);
+        assert_eq!(found[0].loss.map(f64::to_bits), Some((0.1f64 + 0.2).to_bits()));
+        forget_after(&path, 2, |_| Save::Unknown).unwrap();
+        assert_eq!(all(&path).iter().map(|one| one.step).collect::<Vec<_>>(), [2, 4]);
+        assert!(!std::fs::read_to_string(&path).unwrap().contains(torn));
+    }
+
+    /// A run whose saves after step 4 were removed goes back to it; step 2 was saved twice, step 1 removed by retention.
+    #[test]
+    fn saves_that_are_no_more_are_forgotten() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(FILE);
+        let of =
+            |step, id: &str, loss| Evaluation { checkpoint: Some("x".into()), id: Some(id.into()), ..done(step, loss) };
+        let lines = [of(1, "a-1", 5.0), of(2, "a-2", 0.1), of(2, "b-2", 4.0), of(4, "b-4", 3.0), of(6, "b-6", 0.2)];
+        let left = || {
+            let all = read(&path).unwrap();
+            all.known().iter().map(|one| (one.step, one.id.clone().unwrap_or_default())).collect::<Vec<_>>()
+        };
+        let named = |id: &str| Save::Named(id.into());
+        let save = |step| match step {
+            2 => named("b-2"),
+            4 => named("b-4"),
+            _ => Save::Gone,
+        };
+        lines.iter().for_each(|line| append(&path, line).unwrap());
+        append(&path, &of(5, "b-5", 0.3)).unwrap();
+        forget_after(&path, 4, save).unwrap();
+        let expected = [(1, "a-1"), (2, "b-2"), (4, "b-4")].map(|(step, id)| (step, id.to_string()));
+        assert_eq!(left(), expected);
+        assert_eq!(best(read(&path).unwrap().known(), &[2, 4]), Some((4, 3.0)));
+        // Those that evaluators were at meanwhile.
+        assert!(!append_of(&path, &of(6, "b-6", 0.2), || Ok((Save::Gone, 4))).unwrap());
+        assert!(!append_of(&path, &of(4, "a-4", 0.2), || Ok((named("b-4"), 4))).unwrap());
+        assert_eq!(left(), expected);
+        assert!(append_of(&path, &of(3, "b-3", 3.5), || Ok((Save::Gone, 4))).unwrap());
+        assert!(append_of(&path, &of(6, "c-6", 2.0), || Ok((named("c-6"), 6))).unwrap());
+        assert!(append_of(&path, &of(7, "c-7", 2.0), || Err(Error::input("unreadable"))).is_err());
+        assert_eq!(left().len(), 5);
+        // A save takes the place of another one of its step.
+        append(&path, &done(6, 1.9)).unwrap();
+        forget_others(&path, 6, "d-6").unwrap();
+        let all = read(&path).unwrap().known().to_vec();
+        assert_eq!(
+            (all.len(), loss_of(&all, 6, "d-6"), loss_of(&all, 4, "x"), loss_of(&all, 4, "b-4")),
+            (5, Some(1.9), None, Some(3.0))
+        );
+        assert_eq!(until(&all, 2).len(), 2);
+    }
+
+    /// Losses on two sets tell nothing of which parameters are better.
+    #[test]
+    fn only_one_set_counts() {
+        let on = |step, loss, data: &str, samples| done(step, loss).on(Some(data), samples);
+        let all = vec![done(1, 0.5), on(2, 0.1, "a", 9), on(3, 3.0, "b", 9), on(2, 2.0, "b", 9), on(1, 0.2, "b", 8)];
+        let steps: Vec<(u64, Option<f64>)> = comparable(&all).map(|one| (one.step, one.loss)).collect();
+        assert_eq!(steps, [(1, Some(0.5)), (3, Some(3.0)), (2, Some(2.0))]);
+        assert_eq!([1, 2, 3].map(|step| loss(&all, step)), [Some(0.5), Some(2.0), Some(3.0)]);
+        assert_eq!(best(&all[1..], &[1, 2, 3]), Some((2, 2.0)));
+        assert!(stop_reason(&all[1..3], 1, 0.0).is_none() && stop_reason(&all, 2, 0.0).is_some());
+        // Whether a checkpoint is to be evaluated is another matter: it was.
+        let other = Evaluation { checkpoint: Some("x".into()), id: Some("job-2".into()), ..on(2, 0.1, "a", 9) };
+        assert!(is_settled(&[other, on(3, 3.0, "b", 9)], "job-2"));
+    }
+
+    #[test]
+    fn damaged_lines_are_told_and_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(FILE);
+        append(&path, &done(2, 1.0)).unwrap();
+        let whole = std::fs::read(&path).unwrap();
+        let mut flipped = whole.clone();
+        flipped[3] = 0xff;
+        for damage in [&b"\xff"[..], &flipped, b"{\"step\":4}garbage", b"\0\0\0\0"] {
+            std::fs::write(&path, [damage, b"\n", &whole].concat()).unwrap();
+            append(&path, &done(6, 1.0)).unwrap();
+            forget_after(&path, 4, |_| Save::Gone).unwrap();
+            let found = read(&path).unwrap();
+            assert_eq!(found.known().len(), 1);
+            let error = found.all().unwrap_err().to_string();
+            assert!(error.contains("eval.jsonl, line 1: ") && error.contains("hint: "), "{error}");
+        }
+        // In the middle of a character, or before anything was written.
+        for torn in [&b"{\"step\":4,\"error\":\"id 70 \xe2\x89"[..], b"", b"{"] {
+            std::fs::write(&path, [torn, b"\n", &whole].concat()).unwrap();
+            assert_eq!(read(&path).unwrap().all().unwrap().len(), 1);
+        }
+        std::fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink(&path, &path).unwrap();
+        let forgotten = forget_after(&path, 4, |_| Save::Gone);
+        assert!(read(&path).is_err() && forgotten.is_err() && append(&path, &done(1, 1.0)).is_err());
+    }
+
+    #[test]
+    fn patience_ends() {
+        let all: Vec<Evaluation> = (1..).zip([3.0, 2.0, 2.5, 1.95, 1.96]).map(|(n, loss)| done(n, loss)).collect();
+        assert!(stop_reason(&all[..2], 1, 0.0).is_none() && stop_reason(&all, 0, 0.0).is_none());
+        assert!(stop_reason(&all[..3], 1, 0.0).unwrap().contains("2.0000 of step 2 in 1 evaluations"));
+        assert!(stop_reason(&all[..4], 2, 0.0).is_none() && stop_reason(&all, 2, 0.0).is_none());
+        assert!(stop_reason(&all, 3, 0.1).unwrap().contains("of step 2 in 3"));
+        assert!(stop_reason(&[Evaluation { loss: None, ..done(1, 0.0) }], 1, 0.0).unwrap().contains("no finite"));
+    }
+
+    #[test]
+    fn training_losses_count_where_nothing_was_validated() {
+        let of_epoch = |step, loss| Evaluation::of_epoch(step, Some(loss));
+        let mut all = vec![of_epoch(1, 0.9), of_epoch(2, 0.3), of_epoch(3, 0.5)];
+        assert_eq!((best(&all, &[1, 2, 3]), over(&all)), (Some((2, 0.3)), Over::Training));
+        assert_eq!((loss(&all, 3), validation_loss(&all, 3)), (Some(0.5), None));
+        assert_eq!(stop_reason(&all, 1, 0.0), None);
+        let line = serde_json::to_string(&all[0]).unwrap();
+        assert!(line.contains("\"over\":\"training\""), "{line}");
+        assert_eq!(serde_json::from_str::<Evaluation>(&line).unwrap(), all[0]);
+        // One kind says nothing beside the other.
+        all.push(done(3, 2.0));
+        assert_eq!((best(&all, &[1, 2, 3]), over(&all)), (Some((3, 2.0)), Over::Validation));
+        assert_eq!(validation_loss(&all, 3), Some(2.0));
+        assert!(!serde_json::to_string(&all[3]).unwrap().contains("over"));
+    }
+
+    #[test]
+    fn the_best_is_among_those_that_exist() {
+        let nan = Evaluation { loss: None, ..done(5, 0.0) };
+        let mut all = vec![done(1, 3.0), done(2, 1.0), done(3, 2.0), nan];
+        all.push(of_checkpoint(4, Status::Retried, None));
+        assert_eq!(best(&all, &[1, 2, 3, 4, 5]), Some((2, 1.0)));
+        assert_eq!(best(&all, &[1, 3]), Some((3, 2.0)));
+        assert_eq!(best(&all, &[4, 5]), None);
+        assert!(!is_settled(&all, "job-4") && retries(&all, "job-4") == 1);
+        all.push(of_checkpoint(4, Status::Done, Some(0.5)));
+        assert!(is_settled(&all, "job-4"));
+        assert_eq!(best(&all, &[1, 2, 3, 4]), Some((4, 0.5)));
+    }
+}

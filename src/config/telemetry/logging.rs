@@ -1,0 +1,72 @@
+//! Logs: everything to this rank's file, warnings also to standard error.
+
+use std::path::Path;
+use std::sync::OnceLock;
+
+use env_logger::{Builder, Logger, Target};
+use log::{LevelFilter, Log, Metadata, Record};
+
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::own_files;
+use hpctrain_base::visible::visible;
+
+/// The program's logger. The file is known only once the run directory is.
+struct RankLogger {
+    console: OnceLock<Logger>,
+    file: OnceLock<Logger>,
+}
+
+static LOGGER: RankLogger = RankLogger { console: OnceLock::new(), file: OnceLock::new() };
+
+impl RankLogger {
+    fn targets(&self) -> impl Iterator<Item = &Logger> {
+        [self.console.get(), self.file.get()].into_iter().flatten()
+    }
+}
+
+impl Log for RankLogger {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        self.targets().any(|logger| logger.enabled(metadata))
+    }
+
+    fn log(&self, record: &Record<'_>) {
+        self.targets().filter(|logger| logger.matches(record)).for_each(|logger| logger.log(record));
+    }
+
+    fn flush(&self) {
+        self.targets().for_each(Log::flush);
+    }
+}
+
+/// Sends warnings to standard error, named by `who` (such as `"rank 3"`). `RUST_LOG` asks for more.
+pub fn to_console(who: &str) {
+    use std::io::Write as _;
+    let who = who.to_string();
+    let mut builder = Builder::new();
+    builder.filter_level(LevelFilter::Warn).parse_default_env();
+    builder.format(move |out, record| {
+        let level = record.level().as_str().to_lowercase();
+        writeln!(out, "{level}: {who}: {}", visible(&record.args().to_string()))
+    });
+    let console = builder.build();
+    log::set_max_level(console.filter());
+    // A second call, by another thread-rank of the same process, changes nothing.
+    if LOGGER.console.set(console).is_ok() {
+        let _ = log::set_logger(&LOGGER);
+    }
+}
+
+/// Also writes messages of at least `level` to `path`, appending.
+///
+/// # Errors
+/// The file cannot be opened.
+pub fn to_file(path: &Path, level: LevelFilter) -> Result<()> {
+    let file = own_files::append(path).map_err(|e| Error::io("open the log", path, e))?;
+    let mut builder = Builder::new();
+    builder.filter_level(level).parse_default_env().target(Target::Pipe(Box::new(file)));
+    let logger = builder.build();
+    log::set_max_level(log::max_level().max(logger.filter()));
+    // Thread-ranks of one process share the first file.
+    let _ = LOGGER.file.set(logger);
+    Ok(())
+}

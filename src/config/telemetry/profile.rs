@@ -1,0 +1,172 @@
+//! `--profile`: which kernels the steps of rank 0 spent their time in, as a table for people and `profile.json`.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::times::Times;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::own_files;
+use hpctrain_device::{Tallies, Tally};
+
+/// A kernel's share.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Kernel {
+    /// Such as `norm, backward`.
+    pub kernel: String,
+    /// Launches.
+    pub calls: u64,
+    /// Their time.
+    pub seconds: f64,
+    /// The part of the steps' compute and updates.
+    pub of_compute: f64,
+    /// Multiplications and additions; none for kernels that only move memory.
+    pub flops: Option<f64>,
+    /// 10⁹ of them a second.
+    pub gflops_per_second: Option<f64>,
+    /// Bytes that had to be read and written, every operand once.
+    pub bytes: f64,
+    /// 10⁹ of them a second.
+    pub gigabytes_per_second: f64,
+    /// The same by sizes, the longest first.
+    pub shapes: Vec<Shape>,
+}
+
+/// A kernel's launches with the same sizes.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Shape {
+    /// Sizes, in the order that the kernel counts them; as many as it has.
+    pub sizes: Vec<usize>,
+    /// Launches.
+    pub calls: u64,
+    /// Their time.
+    pub seconds: f64,
+    /// Time of the fastest.
+    pub fastest: f64,
+}
+
+/// The profile of a run on rank 0.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Report {
+    /// Steps that were profiled: all but the first on a device, which loads the kernels.
+    pub steps: u64,
+    /// Compute threads.
+    pub threads: usize,
+    /// Whether the device was waited for after every kernel, which it is not without a profile.
+    pub waits_for_kernels: bool,
+    /// Seconds of the steps' compute and updates.
+    pub compute_seconds: f64,
+    /// Seconds of these between kernels.
+    pub other_seconds: f64,
+    /// The longest first.
+    pub kernels: Vec<Kernel>,
+}
+
+impl Report {
+    /// The profile of the `tallies` of so many steps, which took `times`.
+    pub fn new(tallies: &Tallies, steps: u64, times: Times, threads: usize, waits: bool) -> Self {
+        let compute_seconds = times.compute + times.optimizer;
+        let mut by_kernel: BTreeMap<&str, Tally> = BTreeMap::new();
+        for ((kernel, _), tally) in tallies {
+            by_kernel.entry(*kernel).and_modify(|all| *all = all.plus(*tally)).or_insert(*tally);
+        }
+        let kernel = |(kernel, tally): (&&str, &Tally)| {
+            let rate = |amount: f64| amount / tally.seconds.max(f64::MIN_POSITIVE) / 1e9;
+            let flops = (tally.flops > 0.0).then_some(tally.flops);
+            Kernel {
+                kernel: (*kernel).into(),
+                calls: tally.calls,
+                seconds: tally.seconds,
+                of_compute: tally.seconds / compute_seconds.max(f64::MIN_POSITIVE),
+                flops,
+                gflops_per_second: flops.map(rate),
+                bytes: tally.bytes,
+                gigabytes_per_second: rate(tally.bytes),
+                shapes: shapes(tallies, kernel),
+            }
+        };
+        let mut kernels: Vec<Kernel> = by_kernel.iter().map(kernel).collect();
+        kernels.sort_by(|one, other| other.seconds.total_cmp(&one.seconds));
+        let counted: f64 = kernels.iter().map(|kernel| kernel.seconds).sum();
+        let other_seconds = (compute_seconds - counted).max(0.0);
+        Self { steps, threads, waits_for_kernels: waits, compute_seconds, other_seconds, kernels }
+    }
+
+    /// Writes `profile.json`.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn write(&self, path: &Path) -> Result<()> {
+        let text = serde_json::to_string_pretty(self).map_err(|e| Error::internal(format!("profile: {e}")))?;
+        own_files::write(path, text + "\n").map_err(|e| Error::io("write", path, e))
+    }
+}
+
+/// The launches of one kernel by their sizes.
+fn shapes(tallies: &Tallies, kernel: &str) -> Vec<Shape> {
+    let own = tallies.iter().filter(|((name, _), _)| *name == kernel);
+    let mut shapes: Vec<Shape> = own
+        .map(|((_, sizes), tally)| Shape {
+            sizes: sizes.iter().copied().filter(|&size| size > 0).collect(),
+            calls: tally.calls,
+            seconds: tally.seconds,
+            fastest: tally.fastest,
+        })
+        .collect();
+    shapes.sort_by(|one, other| other.seconds.total_cmp(&one.seconds));
+    shapes
+}
+
+/// A table.
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{:<34} {:>8} {:>10} {:>8} {:>9} {:>8}",
+            "kernel", "calls", "seconds", "compute", "GFLOP/s", "GB/s"
+        )?;
+        for kernel in &self.kernels {
+            let Kernel { kernel, calls, seconds, of_compute, gflops_per_second, gigabytes_per_second, .. } = kernel;
+            let flops = gflops_per_second.map_or("–".into(), |rate| format!("{rate:.1}"));
+            writeln!(
+                f,
+                "{kernel:<34} {calls:>8} {seconds:>10.3} {:>6.1} % {flops:>9} {gigabytes_per_second:>8.1}",
+                100.0 * of_compute
+            )?;
+        }
+        let share = 100.0 * self.other_seconds / self.compute_seconds.max(f64::MIN_POSITIVE);
+        write!(f, "{:<34} {:>8} {:>10.3} {share:>6.1} %", "between kernels", "", self.other_seconds)?;
+        if self.waits_for_kernels {
+            write!(f, "\nthe device was waited for after every kernel: the run was slower than without a profile")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_longest_comes_first_and_shares_add_up() {
+        let tally = |calls, seconds, flops, bytes| Tally { calls, seconds, fastest: seconds, flops, bytes };
+        let tallies = BTreeMap::from([
+            (("add", [4, 0, 0, 0]), tally(4, 0.5, 0.0, 1e9)),
+            (("linear", [1, 2, 3, 0]), tally(1, 0.5, 2e9, 5e8)),
+            (("linear", [2, 2, 3, 0]), tally(1, 1.5, 6e9, 5e8)),
+        ]);
+        let times = Times { compute: 3.0, optimizer: 1.0, loader: 5.0, ..Times::default() };
+        let report = Report::new(&tallies, 7, times, 2, true);
+        assert_eq!(report.kernels.iter().map(|kernel| &kernel.kernel[..]).collect::<Vec<_>>(), ["linear", "add"]);
+        let [linear, add] = &report.kernels[..] else { panic!("{report:?}") };
+        assert_eq!((linear.gflops_per_second, linear.of_compute), (Some(4.0), 0.5));
+        assert_eq!(linear.shapes.iter().map(|shape| &shape.sizes[..]).collect::<Vec<_>>(), [[2, 2, 3], [1, 2, 3]]);
+        assert_eq!((add.flops, add.gflops_per_second, add.gigabytes_per_second), (None, None, 2.0));
+        assert_eq!((report.compute_seconds, report.other_seconds), (4.0, 1.5));
+        let text = report.to_string();
+        assert!(text.contains("linear                                    2      2.000   50.0 %       4.0"), "{text}");
+        assert!(text.contains("between kernels") && text.contains("37.5 %\nthe device was waited for"), "{text}");
+    }
+}

@@ -1,0 +1,173 @@
+//! Places of ranks, and the number of threads that each may use.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use hpctrain_base::control_groups::{CpuQuota, cpu_quota};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_comm::Group;
+use hpctrain_device::Backend;
+
+/// A rank's place.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Place {
+    /// The node's name.
+    pub host: String,
+    /// Cores the rank may run on.
+    pub cores: BTreeSet<usize>,
+    /// The time on them that its control group may take, if that is limited.
+    pub quota: Option<CpuQuota>,
+}
+
+/// The places of all ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Topology {
+    places: Vec<Place>,
+    rank: usize,
+}
+
+impl Topology {
+    /// Collective: every rank tells where it is.
+    ///
+    /// # Errors
+    /// The message failed.
+    pub fn gather<B: Backend>(world: &Group<B>, host: String) -> Result<Self> {
+        let here = Place { host, cores: allowed_cores(), quota: cpu_quota(Path::new("/")) };
+        let message = serde_json::to_vec(&here).map_err(|e| Error::internal(e.to_string()))?;
+        let messages = world.gather_bytes(message).wait()?;
+        let places = messages.iter().map(|bytes| serde_json::from_slice(bytes));
+        let places = places.collect::<Result<_, _>>().map_err(|e| Error::comm(format!("a rank's place: {e}")))?;
+        Ok(Self { places, rank: world.rank() })
+    }
+
+    /// This rank's place.
+    pub fn here(&self) -> &Place {
+        &self.places[self.rank]
+    }
+
+    /// Host of rank `rank`.
+    pub fn host(&self, rank: usize) -> &str {
+        self.places.get(rank).map_or("unknown", |place| &place.host)
+    }
+
+    /// Cores of rank `rank`, as the system lists them: `0-2,5`.
+    pub fn cores(&self, rank: usize) -> String {
+        self.places.get(rank).map_or(String::new(), |place| list(&place.cores))
+    }
+
+    /// Host of every rank.
+    pub fn hosts(&self) -> Vec<String> {
+        self.places.iter().map(|place| place.host.clone()).collect()
+    }
+
+    /// Whether cores of this rank's node are left to no rank: mpirun binds each rank of a small job to one core.
+    pub fn has_spare_cores(&self) -> bool {
+        let here = self.here();
+        let used: BTreeSet<_> =
+            self.places.iter().filter(|place| place.host == here.host).flat_map(|place| &place.cores).collect();
+        let online = std::fs::read_to_string("/sys/devices/system/cpu/online").unwrap_or_default();
+        parse_list(online.trim()).is_some_and(|online| online.len() > used.len())
+    }
+
+    /// Ranks on this rank's node, itself included.
+    pub fn ranks_here(&self) -> usize {
+        self.places.iter().filter(|place| place.host == self.here().host).count()
+    }
+
+    /// Distinct hosts.
+    pub fn host_count(&self) -> usize {
+        self.places.iter().map(|place| &place.host).collect::<BTreeSet<_>>().len()
+    }
+
+    /// Compute threads for this rank: its cores, shared with the ranks of its node that may use them too, but no more than the quota of
+    /// its control group keeps busy.
+    pub fn threads(&self) -> usize {
+        let here = self.here();
+        let shares = |other: &&Place| other.host == here.host && !other.cores.is_disjoint(&here.cores);
+        let sharers = self.places.iter().filter(shares).count().max(1);
+        let of_cores = (here.cores.len() / sharers).max(1);
+        let in_group = |other: &&Place| {
+            let group = |place: &Place| place.quota.map(|quota| quota.group);
+            other.host == here.host && group(other) == group(here)
+        };
+        let of_quota = here.quota.map(|quota| quota.cpus(self.places.iter().filter(in_group).count()));
+        of_cores.min(of_quota.unwrap_or(usize::MAX))
+    }
+}
+
+/// The cores in this process's affinity mask.
+fn allowed_cores() -> BTreeSet<usize> {
+    let listed = std::fs::read_to_string("/proc/self/status").ok().and_then(|status| {
+        let line = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
+        parse_list(line.trim())
+    });
+    // Without /proc the numbers are unknown; the count is not.
+    listed.unwrap_or_else(|| (0..std::thread::available_parallelism().map_or(1, usize::from)).collect())
+}
+
+/// `0-2,5` as a set.
+pub fn parse_list(text: &str) -> Option<BTreeSet<usize>> {
+    let mut cores = BTreeSet::new();
+    for part in text.split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        cores.extend(first.parse::<usize>().ok()?..=last.parse::<usize>().ok()?);
+    }
+    Some(cores)
+}
+
+/// A set as `0-2,5`.
+fn list(cores: &BTreeSet<usize>) -> String {
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for &core in cores {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == core => *last = core,
+            _ => runs.push((core, core)),
+        }
+    }
+    let run = |(first, last): (usize, usize)| if first == last { first.to_string() } else { format!("{first}-{last}") };
+    runs.into_iter().map(run).collect::<Vec<_>>().join(",")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn threads(masks: &[(&str, &str)], rank: usize) -> usize {
+        Topology { places: masks.iter().map(|(host, cores)| place(host, cores, None)).collect(), rank }.threads()
+    }
+
+    fn place(host: &str, cores: &str, quota: Option<CpuQuota>) -> Place {
+        Place { host: host.into(), cores: parse_list(cores).unwrap(), quota }
+    }
+
+    #[test]
+    fn a_cpu_quota_limits_threads() {
+        let quota = |group| Some(CpuQuota { thousandths: 2500, group: (0, group) });
+        let threads = |places: &[Place]| Topology { places: places.to_vec(), rank: 0 }.threads();
+        assert_eq!(threads(&[place("a", "0-63", quota(1))]), 3);
+        // Ranks of one group share its quota.
+        assert_eq!(threads(&[place("a", "0-63", quota(1)), place("a", "0-63", quota(1))]), 2);
+        assert_eq!(threads(&[place("a", "0-63", quota(1)), place("a", "0-63", quota(2))]), 3);
+        assert_eq!(threads(&[place("a", "0-63", quota(1)), place("b", "0-63", quota(1))]), 3);
+        assert_eq!(threads(&[place("a", "0", quota(1))]), 1);
+    }
+
+    #[test]
+    fn lists_parse() {
+        assert_eq!(parse_list("0-2,5"), Some([0, 1, 2, 5].into()));
+        assert_eq!(parse_list("7"), Some([7].into()));
+        assert_eq!(parse_list("a"), None);
+        assert_eq!(list(&[0, 1, 2, 5].into()), "0-2,5");
+    }
+
+    #[test]
+    fn wide_masks_are_shared_and_bound_ones_are_not() {
+        assert_eq!(threads(&[("a", "0-7")], 0), 8);
+        assert_eq!(threads(&[("a", "0-7"), ("a", "0-7")], 1), 4);
+        assert_eq!(threads(&[("a", "0-3"), ("a", "4-7")], 1), 4);
+        assert_eq!(threads(&[("a", "0-7"), ("b", "0-7")], 0), 8);
+        assert_eq!(threads(&[("a", "0"), ("a", "0"), ("a", "0")], 2), 1);
+    }
+}

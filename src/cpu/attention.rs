@@ -1,0 +1,744 @@
+//! Causal multi-head attention whose memory is linear in the context.
+//!
+//! Each (sequence, head) is one task. Queries go in blocks, whose scores lie transposed, a row of them for each key: so a
+//! vector has the scores of some queries for one key, and maxima and sums of the softmax are those of whole vectors. The
+//! scores of a block are kept until its output is summed; the backward computes them again from the saved
+//! log-denominators (Dao et al., "FlashAttention", 2022). All products are those of [`tile`](super::tile), which skip most of
+//! what the mask hides. A query's output has the same bits with any other queries in its block.
+
+use std::cell::RefCell;
+use std::f32::consts::LOG2_E;
+use std::mem::take;
+use std::ops::Range;
+
+use ndarray::{ArrayViewMut2, Axis};
+use pulp::{Simd, WithSimd};
+use rayon::prelude::*;
+
+use super::Cpu;
+use super::math::{exp2s, max, vectors};
+use super::stream::prefetch;
+use super::threads::{Threads, list};
+use super::tile::{ByColumns, ByRows, COLUMNS, ROWS, Strip, pack, panels, products, turn, unpack, vectors_of};
+use hpctrain_base::error::Result;
+use hpctrain_device::{Attention, AttentionOps, Work};
+
+/// Partial sums of a softmax's denominator, to which keys go in turn.
+const PARTS: usize = 4;
+
+/// Sequences for each thread from which on it has whole ones: a list of all heads would be long.
+const ENOUGH: usize = 2;
+
+/// Numbers of the queries of a block.
+const NUMBERS: Strip = {
+    let (mut numbers, mut i) = ([0.0; COLUMNS], 0);
+    while i < COLUMNS {
+        numbers[i] = i as f32;
+        i += 1;
+    }
+    Strip(numbers)
+};
+
+const NOTHING: Strip = Strip([0.0; COLUMNS]);
+
+thread_local! {
+    /// Packed operands and scores of a task; kept, because a fresh allocation would fault page by page.
+    static SCRATCH: RefCell<Vec<Strip>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Parts of the scratch, of so many strips each, contents unspecified.
+fn parts<const N: usize>(scratch: &mut Vec<Strip>, sizes: [usize; N]) -> [&mut [Strip]; N] {
+    let all = sizes.iter().sum();
+    if scratch.len() < all {
+        scratch.resize(all, NOTHING);
+    }
+    let mut rest = scratch.as_mut_slice();
+    sizes.map(|size| {
+        let (own, others) = take(&mut rest).split_at_mut(size);
+        rest = others;
+        own
+    })
+}
+
+/// The disjoint columns, `w` wide each, of rows of so many.
+fn columns(x: &mut [f32], width: usize, w: usize) -> Vec<ArrayViewMut2<'_, f32>> {
+    let mut rest = ArrayViewMut2::from_shape((x.len() / width, width), x).expect("whole rows");
+    let mut parts = Vec::with_capacity(width / w);
+    while rest.ncols() > 0 {
+        let (head, others) = rest.split_at(Axis(1), w);
+        parts.push(head);
+        rest = others;
+    }
+    parts
+}
+
+/// Writes rows of panels of `height` strips, each times its factor.
+#[inline(always)]
+fn write<S: Simd>(
+    simd: S,
+    from: &[Strip],
+    height: usize,
+    factor: impl Fn(usize) -> f32,
+    to: &mut ArrayViewMut2<'_, f32>,
+    rows: Range<usize>,
+) {
+    for (i, row) in (rows.start..rows.end.min(to.nrows())).enumerate() {
+        unpack(simd, from, height, i, factor(i), to.row_mut(row).into_slice().expect("columns side by side"));
+    }
+}
+
+/// Columns of one head in rows that lie `stride` apart.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    x: &'a [f32],
+    stride: usize,
+    first: usize,
+    width: usize,
+}
+
+impl<'a> Rows<'a> {
+    fn columns(self) -> Range<usize> {
+        self.first..self.first + self.width
+    }
+
+    /// One of so many sequences' rows, and its columns from `first` on.
+    fn of_sequence(shape: Attention, x: &'a [f32], sequence: usize, stride: usize, first: usize) -> Self {
+        let len = shape.time * stride;
+        Self { x: &x[sequence * len..][..len], stride, first, width: shape.head_width }
+    }
+
+    /// One head of queries, and the keys and values that it sees, of packed rows.
+    fn of_head(shape: Attention, qkv: &'a [f32], sequence: usize, head: usize) -> [Self; 3] {
+        let key = shape.heads + head / shape.group();
+        [head, key, key + shape.kv_heads]
+            .map(|place| Self::of_sequence(shape, qkv, sequence, shape.packed_width(), place * shape.head_width))
+    }
+
+    /// One head of results.
+    fn of_results(shape: Attention, y: &'a [f32], sequence: usize, head: usize) -> Self {
+        Self::of_sequence(shape, y, sequence, shape.heads * shape.head_width, head * shape.head_width)
+    }
+
+    fn row(self, i: usize) -> &'a [f32] {
+        &self.x[i * self.stride..][self.columns()]
+    }
+
+    /// Some of the rows.
+    fn part(self, rows: Range<usize>) -> Self {
+        Self { x: &self.x[rows.start * self.stride..rows.end * self.stride], ..self }
+    }
+
+    /// To panels of `height` strips.
+    #[inline(always)]
+    fn pack(self, to: &mut [Strip], height: usize) {
+        pack(self.x, self.stride, self.columns(), to, height);
+    }
+}
+
+/// Rows of the next block, asked for a few at a time while this one is computed: more than a core can wait for would hold it up.
+struct Ahead<'a, const N: usize> {
+    operands: [Rows<'a>; N],
+    rows: Range<usize>,
+    step: usize,
+}
+
+impl<'a, const N: usize> Ahead<'a, N> {
+    /// Those after a block of a task, in so many steps; the next `task` begins with a block that ends with row number `end`.
+    fn new(block: &Block, operands: [Rows<'a>; N], task: [Rows<'a>; N], end: usize, steps: usize) -> Self {
+        let t = operands[0].x.len() / operands[0].stride;
+        let (operands, rows) = match block.last < t {
+            true => (operands, block.last..t.min(block.last + COLUMNS)),
+            false => (task, 0..end),
+        };
+        Self { operands, step: rows.len().div_ceil(steps), rows }
+    }
+
+    #[inline(always)]
+    fn step(&mut self) {
+        for i in self.rows.by_ref().take(self.step) {
+            self.operands.iter().for_each(|rows| prefetch(rows.x, i * rows.stride + rows.first, rows.width));
+        }
+    }
+}
+
+/// Neighbouring queries, whose scores for one key are a strip.
+struct Block {
+    first: usize,
+    last: usize,
+}
+
+impl Block {
+    /// The blocks of the positions of `queries`.
+    fn all(queries: Range<usize>) -> impl Iterator<Item = Self> {
+        let end = queries.end;
+        queries.step_by(COLUMNS).map(move |first| Self { first, last: (first + COLUMNS).min(end) })
+    }
+
+    fn range(&self) -> Range<usize> {
+        self.first..self.last
+    }
+
+    fn len(&self) -> usize {
+        self.last - self.first
+    }
+
+    /// First keys of the groups that some query sees.
+    fn keys(&self) -> impl Iterator<Item = usize> + use<> {
+        (0..self.last).step_by(ROWS)
+    }
+
+    /// Keys that the group of queries from number `group` of the block on sees.
+    fn keys_of(&self, group: usize) -> usize {
+        self.last.min(self.first + group + ROWS)
+    }
+
+    /// Queries before the first group that sees the group of keys at `key`.
+    fn blind(&self, key: usize) -> usize {
+        key.saturating_sub(self.first) / ROWS * ROWS
+    }
+
+    /// Vectors of the queries that see the group of keys at `key`.
+    #[inline(always)]
+    fn vectors<S: Simd>(&self, key: usize) -> Range<usize> {
+        self.blind(key) / S::F32_LANES..self.len().div_ceil(S::F32_LANES)
+    }
+
+    /// `scores` of vector number `vector` for one key, with `other` where the key comes after the query.
+    #[inline(always)]
+    fn mask<S: Simd>(&self, simd: S, scores: S::f32s, vector: usize, key: usize, other: f32) -> S::f32s {
+        if key <= self.first {
+            return scores;
+        }
+        let hidden = simd.splat_f32s((key - self.first) as f32);
+        let hidden = simd.less_than_f32s(NUMBERS.vectors::<S>()[vector], hidden);
+        simd.select_f32s(hidden, simd.splat_f32s(other), scores)
+    }
+}
+
+/// Output and log-denominators of one head, for the positions from `from` on.
+struct Forward<'a> {
+    shape: Attention,
+    from: usize,
+    qkv: [Rows<'a>; 3],
+    /// Those of the task that this thread will probably have next.
+    next: [Rows<'a>; 3],
+    y: ArrayViewMut2<'a, f32>,
+    lse: &'a mut [f32],
+    scratch: &'a mut Vec<Strip>,
+}
+
+impl WithSimd for Forward<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(mut self, simd: S) {
+        let (t, w, scale) = (self.shape.time, self.shape.head_width, scale(self.shape));
+        let (height, panels) = (t.next_multiple_of(COLUMNS), panels(w));
+        let (all, few) = (panels * height, panels * COLUMNS);
+        let sizes = [all, all, few, few, height, panels * ROWS, 1, PARTS];
+        let [k, v, q_rows, q_turned, p, y, tops, totals] = parts(self.scratch, sizes);
+        let [q, keys, values] = self.qkv;
+        let mut packed = 0;
+        for block in Block::all(self.from..t) {
+            for (rows, to) in [(keys, &mut *k), (values, &mut *v)] {
+                rows.part(packed..block.last).pack(&mut to[packed..], height);
+            }
+            packed = block.last;
+            q.part(block.range()).pack(q_rows, COLUMNS);
+            let here = block.first - self.from;
+            if block.len() == 1 {
+                let scores = &mut p[..block.last.div_ceil(COLUMNS)];
+                let (factor, lse) = alone(simd, self.shape, block.last, [k, v, q_rows], height, q_turned, scores, y);
+                self.lse[here] = lse;
+                write(simd, y, ROWS, |_| factor, &mut self.y, here..here + 1);
+                continue;
+            }
+            turn(q_rows, q_turned);
+            let q_turned = &q_turned[..w];
+            let steps = 2 * block.keys().count() + block.len().div_ceil(ROWS);
+            let mut ahead = Ahead::new(&block, self.qkv, self.next, t.min(self.from + COLUMNS), steps);
+            tops.fill(Strip([f32::NEG_INFINITY; COLUMNS]));
+            totals.fill(NOTHING);
+            for key in block.keys() {
+                ahead.step();
+                let (vectors, p) = (block.vectors::<S>(key), &mut p[key..key + ROWS]);
+                let scores = ByRows { a: k, height, row: key, b: q_turned, from: 0, to: &mut *p, add: false };
+                scores.compute(simd, vectors.clone());
+                raise(simd, &block, key, vectors, p, &mut tops[0]);
+            }
+            for key in block.keys() {
+                ahead.step();
+                exponentials(simd, block.vectors::<S>(key), scale, &mut p[key..key + ROWS], &tops[0], totals);
+            }
+            sum_parts(simd, totals);
+            for (i, lse) in self.lse[here..][..block.len()].iter_mut().enumerate() {
+                *lse = tops[0].0[i] * scale + totals[0].0[i].ln();
+            }
+            for group in (0..block.len()).step_by(ROWS) {
+                ahead.step();
+                let keys = block.keys_of(group);
+                for (panel, (v, y)) in v.chunks_exact(height).zip(y.chunks_exact_mut(ROWS)).enumerate() {
+                    let output = ByColumns { a: &p[..keys], column: group, b: &v[..keys], to: y };
+                    output.compute(simd, vectors_of::<S>(w, panel));
+                }
+                write(simd, y, ROWS, |i| totals[1].0[group + i], &mut self.y, here + group..here + group + ROWS);
+            }
+        }
+    }
+}
+
+/// As a block of one query, which sees so many keys and is the first of the packed ones, with the same bits: here the scores lie in
+/// a row. Leaves the output but for a factor in the first strips of `y`; returns the factor and the log-denominator.
+#[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "one argument for each operand and each part of the scratch")]
+fn alone<S: Simd>(
+    simd: S,
+    shape: Attention,
+    keys: usize,
+    [k, v, q]: [&[Strip]; 3],
+    height: usize,
+    turned: &mut [Strip],
+    scores: &mut [Strip],
+    y: &mut [Strip],
+) -> (f32, f32) {
+    let (w, scale, whole) = (shape.head_width, scale(shape), 0..COLUMNS / S::F32_LANES);
+    for (strip, scores) in scores.chunks_exact_mut(1).enumerate() {
+        for (k, turned) in k.chunks_exact(height).zip(turned.chunks_exact_mut(COLUMNS)) {
+            turn(&k[strip * COLUMNS..][..COLUMNS], turned);
+        }
+        let b = &turned[..w];
+        let product = ByRows { a: q, height: COLUMNS, row: 0, b, from: 0, to: &mut *scores, add: false };
+        product.compute_row(simd, whole.clone());
+    }
+    let flat: &mut [f32] = bytemuck::cast_slice_mut(scores);
+    flat[keys..].fill(f32::NEG_INFINITY);
+    let top = max(flat);
+    let factor = scale * LOG2_E;
+    let (factors, tops) = (simd.splat_f32s(factor), simd.splat_f32s(-(top * factor)));
+    for scores in &mut *scores {
+        for x in scores.vectors_mut::<S>() {
+            *x = exp2s(simd, simd.mul_add_f32s(*x, factors, tops));
+        }
+    }
+    let mut parts = [0.0; PARTS];
+    for strip in &*scores {
+        for scores in strip.0.as_chunks::<PARTS>().0 {
+            for i in 0..PARTS {
+                parts[i] += scores[i];
+            }
+        }
+    }
+    let total = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    for (panel, (v, y)) in v.chunks_exact(height).zip(y.chunks_exact_mut(ROWS)).enumerate() {
+        let output = ByRows { a: &*scores, height: 1, row: 0, b: &v[..keys], from: 0, to: y, add: false };
+        output.compute_row(simd, vectors_of::<S>(w, panel));
+    }
+    (1.0 / total, top * scale + total.ln())
+}
+
+/// Hides scores of the keys that come after a query, and raises each query's maximum to the others; NaN is passed over.
+#[inline(always)]
+fn raise<S: Simd>(simd: S, block: &Block, key: usize, vectors: Range<usize>, scores: &mut [Strip], tops: &mut Strip) {
+    for vector in vectors {
+        let mut top = tops.vectors::<S>()[vector];
+        for (i, scores) in scores.iter_mut().enumerate() {
+            let score = &mut scores.vectors_mut::<S>()[vector];
+            *score = block.mask(simd, *score, vector, key + i, f32::NEG_INFINITY);
+            top = simd.max_f32s(*score, top);
+        }
+        tops.vectors_mut::<S>()[vector] = top;
+    }
+}
+
+/// Turns a group's scores into exponentials, and adds them to the totals, key after key to one after the other.
+#[inline(always)]
+fn exponentials<S: Simd>(
+    simd: S,
+    vectors: Range<usize>,
+    scale: f32,
+    scores: &mut [Strip],
+    tops: &Strip,
+    totals: &mut [Strip],
+) {
+    // Powers of two, whose exponents take a factor more, cost less than those of e.
+    let scale = simd.splat_f32s(scale * LOG2_E);
+    for vector in vectors {
+        let top = simd.neg_f32s(simd.mul_f32s(tops.vectors::<S>()[vector], scale));
+        for scores in scores.chunks_exact_mut(PARTS) {
+            for (scores, total) in scores.iter_mut().zip(&mut *totals) {
+                let (x, total) = (&mut scores.vectors_mut::<S>()[vector], &mut total.vectors_mut::<S>()[vector]);
+                *x = exp2s(simd, simd.mul_add_f32s(*x, scale, top));
+                *total = simd.add_f32s(*total, *x);
+            }
+        }
+    }
+}
+
+/// Leaves the sum of the parts in the place of the first, and its inverse in that of the second.
+#[inline(always)]
+fn sum_parts<S: Simd>(simd: S, totals: &mut [Strip]) {
+    for vector in 0..COLUMNS / S::F32_LANES {
+        let part = |i: usize| totals[i].vectors::<S>()[vector];
+        let total = simd.add_f32s(simd.add_f32s(part(0), part(1)), simd.add_f32s(part(2), part(3)));
+        totals[0].vectors_mut::<S>()[vector] = total;
+        totals[1].vectors_mut::<S>()[vector] = simd.div_f32s(simd.splat_f32s(1.0), total);
+    }
+}
+
+/// The gradients of the queries that share one head of keys and values, and of that head.
+struct Backward<'a, 'b> {
+    shape: Attention,
+    /// Of each head of queries: queries, keys, values; output; its gradient.
+    heads: &'b dyn Fn(usize) -> [Rows<'a>; 5],
+    lse: &'a [f32],
+    dqs: Vec<ArrayViewMut2<'a, f32>>,
+    dk: ArrayViewMut2<'a, f32>,
+    dv: ArrayViewMut2<'a, f32>,
+    scratch: &'b mut Vec<Strip>,
+}
+
+impl WithSimd for Backward<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(mut self, simd: S) {
+        let (t, w, scale) = (self.shape.time, self.shape.head_width, scale(self.shape));
+        let (height, panels) = (t.next_multiple_of(ROWS), panels(w));
+        let (group, all, few) = (self.shape.group(), panels * height, panels * COLUMNS);
+        let sizes = [all, all, all, all, few, few, few, few, ROWS, height, panels * ROWS, 2, COLUMNS, COLUMNS];
+        let [k, v, dk, dv, q_turned, dy_turned, q_rows, dy_rows, p, ds, dq_strips, of_queries, of_each, turned] =
+            parts(self.scratch, sizes);
+        for (shared, dq) in self.dqs.iter_mut().enumerate() {
+            let [q, keys, values, y, dy] = (self.heads)(shared);
+            for block in Block::all(0..t) {
+                if shared == 0 {
+                    for (rows, to) in [(keys, &mut *k), (values, &mut *v)] {
+                        rows.part(block.range()).pack(&mut to[block.first..], height);
+                    }
+                }
+                let steps = 4 * block.keys().count() + block.len().div_ceil(ROWS);
+                let operands = [q, keys, values, y, dy];
+                let mut ahead = Ahead::new(&block, operands, (self.heads)(shared + 1), t.min(COLUMNS), steps);
+                let is_last = shared + 1 == group && block.last == t;
+                let [q, y, dy] = [q, y, dy].map(|x| x.part(block.range()));
+                q.pack(q_rows, COLUMNS);
+                dy.pack(dy_rows, COLUMNS);
+                turn(q_rows, q_turned);
+                turn(dy_rows, dy_turned);
+                let (q_turned, dy_turned) = (&q_turned[..w], &dy_turned[..w]);
+                of_queries[0].0[..block.len()].copy_from_slice(&self.lse[shared * t..][block.first..block.last]);
+                for (i, products_of) in of_each.iter_mut().take(block.len()).enumerate() {
+                    *products_of = products(simd, y.row(i), dy.row(i));
+                }
+                turn(of_each, turned);
+                of_queries[1] = sum_strips(simd, turned);
+                for key in block.keys() {
+                    ahead.step();
+                    let (vectors, ds) = (block.vectors::<S>(key), &mut ds[key..key + ROWS]);
+                    let scores = ByRows { a: k, height, row: key, b: q_turned, from: 0, to: &mut *p, add: false };
+                    scores.compute(simd, vectors.clone());
+                    ahead.step();
+                    let weights = ByRows { a: v, height, row: key, b: dy_turned, from: 0, to: &mut *ds, add: false };
+                    weights.compute(simd, vectors.clone());
+                    differentiate(simd, &block, key, vectors, scale, [p, ds], of_queries);
+                    // The first block that sees the keys overwrites their gradients, the later ones add.
+                    let add = shared > 0 || key < block.first;
+                    for (a, rows, sums) in [(&*p, &*dy_rows, &mut *dv), (&*ds, &*q_rows, &mut *dk)] {
+                        ahead.step();
+                        let both = rows.chunks_exact(COLUMNS).zip(sums.chunks_exact_mut(height));
+                        for (panel, (rows, sums)) in both.enumerate() {
+                            let (b, to) = (&rows[..block.len()], &mut sums[key..key + ROWS]);
+                            let gradient = ByRows { a, height: ROWS, row: 0, b, from: block.blind(key), to, add };
+                            gradient.compute(simd, vectors_of::<S>(w, panel));
+                        }
+                    }
+                    if is_last {
+                        write(simd, &dk[key..], height, |_| scale, &mut self.dk, key..key + ROWS);
+                        write(simd, &dv[key..], height, |_| 1.0, &mut self.dv, key..key + ROWS);
+                    }
+                }
+                for group in (0..block.len()).step_by(ROWS) {
+                    ahead.step();
+                    let keys = block.keys_of(group);
+                    for (panel, (k, dq)) in k.chunks_exact(height).zip(dq_strips.chunks_exact_mut(ROWS)).enumerate() {
+                        let gradient = ByColumns { a: &ds[..keys], column: group, b: &k[..keys], to: dq };
+                        gradient.compute(simd, vectors_of::<S>(w, panel));
+                    }
+                    write(simd, dq_strips, ROWS, |_| scale, dq, block.first + group..block.first + group + ROWS);
+                }
+            }
+        }
+    }
+}
+
+/// Sum of strips, column by column, in as many parts as a denominator has.
+#[inline(always)]
+fn sum_strips<S: Simd>(simd: S, strips: &[Strip]) -> Strip {
+    let mut sum = NOTHING;
+    for vector in 0..COLUMNS / S::F32_LANES {
+        let mut parts = [simd.splat_f32s(0.0); PARTS];
+        for strips in strips.chunks_exact(PARTS) {
+            for (part, strip) in parts.iter_mut().zip(strips) {
+                *part = simd.add_f32s(*part, strip.vectors::<S>()[vector]);
+            }
+        }
+        let [a, b, c, d] = parts;
+        sum.vectors_mut::<S>()[vector] = simd.add_f32s(simd.add_f32s(a, b), simd.add_f32s(c, d));
+    }
+    sum
+}
+
+/// Turns a group's scores into probabilities, and the gradients of these into those of the scores, but for the scale.
+#[inline(always)]
+fn differentiate<S: Simd>(
+    simd: S,
+    block: &Block,
+    key: usize,
+    vectors: Range<usize>,
+    scale: f32,
+    [scores, gradients]: [&mut [Strip]; 2],
+    of_queries: &[Strip],
+) {
+    // Powers of two, whose exponents take a factor more, cost less than those of e.
+    let scale = simd.splat_f32s(scale * LOG2_E);
+    for vector in vectors {
+        let lse = simd.mul_f32s(of_queries[0].vectors::<S>()[vector], simd.splat_f32s(-LOG2_E));
+        let dot = simd.neg_f32s(of_queries[1].vectors::<S>()[vector]);
+        for (i, (scores, gradients)) in scores.iter_mut().zip(&mut *gradients).enumerate() {
+            let (p, d) = (&mut scores.vectors_mut::<S>()[vector], &mut gradients.vectors_mut::<S>()[vector]);
+            *p = exp2s(simd, simd.mul_add_f32s(*p, scale, lse));
+            *p = block.mask(simd, *p, vector, key + i, 0.0);
+            *d = simd.mul_f32s(*p, simd.add_f32s(*d, dot));
+        }
+    }
+}
+
+fn scale(shape: Attention) -> f32 {
+    1.0 / (shape.head_width as f32).sqrt()
+}
+
+/// Calls `f` with the number of each sequence, the number of each of its tasks, and the task.
+fn each_task<S: Send, T: Send, I: Iterator<Item = T>>(
+    threads: &Threads,
+    sequences: impl IndexedParallelIterator<Item = S>,
+    tasks: impl Fn(S) -> I + Sync,
+    f: impl Fn(usize, usize, T) + Sync,
+) {
+    let sequences = sequences.enumerate();
+    if sequences.len() >= ENOUGH * threads.count() {
+        return threads.each(sequences, |(sequence, part)| {
+            tasks(part).enumerate().for_each(|(i, task)| f(sequence, i, task));
+        });
+    }
+    let of_sequence = |(sequence, part)| tasks(part).enumerate().map(move |(i, task)| (sequence, i, task));
+    let all: Vec<_> = list(sequences).into_iter().flat_map(of_sequence).collect();
+    threads.each(all, |(sequence, i, task)| f(sequence, i, task));
+}
+
+/// Of every sequence the positions from `from` on.
+pub fn forward(threads: &Threads, shape: Attention, from: usize, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) {
+    let (rows, width) = (shape.time - from, shape.heads * shape.head_width);
+    let sequences = y.par_chunks_exact_mut(rows * width).zip(lse.par_chunks_exact_mut(rows * shape.heads));
+    // A task is one head.
+    let tasks = |(y, lse)| columns(y, width, shape.head_width).into_iter().zip(<[f32]>::chunks_mut(lse, rows));
+    each_task(threads, sequences, tasks, |sequence, head, (y, lse)| {
+        let of_task = |i: usize| Rows::of_head(shape, qkv, i / shape.heads, i % shape.heads);
+        let i = sequence * shape.heads + head;
+        let (qkv, next) = (of_task(i), of_task((i + 1).min(shape.batch * shape.heads - 1)));
+        SCRATCH.with_borrow_mut(|scratch| vectors(Forward { shape, from, qkv, next, y, lse, scratch }));
+    });
+}
+
+pub fn backward(
+    threads: &Threads,
+    shape: Attention,
+    qkv: &[f32],
+    y: &[f32],
+    lse: &[f32],
+    dy: &[f32],
+    dqkv: &mut [f32],
+) {
+    let (t, w, width) = (shape.time, shape.head_width, shape.packed_width());
+    // A task is one head of keys and values, with the heads of queries that share it one after the other.
+    let group = shape.group();
+    let tasks = |rows| {
+        let mut dq = columns(rows, width, w);
+        let mut dk = dq.split_off(shape.heads);
+        let dv = dk.split_off(shape.kv_heads);
+        let mut dq = dq.into_iter();
+        let groups: Vec<Vec<_>> = (0..shape.kv_heads).map(|_| dq.by_ref().take(group).collect()).collect();
+        groups.into_iter().zip(dk).zip(dv)
+    };
+    each_task(threads, dqkv.par_chunks_exact_mut(t * width), tasks, |sequence, key, ((dqs, dk), dv)| {
+        let first = sequence * shape.heads + key * group;
+        let heads = |shared: usize| {
+            let head = (first + shared).min(shape.batch * shape.heads - 1);
+            let (sequence, head) = (head / shape.heads, head % shape.heads);
+            let [q, keys, values] = Rows::of_head(shape, qkv, sequence, head);
+            let [y, dy] = [y, dy].map(|x| Rows::of_results(shape, x, sequence, head));
+            [q, keys, values, y, dy]
+        };
+        let lse = &lse[first * t..][..group * t];
+        SCRATCH.with_borrow_mut(|scratch| vectors(Backward { shape, heads: &heads, lse, dqs, dk, dv, scratch }));
+    });
+}
+
+impl AttentionOps for Cpu {
+    fn attention(&self, shape: Attention, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::attention(shape));
+        forward(&self.threads, shape, 0, qkv, y, lse);
+        Ok(())
+    }
+
+    fn attention_from(
+        &self,
+        shape: Attention,
+        first: usize,
+        qkv: &[f32],
+        y: &mut [f32],
+        lse: &mut [f32],
+    ) -> Result<()> {
+        let _launch = self.launched(Work::attention_from(shape, first));
+        forward(&self.threads, shape, first, qkv, y, lse);
+        Ok(())
+    }
+
+    fn attention_backward(
+        &self,
+        shape: Attention,
+        qkv: &[f32],
+        y: &[f32],
+        lse: &[f32],
+        dy: &[f32],
+        dqkv: &mut [f32],
+    ) -> Result<()> {
+        let _launch = self.launched(Work::attention_backward(shape));
+        backward(&self.threads, shape, qkv, y, lse, dy, dqkv);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hpctrain_base::random::Stream;
+
+    const SHAPES: [(usize, usize, usize, usize); 10] = [
+        (1, 1, 1, 1),
+        (2, 2, 1, 3),
+        (31, 4, 2, 20),
+        (64, 2, 2, 32),
+        (66, 2, 1, 48),
+        (65, 2, 1, 33),
+        (257, 1, 1, 64),
+        (100, 2, 2, 80),
+        (40, 2, 1, 96),
+        (33, 1, 1, 256),
+    ];
+
+    fn shapes() -> impl Iterator<Item = Attention> {
+        let of = |(time, heads, kv_heads, head_width)| Attention { batch: 1, time, heads, kv_heads, head_width };
+        SHAPES.into_iter().map(of)
+    }
+
+    fn random(seed: u64, len: usize) -> Vec<f32> {
+        let mut numbers = vec![0.0; len];
+        Stream::new(seed).fill_normal(&mut numbers);
+        numbers
+    }
+
+    fn bits(x: &[f32]) -> Vec<u32> {
+        x.iter().map(|x| x.to_bits()).collect()
+    }
+
+    /// Output and log-denominators of the positions from `from` on.
+    fn computed(shape: Attention, from: usize, qkv: &[f32]) -> [Vec<f32>; 2] {
+        let rows = shape.time - from;
+        let mut y = vec![f32::NAN; rows * shape.heads * shape.head_width];
+        let mut lse = vec![f32::NAN; rows * shape.heads];
+        forward(&Threads::new(1), shape, from, qkv, &mut y, &mut lse);
+        [y, lse]
+    }
+
+    #[test]
+    fn a_position_has_the_same_bits_with_any_others() {
+        for shape in shapes() {
+            let (t, d) = (shape.time, shape.heads * shape.head_width);
+            let qkv = random(1, t * shape.packed_width());
+            let [y, lse] = computed(shape, 0, &qkv);
+            let firsts = [1, 7, 8, 15, 31, 32, 33, 60, t - 1].into_iter().filter(|first| *first < t);
+            for first in firsts {
+                let [later, of_later] = computed(shape, first, &qkv);
+                assert_eq!(bits(&later), bits(&y[first * d..]), "{shape:?} from {first}");
+                let want: Vec<f32> = lse.chunks(t).flat_map(|lse| &lse[first..]).copied().collect();
+                assert_eq!(bits(&of_later), bits(&want), "{shape:?} from {first}");
+            }
+            // Positions that nobody sees yet change nothing.
+            let seen = t.div_ceil(2);
+            let fewer = Attention { time: seen, ..shape };
+            let [earlier, _] = computed(fewer, 0, &qkv[..seen * shape.packed_width()]);
+            assert_eq!(bits(&earlier), bits(&y[..seen * d]), "{shape:?}, {seen} positions");
+        }
+    }
+
+    /// Output, log-denominators and gradients, by one kind of vectors.
+    fn by<S: Simd>(simd: S, shape: Attention, [qkv, dy]: [&[f32]; 2]) -> [Vec<f32>; 3] {
+        let (t, w, group, mut scratch) = (shape.time, shape.head_width, shape.group(), Vec::new());
+        let mut y = vec![f32::NAN; t * shape.heads * w];
+        let mut lse = vec![f32::NAN; shape.heads * t];
+        let heads =
+            y.chunks_exact_mut(t * shape.heads * w).flat_map(|y| columns(y, shape.heads * w, w)).zip(lse.chunks_mut(t));
+        for (head, (y, lse)) in heads.enumerate() {
+            let qkv = Rows::of_head(shape, qkv, 0, head);
+            simd.vectorize(Forward { shape, from: 0, qkv, next: qkv, y, lse, scratch: &mut scratch });
+        }
+        let mut dqkv = vec![f32::NAN; qkv.len()];
+        for dqkv in dqkv.chunks_exact_mut(t * shape.packed_width()) {
+            let mut dqs = columns(dqkv, shape.packed_width(), w);
+            let mut dks = dqs.split_off(shape.heads);
+            let dvs = dks.split_off(shape.kv_heads);
+            for (key, (dk, dv)) in dks.into_iter().zip(dvs).enumerate() {
+                let later = dqs.split_off(group);
+                let heads = |shared: usize| {
+                    let head = (key * group + shared).min(shape.heads - 1);
+                    let [q, k, v] = Rows::of_head(shape, qkv, 0, head);
+                    [q, k, v, Rows::of_results(shape, &y, 0, head), Rows::of_results(shape, dy, 0, head)]
+                };
+                let lse = &lse[key * group * t..][..group * t];
+                simd.vectorize(Backward { shape, heads: &heads, lse, dqs, dk, dv, scratch: &mut scratch });
+                dqs = later;
+            }
+        }
+        [y, lse, dqkv]
+    }
+
+    #[test]
+    fn code_without_vectors_agrees() {
+        for shape in shapes() {
+            let qkv = random(2, shape.time * shape.packed_width());
+            let dy = random(3, shape.time * shape.heads * shape.head_width);
+            let [y, lse] = computed(shape, 0, &qkv);
+            let mut dqkv = vec![f32::NAN; qkv.len()];
+            backward(&Threads::new(1), shape, &qkv, &y, &lse, &dy, &mut dqkv);
+            for (plain, got) in by(pulp::Scalar, shape, [&qkv, &dy]).iter().zip([y, lse, dqkv]) {
+                let most = plain.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+                assert!(plain.iter().zip(got).all(|(a, b)| (a - b).abs() <= 1e-5 * most), "{shape:?}");
+            }
+        }
+    }
+
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn vectors_of_any_width_give_the_same_bits() {
+        let (Some(avx2), Some(avx512)) = (pulp::x86::V3::try_new(), pulp::x86::V4::try_new()) else { return };
+        for shape in shapes() {
+            let qkv = random(2, shape.time * shape.packed_width());
+            let dy = random(3, shape.time * shape.heads * shape.head_width);
+            let of_avx2 = by(avx2, shape, [&qkv, &dy]);
+            for (of_avx2, of_avx512) in of_avx2.iter().zip(&by(avx512, shape, [&qkv, &dy])) {
+                assert_eq!(bits(of_avx2), bits(of_avx512), "{shape:?}");
+                assert!(of_avx2.iter().all(|x| x.is_finite()), "{shape:?}");
+            }
+        }
+    }
+}

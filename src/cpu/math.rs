@@ -1,0 +1,229 @@
+//! Vectorisable building blocks shared by the CPU kernels.
+//!
+//! Elementwise code is written plainly and compiled for the widest vectors of the machine by [`simd`]. Fused
+//! multiply-adds are spelled out: the compiler never fuses by itself, so the bits are the same on every machine.
+//! Sums run over [`LANES`] fixed partial sums, so their bits do not depend on the vector width.
+
+use pulp::Simd;
+
+pub use hpctrain_base::simd::{simd, vectors};
+
+/// Partial sums in a reduction.
+pub const LANES: usize = 16;
+
+/// `eˣ` to about 1 ulp for x in -87..88; 0 below, saturates above. NaN stays NaN.
+///
+/// Cody-Waite reduction to |r| ≤ ln2/2 and a degree-6 Taylor-Horner polynomial with minimax coefficients
+/// (Cephes, `expf`).
+#[inline(always)]
+pub fn exp(x: f32) -> f32 {
+    const LOWEST: f32 = -87.336_54;
+    const HIGHEST: f32 = 88.376_26;
+    // 1.5·2²³: adding it rounds to an integer, which then stands in the low bits of the sum.
+    const SHIFT: f32 = 12_582_912.0;
+    // Comparisons, not `clamp`: they are one instruction each and let NaN pass.
+    let clamped = if x < LOWEST { LOWEST } else { x };
+    let clamped = if clamped > HIGHEST { HIGHEST } else { clamped };
+    let shifted = clamped.mul_add(std::f32::consts::LOG2_E, SHIFT);
+    let n = shifted - SHIFT;
+    let r = n.mul_add(2.121_944_4e-4, n.mul_add(-0.693_359_4, clamped));
+    let p = 1.987_569_1e-4f32;
+    let p = p.mul_add(r, 1.398_199_9e-3);
+    let p = p.mul_add(r, 8.333_452e-3);
+    let p = p.mul_add(r, 4.166_579_6e-2);
+    let p = p.mul_add(r, 1.666_666_5e-1);
+    let p = p.mul_add(r, 0.5);
+    let y = p.mul_add(r * r, r) + 1.0;
+    // 2ⁿ by its exponent bits; the rest of `shifted` is shifted out.
+    let scale = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
+    if x < LOWEST { 0.0 } else { y * scale }
+}
+
+/// `2ˣ` of each lane, to about 1 ulp for x in -126..127; 0 below. NaN stays NaN.
+///
+/// As [`exp`] without its reduction: a degree-6 polynomial with minimax coefficients (Cephes, `exp2f`).
+#[inline(always)]
+pub fn exp2s<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    const TERMS: [f32; 6] =
+        [1.535_336_2e-4, 1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 2.402_264_8e-1, 6.931_472e-1];
+    // From here on down the exponent bits below are those of 0.
+    const LOWEST: f32 = -127.0;
+    const SHIFT: f32 = 12_582_912.0;
+    let all = |x| simd.splat_f32s(x);
+    let x = simd.select_f32s(simd.less_than_f32s(x, all(LOWEST)), all(LOWEST), x);
+    let shifted = simd.add_f32s(x, all(SHIFT));
+    let r = simd.sub_f32s(x, simd.sub_f32s(shifted, all(SHIFT)));
+    let mut p = all(TERMS[0]);
+    for term in &TERMS[1..] {
+        p = simd.mul_add_f32s(p, r, all(*term));
+    }
+    let y = simd.mul_add_f32s(p, r, all(1.0));
+    let scale = simd.add_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(127));
+    let scale = simd.wrapping_dyn_shl_u32s(scale, simd.splat_u32s(23));
+    simd.mul_f32s(y, simd.transmute_f32s_u32s(scale))
+}
+
+/// The bits of bf16 that are nearest, ties to even. NaN stays NaN.
+#[inline(always)]
+pub fn to_bf16(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
+    let quiet = bits | 1 << 22;
+    let kept = if x.is_nan() { quiet } else { rounded };
+    (kept >> 16) as u16
+}
+
+/// Adds the partial sums in a fixed binary tree.
+#[inline(always)]
+fn fold(lanes: [f32; LANES]) -> f32 {
+    let mut lanes = lanes;
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] += lanes[i + width];
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// `Σ f(x)` over a slice in a fixed order.
+#[inline(always)]
+pub fn sum(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
+    let (blocks, tail) = x.as_chunks::<LANES>();
+    let mut lanes = [0.0; LANES];
+    for block in blocks {
+        for i in 0..LANES {
+            lanes[i] += f(block[i]);
+        }
+    }
+    for (lane, &x) in lanes.iter_mut().zip(tail) {
+        *lane += f(x);
+    }
+    fold(lanes)
+}
+
+/// As [`sum`], and leaves `f(x)` in the place of `x`.
+#[inline(always)]
+pub fn replace_and_sum(x: &mut [f32], f: impl Fn(f32) -> f32) -> f32 {
+    let (blocks, tail) = x.as_chunks_mut::<LANES>();
+    let mut lanes = [0.0; LANES];
+    for block in blocks {
+        for i in 0..LANES {
+            block[i] = f(block[i]);
+            lanes[i] += block[i];
+        }
+    }
+    for (lane, x) in lanes.iter_mut().zip(tail) {
+        *x = f(*x);
+        *lane += *x;
+    }
+    fold(lanes)
+}
+
+/// `Σ f(x, y)` over two slices of one length in a fixed order.
+#[inline(always)]
+pub fn sum2(x: &[f32], y: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
+    let ((x_blocks, x_tail), (y_blocks, y_tail)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
+    let mut lanes = [0.0; LANES];
+    for (x, y) in x_blocks.iter().zip(y_blocks) {
+        for i in 0..LANES {
+            lanes[i] += f(x[i], y[i]);
+        }
+    }
+    for (i, (&x, &y)) in x_tail.iter().zip(y_tail).enumerate() {
+        lanes[i] += f(x, y);
+    }
+    fold(lanes)
+}
+
+/// The largest element; -∞ of nothing; NaN elements are passed over.
+#[inline(always)]
+pub fn max(x: &[f32]) -> f32 {
+    let (blocks, tail) = x.as_chunks::<LANES>();
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    for block in blocks {
+        for i in 0..LANES {
+            lanes[i] = if block[i] > lanes[i] { block[i] } else { lanes[i] };
+        }
+    }
+    lanes.iter().chain(tail).fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_is_close_to_f64() {
+        for i in -87_000..88_000 {
+            let x = i as f32 * 1e-3;
+            let (got, want) = (
+                f64::from(simd(
+                    #[inline(always)]
+                    || exp(x),
+                )),
+                f64::from(x).exp(),
+            );
+            assert!((got / want - 1.0).abs() < 3e-7, "exp({x}) = {got}, not {want}");
+        }
+        assert_eq!((exp(-100.0), exp(f32::NEG_INFINITY), exp(0.0)), (0.0, 0.0, 1.0));
+        assert!(exp(f32::NAN).is_nan() && exp(200.0) > 1e38);
+    }
+
+    struct Powers<'a>(&'a mut [f32]);
+
+    impl pulp::WithSimd for Powers<'_> {
+        type Output = ();
+
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, simd: S) {
+            S::as_mut_simd_f32s(self.0).0.iter_mut().for_each(|x| *x = exp2s(simd, *x));
+        }
+    }
+
+    #[test]
+    fn powers_of_two_are_close_to_f64() {
+        // As many as any number of lanes divides.
+        let x: Vec<f32> = (-126_000..=125_984).map(|i| i as f32 * 1e-3).chain([0.0; 15]).collect();
+        let mut y = x.clone();
+        vectors(Powers(&mut y));
+        assert_eq!(x.len() % 32, 0);
+        for (x, y) in x.into_iter().zip(y) {
+            let want = f64::from(x).exp2();
+            assert!((f64::from(y) / want - 1.0).abs() < 2e-7, "2^{x} = {y}, not {want}");
+        }
+        let mut special =
+            [f32::NEG_INFINITY, -1e30, -127.0, f32::NAN, f32::from_bits(0x7fc0_0001), 0.0, -0.0, 1.0].repeat(4);
+        vectors(Powers(&mut special));
+        for special in special.chunks(8) {
+            assert_eq!((&special[..3], &special[5..]), (&[0.0; 3][..], &[1.0, 1.0, 2.0][..]));
+            assert!(special[3].is_nan() && special[4].is_nan());
+        }
+    }
+
+    #[test]
+    fn bf16_is_the_nearest() {
+        // Every upper half, with lower halves around the middle.
+        for bits in (0..=u32::from(u16::MAX))
+            .flat_map(|high| [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| high << 16 | low))
+        {
+            let x = f32::from_bits(bits);
+            assert_eq!(to_bf16(x), half::bf16::from_f32(x).to_bits(), "{x} ({bits:x})");
+        }
+    }
+
+    #[test]
+    fn reductions_handle_every_length() {
+        for len in [0, 1, 15, 16, 17, 31, 33, 1023] {
+            let x: Vec<f32> = (0..len).map(|i| (i as f32 * 0.37).sin()).collect();
+            let want: f64 = x.iter().map(|&x| f64::from(x) * 2.0).sum();
+            assert!((f64::from(sum(&x, |x| 2.0 * x)) - want).abs() < 1e-5);
+            assert!((f64::from(sum2(&x, &x, |a, b| a + b)) - want).abs() < 1e-5);
+            let mut twice = x.clone();
+            assert_eq!(replace_and_sum(&mut twice, |x| 2.0 * x), sum(&x, |x| 2.0 * x));
+            assert!(twice.iter().zip(&x).all(|(twice, x)| *twice == 2.0 * x));
+            assert_eq!(max(&x), x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+        }
+    }
+}

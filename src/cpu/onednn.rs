@@ -1,0 +1,498 @@
+//! Matrix products by oneDNN, a library of kernels that is looked for at run time.
+//!
+//! Its functions are those of versions 2 and 3, which describe matrices differently. Each thread of a rank multiplies parts of
+//! its own: the library is set to one thread. A thread keeps the primitives prepared for a shape, since preparing one
+//! takes longer than many a product.
+//!
+//! It multiplies in f32 where a benchmark asks for it, and with `precision.compute = "bf16"` on CPUs with AMX, whose tiles this
+//! program's own kernels (`bf16/`) do not use: the operands of affine maps, of their gradients and of other large products are
+//! rounded to bf16, and sums are f32. The library may be version 2 or 3, built with OpenMP or without threads. Bits do not depend
+//! on the number of threads. Where it is missing, the program's own kernels multiply, and the test of products reports that it was
+//! skipped.
+//!
+//! It has run with AVX512-BF16 and oneDNN 2.6.3: the tests of products, 40 steps of the default (loss 3.0999; in f32
+//! 3.0998), and `hpctrain verify` with equal bits on 1, 2 and 4 ranks. It has not run with AMX, nor in bf16 with
+//! version 3.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ptr::{null, null_mut};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use ndarray::{ArrayView2, ArrayViewMut2, Axis};
+
+use super::matrix::{left, matrix_mut, right};
+use super::product::each_part;
+use super::start::Start;
+use super::threads::Threads;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::Gemm;
+use hpctrain_device::library;
+use hpctrain_device::library_functions;
+
+/// Its file: as it is installed to run programs, and to build them.
+const FILES: [&CStr; 3] = [c"libdnnl.so.3", c"libdnnl.so.2", c"libdnnl.so"];
+
+/// Advice for a missing library.
+const HINT: &str = "install oneDNN 2 or 3 (Debian 12: apt-get install libdnnl2) and name its folder in LD_LIBRARY_PATH if need be, \
+     or do without: CPUs compute in f32 by default";
+
+/// Types of operands that the library multiplies with sums in f32.
+pub trait Operand: Copy + Sync {
+    /// `dnnl_data_type_t`
+    const TYPE: c_int;
+}
+
+impl Operand for f32 {
+    const TYPE: c_int = 3;
+}
+
+/// The bits of bf16.
+impl Operand for u16 {
+    const TYPE: c_int = 2;
+}
+
+/// `dnnl_cpu`, `dnnl_stream_in_order`, `dnnl_scratchpad_mode_user`, `dnnl_query_scratchpad_md`
+const CPU: c_int = 1;
+const IN_ORDER: c_uint = 1;
+const OUR_SCRATCH: c_int = 1;
+const SCRATCH: c_int = 136;
+
+/// `DNNL_RUNTIME_SEQ` and `DNNL_RUNTIME_OMP`: builds that can be set to one thread.
+const SEQUENTIAL: c_uint = 1;
+const OPENMP: c_uint = 2;
+
+/// `DNNL_ARG_SRC`, `DNNL_ARG_WEIGHTS`, `DNNL_ARG_DST`, `DNNL_ARG_SCRATCHPAD`
+const ARGUMENTS: [c_int; 4] = [1, 33, 17, 80];
+
+/// Most dimensions of a tensor.
+const DIMENSIONS: usize = 12;
+
+/// Any object of the library.
+type Handle = *mut c_void;
+
+/// `dnnl_memory_desc_t` of version 2, 696 bytes, with room to spare: only the library looks into it.
+#[repr(C, align(64))]
+struct Room([u8; 1024]);
+
+/// `dnnl_matmul_desc_t` of version 2, 2800 bytes, likewise.
+#[repr(C, align(64))]
+struct Multiplication([u8; 4096]);
+
+/// A matrix's description, to which the library takes a pointer in both versions.
+enum Description {
+    Two(Box<Room>),
+    Three(Owned),
+}
+
+impl Description {
+    fn pointer(&self) -> *const c_void {
+        match self {
+            Description::Two(room) => (&raw const **room).cast(),
+            Description::Three(owned) => owned.handle,
+        }
+    }
+}
+
+/// `dnnl_exec_arg_t`
+#[repr(C)]
+struct Argument {
+    what: c_int,
+    memory: Handle,
+}
+
+/// `dnnl_version_t`
+#[repr(C)]
+struct Version {
+    major: c_int,
+    minor: c_int,
+    patch: c_int,
+    hash: *const c_char,
+    cpu_runtime: c_uint,
+    gpu_runtime: c_uint,
+}
+
+library_functions! {
+    /// Of every version.
+    Versioned {
+        version = c"dnnl_version"() -> *const Version;
+    }
+}
+
+library_functions! {
+    /// Of OpenMP, on which the library may depend.
+    OpenMp {
+        set_threads = c"omp_set_num_threads"(c_int) -> ();
+    }
+}
+
+library_functions! {
+    /// Functions of both versions. Descriptions of matrices are opaque pointers.
+    Functions {
+        engine_create = c"dnnl_engine_create"(*mut Handle, c_int, usize) -> c_int;
+        stream_create = c"dnnl_stream_create"(*mut Handle, Handle, c_uint) -> c_int;
+        stream_destroy = c"dnnl_stream_destroy"(Handle) -> c_int;
+        size = c"dnnl_memory_desc_get_size"(*const c_void) -> usize;
+        attributes_create = c"dnnl_primitive_attr_create"(*mut Handle) -> c_int;
+        attributes_destroy = c"dnnl_primitive_attr_destroy"(Handle) -> c_int;
+        set_scratch = c"dnnl_primitive_attr_set_scratchpad_mode"(Handle, c_int) -> c_int;
+        set_after = c"dnnl_primitive_attr_set_post_ops"(Handle, Handle) -> c_int;
+        after_create = c"dnnl_post_ops_create"(*mut Handle) -> c_int;
+        after_destroy = c"dnnl_post_ops_destroy"(Handle) -> c_int;
+        plan_destroy = c"dnnl_primitive_desc_destroy"(Handle) -> c_int;
+        plan_describes = c"dnnl_primitive_desc_query_md"(Handle, c_int, c_int) -> *const c_void;
+        primitive_create = c"dnnl_primitive_create"(*mut Handle, Handle) -> c_int;
+        primitive_destroy = c"dnnl_primitive_destroy"(Handle) -> c_int;
+        primitive_execute = c"dnnl_primitive_execute"(Handle, Handle, c_int, *const Argument) -> c_int;
+        memory_create = c"dnnl_memory_create"(*mut Handle, *const c_void, Handle, *mut c_void) -> c_int;
+        memory_destroy = c"dnnl_memory_destroy"(Handle) -> c_int;
+        memory_set = c"dnnl_memory_set_data_handle"(Handle, *mut c_void) -> c_int;
+    }
+}
+
+library_functions! {
+    /// Of version 2 alone.
+    Two {
+        describe = c"dnnl_memory_desc_init_by_strides"(*mut Room, c_int, *const i64, c_int, *const i64) -> c_int;
+        matmul = c"dnnl_matmul_desc_init"(
+            *mut Multiplication, *const c_void, *const c_void, *const c_void, *const c_void
+        ) -> c_int;
+        plan = c"dnnl_primitive_desc_create"(*mut Handle, *const Multiplication, Handle, Handle, Handle) -> c_int;
+        add = c"dnnl_post_ops_append_sum"(Handle, f32) -> c_int;
+    }
+}
+
+library_functions! {
+    /// Of version 3 alone.
+    Three {
+        describe = c"dnnl_memory_desc_create_with_strides"(*mut Handle, c_int, *const i64, c_int, *const i64) -> c_int;
+        forget = c"dnnl_memory_desc_destroy"(Handle) -> c_int;
+        plan = c"dnnl_matmul_primitive_desc_create"(
+            *mut Handle, Handle, *const c_void, *const c_void, *const c_void, *const c_void, Handle
+        ) -> c_int;
+        add = c"dnnl_post_ops_append_sum"(Handle, f32, i32, c_int) -> c_int;
+    }
+}
+
+/// Functions that differ between the versions.
+enum Dialect {
+    Two(Two),
+    Three(Three),
+}
+
+/// The library, which stays open.
+struct Library {
+    functions: Functions,
+    dialect: Dialect,
+    /// Sets OpenMP's number of threads for the calling thread; none if the library does not use OpenMP.
+    open_mp: Option<OpenMp>,
+    engine: Engine,
+}
+
+impl Library {
+    /// A matrix of so many rows and columns.
+    fn describe(&self, operands: c_int, sizes: [usize; 2], strides: [isize; 2]) -> Result<Description> {
+        let (mut dims, mut steps) = ([0; DIMENSIONS], [0; DIMENSIONS]);
+        for axis in 0..2 {
+            (dims[axis], steps[axis]) = (sizes[axis] as i64, strides[axis] as i64);
+        }
+        let (dims, steps) = (dims.as_ptr(), steps.as_ptr());
+        match &self.dialect {
+            Dialect::Two(two) => {
+                let mut room = Box::new(Room([0; 1024]));
+                // SAFETY: writes the description, for which there is room; reads as many numbers as there can be dimensions.
+                check("describe a matrix", unsafe { (two.describe)(&raw mut *room, 2, dims, operands, steps) })?;
+                Ok(Description::Two(room))
+            }
+            Dialect::Three(three) => Owned::new("describe a matrix", three.forget, |description| {
+                // SAFETY: writes the handle; reads as many numbers as there can be dimensions.
+                unsafe { (three.describe)(description, 2, dims, operands, steps) }
+            })
+            .map(Description::Three),
+        }
+    }
+
+    /// The post-operation by which a product adds to its destination.
+    fn sum(&self) -> Result<Owned> {
+        let Functions { after_create, after_destroy, .. } = self.functions;
+        // SAFETY: writes the handle.
+        let after = Owned::new("make a sum", after_destroy, |after| unsafe { after_create(after) })?;
+        // SAFETY: changes the object that was just created.
+        check("add", unsafe {
+            match &self.dialect {
+                Dialect::Two(two) => (two.add)(after.handle, 1.0),
+                Dialect::Three(three) => (three.add)(after.handle, 1.0, 0, 0),
+            }
+        })?;
+        Ok(after)
+    }
+
+    /// The plan of a product of matrices with three descriptions.
+    fn plan(&self, [a, b, c]: [&Description; 3], attributes: &Owned) -> Result<Owned> {
+        let [a, b, c] = [a, b, c].map(Description::pointer);
+        let (engine, attributes) = (self.engine.0, attributes.handle);
+        Owned::new("plan a product", self.functions.plan_destroy, |plan| match &self.dialect {
+            Dialect::Two(two) => {
+                let mut multiplication = Multiplication([0; 4096]);
+                // SAFETY: writes the description, for which there is room, from three that live.
+                match unsafe { (two.matmul)(&mut multiplication, a, b, null(), c) } {
+                    // SAFETY: writes the handle; all that it reads lives.
+                    0 => unsafe { (two.plan)(plan, &multiplication, attributes, engine, null_mut()) },
+                    failed => failed,
+                }
+            }
+            // SAFETY: writes the handle; all that it reads lives.
+            Dialect::Three(three) => unsafe { (three.plan)(plan, engine, a, b, null(), c, attributes) },
+        })
+    }
+}
+
+/// The library's CPU, which all threads may use.
+struct Engine(Handle);
+
+// SAFETY: the library's engines may be used by several threads at once; this one is never destroyed.
+unsafe impl Send for Engine {}
+// SAFETY: as above.
+unsafe impl Sync for Engine {}
+
+/// Checks a call's status, which is 0 on success.
+fn check(what: &str, status: c_int) -> Result<()> {
+    match status {
+        0 => Ok(()),
+        1 => Err(Error::device(format!("oneDNN could not {what}: out of memory"))),
+        3 => Err(Error::device(format!("oneDNN could not {what}: it does not know how on this CPU"))),
+        status => Err(Error::device(format!("oneDNN could not {what}: status {status}"))),
+    }
+}
+
+/// Opens the library.
+fn open() -> Result<Library> {
+    // SAFETY: the library does nothing but measure caches when it is opened.
+    let Some(file) = (unsafe { library::open(&FILES) }) else {
+        return Err(Error::input("oneDNN is not there: libdnnl.so.3 or libdnnl.so.2").hint(HINT));
+    };
+    let missing = |name: &str| Error::input(format!("this oneDNN has no {name}")).hint(HINT);
+    // SAFETY: the function has this type in every version, and its result lives as long as the library.
+    let version = unsafe { &*(Versioned::of(file, missing)?.version)() };
+    let Version { major, minor, patch, cpu_runtime, .. } = *version;
+    if !matches!(major, 2 | 3) {
+        return Err(Error::input(format!("oneDNN is {major}.{minor}.{patch}, not of version 2 or 3")).hint(HINT));
+    }
+    if !matches!(cpu_runtime, SEQUENTIAL | OPENMP) {
+        let message =
+            format!("oneDNN {major}.{minor}.{patch} is built with threads that are neither none nor OpenMP's");
+        return Err(Error::input(message).hint(HINT));
+    }
+    // SAFETY: the functions have these types in the versions that the tables are for.
+    let functions = unsafe { Functions::of(file, missing)? };
+    let dialect = match major {
+        // SAFETY: as above.
+        2 => Dialect::Two(unsafe { Two::of(file, missing)? }),
+        // SAFETY: as above.
+        _ => Dialect::Three(unsafe { Three::of(file, missing)? }),
+    };
+    // SAFETY: the library depends on OpenMP, whose function has this type.
+    let open_mp = if cpu_runtime == OPENMP { Some(unsafe { OpenMp::of(file, missing)? }) } else { None };
+    let mut engine = null_mut();
+    // SAFETY: writes the handle.
+    check("find the CPU", unsafe { (functions.engine_create)(&mut engine, CPU, 0) })?;
+    Ok(Library { functions, dialect, open_mp, engine: Engine(engine) })
+}
+
+/// The library, opened once.
+fn library() -> Result<&'static Library> {
+    static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
+    LIBRARY.get_or_init(open).as_ref().map_err(Clone::clone)
+}
+
+/// Finds the library.
+///
+/// # Errors
+/// It is not there, or not one that this program can use.
+pub fn find() -> Result<()> {
+    library().map(drop)
+}
+
+/// Key of a prepared product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Shape {
+    operands: c_int,
+    /// Rows and columns of `a` and `b`.
+    sizes: [[usize; 2]; 2],
+    /// Of all three, from row to row and from column to column.
+    strides: [[isize; 2]; 3],
+    acc: bool,
+}
+
+/// Handles that are destroyed with it.
+struct Owned {
+    handle: Handle,
+    destroy: unsafe extern "C" fn(Handle) -> c_int,
+}
+
+impl Owned {
+    /// The handle that a call creates.
+    fn new(
+        what: &str,
+        destroy: unsafe extern "C" fn(Handle) -> c_int,
+        create: impl FnOnce(&mut Handle) -> c_int,
+    ) -> Result<Self> {
+        let mut handle = null_mut();
+        check(what, create(&mut handle))?;
+        Ok(Self { handle, destroy })
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        // SAFETY: the handle was created by the library, is used by nobody else and ends here.
+        unsafe { (self.destroy)(self.handle) };
+    }
+}
+
+/// A product of one shape, prepared.
+struct Prepared {
+    primitive: Owned,
+    /// Source, weights, destination, scratch.
+    memories: [Owned; 4],
+    /// Memory of the last of them.
+    _scratch: Vec<Room>,
+}
+
+/// State of the library in one thread.
+struct ThreadState {
+    stream: Owned,
+    prepared: HashMap<Shape, Prepared>,
+}
+
+thread_local! {
+    static STATE: RefCell<Option<ThreadState>> = const { RefCell::new(None) };
+}
+
+impl ThreadState {
+    fn new(library: &Library) -> Result<Self> {
+        if let Some(open_mp) = &library.open_mp {
+            // SAFETY: takes a number; it holds for the calling thread alone.
+            unsafe { (open_mp.set_threads)(1) };
+        }
+        let stream = Owned::new("start a stream", library.functions.stream_destroy, |stream| {
+            // SAFETY: writes the handle; the engine is there.
+            unsafe { (library.functions.stream_create)(stream, library.engine.0, IN_ORDER) }
+        })?;
+        Ok(Self { stream, prepared: HashMap::new() })
+    }
+}
+
+impl Prepared {
+    fn new(library: &Library, shape: &Shape) -> Result<Self> {
+        let ([[m, _], [_, n]], functions) = (shape.sizes, &library.functions);
+        let a = library.describe(shape.operands, shape.sizes[0], shape.strides[0])?;
+        let b = library.describe(shape.operands, shape.sizes[1], shape.strides[1])?;
+        let c = library.describe(f32::TYPE, [m, n], shape.strides[2])?;
+        let attributes = Owned::new("make attributes", functions.attributes_destroy, |attributes| {
+            // SAFETY: writes the handle.
+            unsafe { (functions.attributes_create)(attributes) }
+        })?;
+        // SAFETY: changes the object that was just created.
+        check("take our scratch", unsafe { (functions.set_scratch)(attributes.handle, OUR_SCRATCH) })?;
+        if shape.acc {
+            let sum = library.sum()?;
+            // SAFETY: as above; the sum is copied.
+            check("add", unsafe { (functions.set_after)(attributes.handle, sum.handle) })?;
+        }
+        let plan = library.plan([&a, &b, &c], &attributes)?;
+        let primitive = Owned::new("prepare a product", functions.primitive_destroy, |primitive| {
+            // SAFETY: writes the handle; the plan lives.
+            unsafe { (functions.primitive_create)(primitive, plan.handle) }
+        })?;
+        // SAFETY: the plan lives, and so does the description that belongs to it.
+        let of_scratch = unsafe { (functions.plan_describes)(plan.handle, SCRATCH, 0) };
+        // SAFETY: as above.
+        let bytes = unsafe { (functions.size)(of_scratch) };
+        let mut scratch = Vec::new();
+        scratch.resize_with(bytes.div_ceil(size_of::<Room>()), || Room([0; 1024]));
+        let memory = |description: *const c_void, at: *mut c_void| {
+            Owned::new("name memory", functions.memory_destroy, |memory| {
+                // SAFETY: writes the handle; the description lives and is copied.
+                unsafe { (functions.memory_create)(memory, description, library.engine.0, at) }
+            })
+        };
+        let [a, b, c] = [a, b, c].map(|description| memory(description.pointer(), null_mut()));
+        let memories = [a?, b?, c?, memory(of_scratch, scratch.as_mut_ptr().cast())?];
+        Ok(Self { primitive, memories, _scratch: scratch })
+    }
+}
+
+/// `c = a·b`, or `c += a·b` with `acc`, on the calling thread. Rows of `c` are contiguous; those or the columns of `a`
+/// and `b` are.
+fn multiply_part<T: Operand>(
+    a: ArrayView2<'_, T>,
+    b: ArrayView2<'_, T>,
+    mut c: ArrayViewMut2<'_, f32>,
+    acc: bool,
+) -> Result<()> {
+    let ((m, k), (kb, n)) = (a.dim(), b.dim());
+    assert!(kb == k && c.dim() == (m, n), "product of {:?} and {:?} into {:?}", a.dim(), b.dim(), c.dim());
+    if m * n * k == 0 {
+        if !acc {
+            c.fill(0.0);
+        }
+        return Ok(());
+    }
+    let library = library()?;
+    // The step along an axis of one element is never taken; the library wants it in order all the same.
+    let strides = |[rows, columns]: [usize; 2], strides: &[isize]| match (rows, columns) {
+        (_, 1) => [strides[0], 1],
+        (1, _) if strides[1] == 1 => [columns as isize, 1],
+        _ => [strides[0], strides[1]],
+    };
+    let shape = Shape {
+        operands: T::TYPE,
+        sizes: [[m, k], [k, n]],
+        strides: [strides([m, k], a.strides()), strides([k, n], b.strides()), strides([m, n], c.strides())],
+        acc,
+    };
+    STATE.with_borrow_mut(|state| {
+        let state = match state {
+            Some(state) => state,
+            none => none.insert(ThreadState::new(library)?),
+        };
+        let ThreadState { stream, prepared } = state;
+        let product = match prepared.get(&shape) {
+            Some(product) => product,
+            None => prepared.entry(shape).or_insert(Prepared::new(library, &shape)?),
+        };
+        let operands = [a.as_ptr().cast_mut().cast(), b.as_ptr().cast_mut().cast(), c.as_mut_ptr().cast()];
+        for (memory, at) in product.memories.iter().zip(operands) {
+            // SAFETY: the memory belongs to this thread, and is used only below, while the views are borrowed.
+            check("name memory", unsafe { (library.functions.memory_set)(memory.handle, at) })?;
+        }
+        let arguments: [Argument; 4] =
+            std::array::from_fn(|i| Argument { what: ARGUMENTS[i], memory: product.memories[i].handle });
+        let (count, arguments) = (arguments.len() as c_int, arguments.as_ptr());
+        // SAFETY: the views guarantee that every element addressed by their sizes and strides is valid, that of `c`
+        // exclusively; the library reads `a` and `b` and writes `c` and the scratch, and is done when it returns, since it has
+        // no threads but this one.
+        let status =
+            unsafe { (library.functions.primitive_execute)(product.primitive.handle, stream.handle, count, arguments) };
+        check("multiply", status)
+    })
+}
+
+/// The product described by `s`, and the bias, if there is one, on all threads, in parts that depend on the shape alone.
+///
+/// # Errors
+/// The library is not there, or failed.
+pub fn multiply<T: Operand>(threads: &Threads, s: Gemm, a: &[T], b: &[T], c: &mut [f32], bias: &[f32]) -> Result<()> {
+    let (a, b, start) = (left(s, a), right(s, b), Start::new(s.acc, bias));
+    let failed = Mutex::new(None);
+    each_part(threads, matrix_mut(c, s.m, s.n), s.k, [false, false], |rows, columns, mut c| {
+        let acc = start.of(columns.clone()).written(c.view_mut());
+        let (a, b) = (a.slice_axis(Axis(0), rows.into()), b.slice_axis(Axis(1), columns.into()));
+        if let Err(error) = multiply_part(a, b, c, acc) {
+            failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        }
+    });
+    failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+}

@@ -1,0 +1,88 @@
+//! The suite of all devices on the CPU: the same bits with any number of threads.
+
+use hpctrain_device_tests::common::{Results, bits, random};
+use hpctrain_device_tests::each_operation;
+
+use hpctrain_device::{Backend as _, ElementwiseOps as _, Tally};
+
+use crate::{Cpu, Products};
+
+/// Panics unless an operation gives the same bits on any number of threads.
+fn on_any_threads(test: fn(&Cpu) -> Results) {
+    let one = bits(test(&Cpu::new(1)));
+    for threads in [2, 3, 8] {
+        assert!(bits(test(&Cpu::new(threads))) == one, "{threads} threads give other bits than one");
+    }
+}
+
+macro_rules! on_cpu {
+    ($($operation:ident: $test:expr,)*) => {
+        mod cpu {
+            $(
+                #[test]
+                fn $operation() {
+                    super::on_any_threads($test);
+                }
+            )*
+        }
+    };
+}
+
+each_operation! { on_cpu! {
+    products: |b| hpctrain_device_tests::linear::products(b, super::random),
+    convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random),
+} }
+
+/// Products by this implementation on several numbers of threads, unless CPU or library are missing.
+fn by(products: Products, random: fn(&Cpu, u64, usize) -> Vec<f32>) {
+    let on = |threads| -> Option<Vec<Vec<u32>>> {
+        let cpu = Cpu::new(threads).with_products(products).map_err(|e| eprintln!("skipped: {e}")).ok()?;
+        Some(bits(
+            [
+                hpctrain_device_tests::convolution::convolutions(&cpu, random),
+                hpctrain_device_tests::linear::products(&cpu, random),
+            ]
+            .concat(),
+        ))
+    };
+    let Some(one) = on(1) else { return };
+    for threads in [2, 3, 8] {
+        assert!(on(threads).as_ref() == Some(&one), "{threads} threads give other bits than one");
+    }
+}
+
+#[test]
+fn products_by_onednn_are_right_and_do_not_depend_on_the_threads() {
+    by(Products::OneDnn, random);
+}
+
+#[test]
+fn products_of_bf16_are_right_where_the_cpu_has_them() {
+    // Operands that bf16 holds: the sums are those of f32.
+    let narrow = |_: &Cpu, seed, len| -> Vec<f32> {
+        random(&Cpu::new(1), seed, len).into_iter().map(|x| half::bf16::from_f32(x).to_f32()).collect()
+    };
+    by(Products::OwnBf16, narrow);
+    by(Products::OneDnnBf16, narrow);
+}
+
+#[test]
+fn launches_are_counted_while_it_records() {
+    let cpu = Cpu::new(2);
+    let (x, mut y) = (vec![1.0; 100], vec![2.0; 100]);
+    cpu.add(&x, &mut y).unwrap();
+    assert!(cpu.profile().take().is_empty());
+    cpu.profile().record(true);
+    cpu.add(&x, &mut y).unwrap();
+    cpu.clone().add(&x, &mut y).unwrap();
+    cpu.profile().record(false);
+    cpu.zero(&mut y).unwrap();
+    cpu.profile().record(true);
+    cpu.add(&x[1..], &mut y[1..]).unwrap();
+    let tallies = cpu.profile().take();
+    assert_eq!(tallies.keys().collect::<Vec<_>>(), [&("add", [99, 0, 0, 0]), &("add", [100, 0, 0, 0])]);
+    let Tally { calls, seconds, fastest, flops, bytes } = tallies[&("add", [100, 0, 0, 0])];
+    assert_eq!((calls, flops, bytes), (2, 0.0, 2400.0));
+    assert!(fastest > 0.0 && seconds >= 2.0 * fastest);
+    assert!(cpu.profile().take().is_empty());
+}

@@ -1,0 +1,47 @@
+//! Events of the driver.
+
+use std::sync::OnceLock;
+
+use cudarc::driver::CudaEvent;
+use cudarc::driver::sys::{CUevent, CUresult};
+
+use super::libraries::check;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::library;
+use hpctrain_device::library_functions;
+
+library_functions! {
+    /// Of the driver, by the name that all drivers know: cudarc takes a newer one, which came with CUDA 12.8.
+    Clock {
+        elapsed = c"cuEventElapsedTime"(*mut f32, CUevent, CUevent) -> CUresult;
+    }
+}
+
+/// Whether an event is over. It may be the first call of the thread into the driver: unlike cudarc's other calls, its
+/// query chooses no context.
+pub fn passed(event: &CudaEvent) -> Result<bool> {
+    check("be chosen", event.context().bind_to_thread())?;
+    check("tell how far it is", event.try_is_complete())
+}
+
+/// Milliseconds between two events with times; waits for the second.
+///
+/// # Errors
+/// The device failed before.
+pub fn milliseconds(begun: &CudaEvent, ended: &CudaEvent) -> Result<f32> {
+    static CLOCK: OnceLock<Result<Clock>> = OnceLock::new();
+    let clock = CLOCK.get_or_init(|| {
+        let lacks = |function: &str| Error::device(format!("the CUDA driver has no {function}"));
+        // SAFETY: the library is open already, as there are events.
+        let file = unsafe { library::open(&[c"libcuda.so.1", c"libcuda.so"]) };
+        // SAFETY: it is open, and its function has had this type since it was there.
+        unsafe { Clock::of(file.ok_or_else(|| lacks("library"))?, lacks) }
+    });
+    let clock = clock.as_ref().map_err(Clone::clone)?;
+    check("finish its work", ended.synchronize())?;
+    let mut milliseconds = 0.0;
+    // SAFETY: both events are alive; writes one number.
+    let told = unsafe { (clock.elapsed)(&mut milliseconds, begun.cu_event(), ended.cu_event()) };
+    check("tell the time between events", told.result())?;
+    Ok(milliseconds)
+}

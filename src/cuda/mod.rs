@@ -1,0 +1,397 @@
+//! A GPU through NVIDIA's driver: kernels compiled at run time, products by cuBLASLt, one pool of memory.
+//!
+//! Building needs no CUDA; [`libraries`] detects a machine without the libraries. One stream computes, another
+//! takes batches in, and others carry messages, which go first (`streams.rs`); nothing within a step waits for the whole device.
+//!
+//! The libraries are looked for at run time: one program serves nodes with and without GPUs.
+//!
+//! - Kernels are CUDA C++ without CUDA's headers, in `kernels/<operation>.cu`; inline PTX is in `ptx.cuh` alone.
+//! - With bf16, parameters, activations and gradients of activations are bf16; gradients of parameters, statistics,
+//!   losses, masters and optimizer state are f32. `Backend::alloc` chooses by category, `alloc_f32` is for the
+//!   exceptions. The owner of a range updates its f32 master, and the same kernel writes the bf16 copy.
+//! - No sum depends on the order in which thread blocks run: partial sums of fixed chunks of rows are added in order;
+//!   rows are sorted by token on the host, without atomics; cuBLASLt may not reduce in place. Two runs give the same
+//!   bits.
+//! - Losses and norms are read by the host later (`Backend::Scalar`): within a step nothing waits for the device until
+//!   the gradients have been reduced.
+//! - Tensors lie in their units without gaps: operands begin anywhere. Kernels look at addresses before they move 16 bytes at
+//!   a time, cuBLASLt is told the alignment of each operand, and a bias that it could not read is copied first.
+//! - Attention never stores a matrix of time × time (Dao, 2023): bf16 on tensor cores, f32 in plain arithmetic.
+//!
+//! `tests/cudasim/` stands in for the libraries, NCCL included: it runs kernels on the CPU and looks for races,
+//! overruns and missing waits. `tests/gpu/nvrtc.rs` compiles every kernel with NVIDIA's own compiler. Results from
+//! hardware are in `docs/gpu-verification.md` alone.
+
+mod activation;
+mod attention;
+mod channel;
+mod classifier;
+mod columns;
+mod convolution;
+mod device;
+mod device_copies;
+mod digest;
+mod dropout;
+mod elementwise;
+mod embedding;
+mod event;
+mod grid;
+mod ints;
+mod journal;
+mod launch;
+pub mod libraries;
+mod linear;
+mod matmul;
+mod memory;
+pub mod nccl;
+mod norm;
+mod optimizer;
+mod pairs;
+mod peak;
+mod pinned;
+mod pool;
+mod product;
+pub mod program;
+mod regression;
+mod rotary;
+mod scalar;
+mod softmax;
+mod streams;
+#[cfg(test)]
+mod suite;
+mod sums;
+mod swiglu;
+mod toolkit;
+mod tuning;
+mod window;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaStream, result};
+use half::bf16;
+use half::slice::HalfFloatSliceExt;
+
+use hpctrain_base::error::Result;
+use hpctrain_device::{
+    Backend, ComputeOrderedCopies, Event, Kernels, Launch, Ledger, MemoryKind, ProductAlgorithms, Profile, Reach, Work,
+};
+use journal::Journal;
+use libraries::check;
+use matmul::Matmul;
+use memory::Element;
+use pool::{Piece, Pool};
+use program::Programs;
+
+pub use device::{Device, devices};
+pub use ints::CudaInts;
+pub use matmul::Arithmetic;
+#[cfg(test)]
+pub use memory::lead;
+pub use memory::{CudaBuf, View, ViewMut};
+pub use pool::Allotment;
+pub use scalar::Scalar;
+
+/// Number formats of a rank's arithmetic.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Precision {
+    /// f32 everywhere.
+    F32(Arithmetic),
+    /// Parameters and activations in bf16, sums and masters in f32.
+    Bf16,
+}
+
+/// One rank on its GPU. Clones share memory and streams.
+#[derive(Clone)]
+pub struct Cuda(Arc<Inner>);
+
+struct Inner {
+    device: Device,
+    journal: Journal,
+    precision: Precision,
+    /// The stream of the kernels.
+    compute: Arc<CudaStream>,
+    pool: Arc<Pool>,
+    programs: Arc<Programs>,
+    lines: Arc<device_copies::Lines>,
+    matmul: Matmul,
+    /// Scratch of matrix products.
+    workspace: Piece,
+    scalars: Arc<scalar::Scalars>,
+    intake: Arc<ints::Intake>,
+    profile: Profile,
+}
+
+impl Cuda {
+    /// A rank on `device` with `bytes` of its memory.
+    ///
+    /// # Errors
+    /// A library is not there, the device cannot compute in this precision, or has less memory.
+    pub fn new(device: &Device, bytes: usize, precision: Precision) -> Result<Self> {
+        Self::with_journal(device, Allotment { bytes, grows: false }, precision, false)
+    }
+
+    /// As [`Cuda::new`], also with memory that grows; with `placement`, buffers, kernels and products on the device are logged,
+    /// every kind once.
+    ///
+    /// # Errors
+    /// As [`Cuda::new`].
+    pub fn with_journal(device: &Device, memory: Allotment, precision: Precision, placement: bool) -> Result<Self> {
+        device.check_precision(precision)?;
+        let context = device.context()?;
+        // SAFETY: buffers here are never cudarc's slices, whose reuse the events would guard.
+        unsafe { context.disable_event_tracking() };
+        let (compute, copy) = (streams::patient(context)?, streams::urgent(context)?);
+        let arithmetic = match precision {
+            Precision::F32(arithmetic) => arithmetic,
+            Precision::Bf16 => Arithmetic::Full,
+        };
+        let (programs, matmul) =
+            (Arc::new(Programs::new(context, device.architecture())?), Matmul::new(context, arithmetic)?);
+        let pool = Pool::new(context, memory)?;
+        Ok(Self(Arc::new(Inner {
+            device: device.clone(),
+            journal: Journal::new(format!("{} at {}", device.name, device.pci), placement),
+            precision,
+            lines: device_copies::Lines::new(&pool, &compute, &programs)?,
+            programs,
+            matmul,
+            workspace: pool.take(MemoryKind::Workspace, matmul::WORKSPACE)?,
+            scalars: scalar::Scalars::new(&pool, &compute)?,
+            intake: ints::Intake::new(&pool, copy, compute.clone()),
+            compute,
+            pool,
+            profile: Profile::default(),
+        })))
+    }
+
+    /// The GPU.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// Bytes of its memory that are this rank's; if they grow, at most.
+    pub fn memory(&self) -> usize {
+        self.0.pool.bytes()
+    }
+
+    /// Priorities of the stream that computes, and of all others, those of a communicator of NCCL among them.
+    #[cfg(test)]
+    pub fn priorities(&self) -> Result<(i32, Vec<i32>)> {
+        let communicator =
+            nccl::NcclComm::init_rank(self.0.compute.context(), &self.0.programs, &nccl::comm_id()?, 0, 1)?;
+        let copies = self.0.lines.copies.streams();
+        let others = copies.into_iter().chain([&self.0.intake.copy, &communicator.stream]);
+        let others = others.map(|stream| streams::priority(stream)).collect::<Result<_>>()?;
+        Ok((streams::priority(&self.0.compute)?, others))
+    }
+
+    /// The type of parameters and activations.
+    fn element(&self) -> Element {
+        match self.0.precision {
+            Precision::F32(_) => Element::F32,
+            Precision::Bf16 => Element::Bf16,
+        }
+    }
+
+    fn take(&self, what: MemoryKind, len: usize, element: Element) -> Result<CudaBuf> {
+        self.0.journal.buffer(what, len * element.size());
+        #[cfg(test)]
+        if let lead @ 1.. = lead::of(what) {
+            let piece = self.0.pool.take(what, (lead + len) * element.size())?;
+            return Ok(CudaBuf::new(piece, len, element, &self.0.lines).after(lead));
+        }
+        Ok(CudaBuf::new(self.0.pool.take(what, len * element.size())?, len, element, &self.0.lines))
+    }
+
+    /// Chooses the device for the calling thread: any thread may be the first to meet the driver in any call.
+    fn bind(&self) -> Result<()> {
+        check("be chosen", self.0.compute.context().bind_to_thread())
+    }
+
+    /// Copies within the device.
+    fn move_within(&self, x: View<'_>, y: &ViewMut<'_>) -> Result<()> {
+        self.bind()?;
+        let (bytes, stream) = (x.len * x.element.size(), self.0.compute.cu_stream());
+        // SAFETY: both windows have so many bytes, and do not overlap: one is exclusive.
+        check("copy within it", unsafe { result::memcpy_dtod_async(y.pointer, x.pointer, bytes, stream) })
+    }
+
+    /// Sets all bits to zero.
+    fn clear(&self, y: &ViewMut<'_>) -> Result<()> {
+        self.bind()?;
+        let (bytes, stream) = (y.len * y.element.size(), self.0.compute.cu_stream());
+        // SAFETY: the window has so many bytes.
+        check("clear memory", unsafe { result::memset_d8_async(y.pointer, 0, bytes, stream) })
+    }
+
+    /// Waits until all that was queued for computing is done.
+    fn finish(&self) -> Result<()> {
+        check("finish its work", self.0.compute.synchronize())
+    }
+
+    /// A kernel begins; it ends where the returned value is dropped.
+    fn launched(&self, work: Work) -> Launch<'_, impl Fn()> {
+        // A failure here fails the next kernel, too.
+        let settle = || drop(self.finish());
+        self.0.profile.launch(self.element().size(), settle, work)
+    }
+}
+
+impl Kernels for Cuda {}
+
+impl Backend for Cuda {
+    const ON_HOST: bool = false;
+    const WORKSPACE: usize = matmul::WORKSPACE + scalar::BYTES;
+
+    type Buf = CudaBuf;
+    type Ints = CudaInts;
+    type Scalar = Scalar;
+    type View<'a> = View<'a>;
+    type ViewMut<'a> = ViewMut<'a>;
+
+    fn alloc(&self, what: MemoryKind, len: usize) -> Result<CudaBuf> {
+        let element = match what {
+            MemoryKind::Parameters | MemoryKind::Activations => self.element(),
+            _ => Element::F32,
+        };
+        self.take(what, len, element)
+    }
+
+    fn alloc_f32(&self, what: MemoryKind, len: usize) -> Result<CudaBuf> {
+        self.take(what, len, Element::F32)
+    }
+
+    fn computes_narrow(&self) -> bool {
+        self.element() == Element::Bf16
+    }
+
+    fn write(&self, host: &[f32], to: ViewMut<'_>) -> Result<()> {
+        assert_eq!(host.len(), to.len, "values for a window");
+        self.bind()?;
+        let stream = self.0.compute.cu_stream();
+        match to.element {
+            Element::F32 => {
+                // SAFETY: the window is as long as `host`, which lives until the stream has finished.
+                check("copy from the host", unsafe { result::memcpy_htod_async(to.pointer, host, stream) })?;
+                self.finish()
+            }
+            Element::Bf16 => {
+                let mut narrow = vec![bf16::ZERO; host.len()];
+                narrow.convert_from_f32_slice(host);
+                // SAFETY: as above.
+                check("copy from the host", unsafe { result::memcpy_htod_async(to.pointer, &narrow, stream) })?;
+                self.finish()
+            }
+        }
+    }
+
+    fn download(&self, from: View<'_>, host: &mut [f32]) -> Result<()> {
+        assert_eq!(host.len(), from.len, "room for a window");
+        self.bind()?;
+        let stream = self.0.compute.cu_stream();
+        match from.element {
+            Element::F32 => {
+                // SAFETY: the window is as long as `host`, which is not used before the stream has finished.
+                check("copy to the host", unsafe { result::memcpy_dtoh_async(host, from.pointer, stream) })?;
+                self.finish()
+            }
+            Element::Bf16 => {
+                let mut narrow = vec![bf16::ZERO; host.len()];
+                // SAFETY: as above.
+                check("copy to the host", unsafe { result::memcpy_dtoh_async(&mut narrow, from.pointer, stream) })?;
+                self.finish()?;
+                narrow.convert_to_f32_slice(host);
+                Ok(())
+            }
+        }
+    }
+
+    fn read(&self, scalar: Scalar) -> Result<f64> {
+        scalar.read(&self.0.compute)
+    }
+
+    fn upload_ints(&self, host: &[u32]) -> Result<CudaInts> {
+        self.0.intake.upload(host)
+    }
+
+    fn ints_len(ints: &CudaInts) -> usize {
+        ints.len()
+    }
+
+    fn part_of_ints(ints: &CudaInts, range: Range<usize>) -> CudaInts {
+        ints.part(range)
+    }
+
+    fn view(buf: &CudaBuf, range: Range<usize>) -> View<'_> {
+        buf.view(range)
+    }
+
+    fn view_mut(buf: &mut CudaBuf, range: Range<usize>) -> ViewMut<'_> {
+        buf.view_mut(range)
+    }
+
+    fn shared<'a>(view: &'a Self::ViewMut<'_>) -> Self::View<'a> {
+        view.shared()
+    }
+
+    fn reborrow<'a>(view: &'a mut Self::ViewMut<'_>) -> Self::ViewMut<'a> {
+        view.reborrow()
+    }
+
+    fn len(buf: &CudaBuf) -> usize {
+        buf.len()
+    }
+
+    fn cut(view: Self::View<'_>, at: usize) -> (Self::View<'_>, Self::View<'_>) {
+        view.cut(at)
+    }
+
+    fn cut_mut(view: Self::ViewMut<'_>, at: usize) -> (Self::ViewMut<'_>, Self::ViewMut<'_>) {
+        view.cut(at)
+    }
+
+    fn reach(buf: &mut CudaBuf, range: Range<usize>) -> Result<Reach<'_>> {
+        buf.reach(range)
+    }
+
+    fn stamp(buf: &CudaBuf) -> Result<Option<Box<dyn Event>>> {
+        buf.stamp().map(Some)
+    }
+
+    fn copies(&self) -> Result<Option<Arc<dyn ComputeOrderedCopies>>> {
+        Ok(Some(Arc::new(device_copies::CudaCopies::new(&self.0.pool, &self.0.compute, &self.0.programs)?)))
+    }
+
+    fn device_comm_library() -> Result<String> {
+        nccl::version().map(|version| format!("NCCL {version}"))
+    }
+
+    fn row_stride(columns: usize) -> usize {
+        columns.next_multiple_of(matmul::ROW)
+    }
+
+    fn product_algorithms(&self) -> Option<&dyn ProductAlgorithms> {
+        Some(self)
+    }
+
+    fn trim(&self) {
+        self.0.intake.trim();
+    }
+
+    fn ledger(&self) -> &Ledger {
+        &self.0.pool.ledger
+    }
+
+    fn profile(&self) -> &Profile {
+        &self.0.profile
+    }
+
+    fn device_peak(&self) -> Option<usize> {
+        Some(self.0.pool.peak())
+    }
+
+    fn peak_flops(&self) -> Option<f64> {
+        peak::flops(&self.0.device.name, self.0.precision)
+    }
+}

@@ -1,0 +1,451 @@
+//! NCCL, NVIDIA's library of messages between GPUs, which is looked for at run time.
+//!
+//! Its functions are found here one by one: cudarc does not know the name under which NCCL is installed without its
+//! headers, and panics for a function that an older version lacks. The interface is that of 2.14, and 2.18 is the oldest version:
+//! before, the thread that meets the other ranks wrote through the address of the handle after the call had returned.
+//!
+//! Communicators do not block. A call returns at once; the state of the work is read from the communicator, and until
+//! it reports success, the work may not be in the stream yet.
+//!
+//! NCCL refuses two ranks on one GPU, so `placement` refuses them earlier. The memory that NCCL keeps on the device is in no
+//! estimate: `device.memory` leaves room for it. Between nodes NCCL finds its own way (`NCCL_SOCKET_IFNAME`
+//! and others).
+
+use std::cell::{OnceCell, RefCell};
+use std::collections::VecDeque;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, result};
+
+use super::event::passed;
+use super::grid::Grid;
+use super::libraries::check;
+use super::program::{Programs, Variant};
+use super::streams;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::library;
+use hpctrain_device::library_functions;
+use hpctrain_device::{CommId, DeviceComm, Event, FOLDED, Fold, Span, Vendor};
+
+/// Its file: as it is installed to run programs, and to build them.
+const FILES: [&CStr; 2] = [c"libnccl.so.2", c"libnccl.so"];
+
+/// The oldest version, as NCCL counts.
+const OLDEST: c_int = 21_800;
+
+/// Advice for a missing NCCL.
+const HINT: &str = "install NCCL 2.18 or later (pip install nvidia-nccl-cu13 has it) and name its folder in LD_LIBRARY_PATH, \
+     or set comm.path=staged";
+
+/// `ncclInProgress`; 0 is success.
+const IN_PROGRESS: c_int = 7;
+
+/// `ncclFloat32`. Words that are only copied keep their bits.
+const WORD: c_int = 7;
+
+/// `ncclSum`
+const SUM: c_int = 0;
+
+/// Polling interval of a thread that has nothing else to do.
+const LOOK: Duration = Duration::from_micros(50);
+
+/// `ncclComm_t`
+type Handle = *mut c_void;
+
+/// `ncclUniqueId`, which is passed by value.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct UniqueId(CommId);
+
+/// `ncclConfig_t` as it was in 2.14; later versions keep their defaults for fields that they have added.
+#[repr(C)]
+struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+}
+
+impl Config {
+    const NON_BLOCKING: Self = Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: 21_400, blocking: 0 };
+}
+
+library_functions! {
+    /// The library, which stays open.
+    Library {
+        get_version = c"ncclGetVersion"(*mut c_int) -> c_int;
+        get_error_string = c"ncclGetErrorString"(c_int) -> *const c_char;
+        get_last_error = c"ncclGetLastError"(Handle) -> *const c_char;
+        get_unique_id = c"ncclGetUniqueId"(*mut UniqueId) -> c_int;
+        comm_init_rank_config = c"ncclCommInitRankConfig"(*mut Handle, c_int, UniqueId, c_int, *mut Config) -> c_int;
+        comm_get_async_error = c"ncclCommGetAsyncError"(Handle, *mut c_int) -> c_int;
+        comm_finalize = c"ncclCommFinalize"(Handle) -> c_int;
+        comm_destroy = c"ncclCommDestroy"(Handle) -> c_int;
+        comm_abort = c"ncclCommAbort"(Handle) -> c_int;
+        group_start = c"ncclGroupStart"() -> c_int;
+        group_end = c"ncclGroupEnd"() -> c_int;
+        send = c"ncclSend"(*const c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        recv = c"ncclRecv"(*mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        all_reduce = c"ncclAllReduce"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        reduce = c"ncclReduce"(*const c_void, *mut c_void, usize, c_int, c_int, c_int, Handle, *mut c_void) -> c_int;
+        reduce_scatter = c"ncclReduceScatter"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        all_gather = c"ncclAllGather"(*const c_void, *mut c_void, usize, c_int, Handle, *mut c_void) -> c_int;
+        broadcast = c"ncclBroadcast"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+    }
+}
+
+/// The library, opened once.
+fn library() -> Result<&'static Library> {
+    static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
+    let missing = |name: &str| Error::input(format!("NCCL is too old: it has no {name}")).hint(HINT);
+    let open = || {
+        // SAFETY: NCCL does nothing when it is opened.
+        let file = unsafe { library::open(&FILES) };
+        let file = file.ok_or_else(|| Error::input("NCCL is not there: libnccl.so.2").hint(HINT))?;
+        // SAFETY: its functions have had these types since they were there.
+        let library = unsafe { Library::of(file, missing) }?;
+        let found = library.number()?;
+        if found < OLDEST {
+            return Err(Error::input(format!("NCCL is too old: it is {}", named(found))).hint(HINT));
+        }
+        Ok(library)
+    };
+    LIBRARY.get_or_init(open).as_ref().map_err(Clone::clone)
+}
+
+/// NCCL's version, such as `2.27.3`.
+///
+/// # Errors
+/// The library is not there, or too old.
+pub fn version() -> Result<String> {
+    Ok(named(library()?.number()?))
+}
+
+/// A version for people.
+fn named(version: c_int) -> String {
+    format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
+}
+
+/// A number for others to join in, from which `ncclCommInitRank` finds this process.
+///
+/// # Errors
+/// The library is not there, or finds no network to be reached by.
+pub fn comm_id() -> Result<CommId> {
+    let (library, mut id) = (library()?, UniqueId([0; size_of::<CommId>()]));
+    // SAFETY: writes the number.
+    library.check("make an identifier of a communicator", null(), unsafe { (library.get_unique_id)(&mut id) })?;
+    Ok(id.0)
+}
+
+/// No communicator.
+fn null() -> Handle {
+    std::ptr::null_mut()
+}
+
+impl Library {
+    /// Its version, as it counts.
+    fn number(&self) -> Result<c_int> {
+        let mut found = 0;
+        // SAFETY: writes one integer.
+        self.check("tell its version", null(), unsafe { (self.get_version)(&mut found) })?;
+        Ok(found)
+    }
+
+    /// Turns a code into an error: `action` is a phrase such as `"send"`.
+    fn check(&self, action: &str, handle: Handle, code: c_int) -> Result<()> {
+        if code == 0 || code == IN_PROGRESS {
+            return Ok(());
+        }
+        let text = |text: *const c_char| {
+            // SAFETY: NCCL's texts are null or end in a zero, and stay.
+            let text = (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned());
+            text.filter(|text| !text.is_empty())
+        };
+        // SAFETY: any code has a text; the last error may be asked for of a communicator, or of none.
+        let (what, more) = unsafe { (text((self.get_error_string)(code)), text((self.get_last_error)(handle))) };
+        let told = what.into_iter().chain(more.as_deref().and_then(|more| more.lines().last().map(str::to_owned)));
+        let told = told.collect::<Vec<_>>().join(": ");
+        Err(Error::device(format!("NCCL could not {action}: {told}")).hint("NCCL_DEBUG=INFO makes it say more"))
+    }
+}
+
+/// A communicator.
+struct Communicator {
+    library: &'static Library,
+    context: Arc<CudaContext>,
+    /// None when it is destroyed.
+    handle: Mutex<Option<Owned>>,
+}
+
+/// A handle that one thread at a time uses.
+struct Owned(Handle);
+
+// SAFETY: communicators are bound to a device and to no thread; the lock lets one in at a time.
+unsafe impl Send for Owned {}
+
+impl Communicator {
+    fn lock(&self) -> MutexGuard<'_, Option<Owned>> {
+        self.handle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes a call with the device chosen.
+    fn call(&self, action: &str, call: impl FnOnce(&Library, Handle) -> c_int) -> Result<()> {
+        check("be chosen", self.context.bind_to_thread())?;
+        match &*self.lock() {
+            Some(Owned(handle)) => self.library.check(action, *handle, call(self.library, *handle)),
+            None => Err(Error::device(format!("NCCL could not {action}: its communicator was torn apart"))),
+        }
+    }
+
+    /// Whether the operations started are known to have succeeded: work of a stream, to have been queued there.
+    fn is_settled(&self) -> Result<bool> {
+        let mut state = 0;
+        // SAFETY: the communicator lives; writes one integer.
+        self.call("tell how far it is", |library, handle| unsafe {
+            (library.comm_get_async_error)(handle, &mut state)
+        })?;
+        self.call("go on", |_, _| state)?;
+        Ok(state == 0)
+    }
+
+    /// Gives the communicator back: in good order only if nothing is under way.
+    fn end(&self, in_order: bool) {
+        // The lock is let go of: the calls may take long.
+        let Some(Owned(handle)) = self.lock().take() else { return };
+        // A communicator that cannot be given back any more ends with the process.
+        let _ = self.context.bind_to_thread();
+        // SAFETY: the handle was the last one.
+        unsafe { if in_order { (self.library.comm_destroy)(handle) } else { (self.library.comm_abort)(handle) } };
+    }
+}
+
+/// The ranks of a communicator.
+pub struct NcclComm {
+    communicator: Arc<Communicator>,
+    /// The stream of its messages, used by nothing else.
+    pub(super) stream: Arc<CudaStream>,
+    rank: usize,
+    size: usize,
+    parts: OnceCell<()>,
+    /// Sums of terms.
+    fold: CudaFunction,
+    /// The stream of sums.
+    sums: Arc<CudaStream>,
+    /// The ends of calls of `fold` that no message waits for yet, in their order.
+    folded: RefCell<VecDeque<CudaEvent>>,
+}
+
+impl NcclComm {
+    /// As [`DeviceCopies::init_rank`](hpctrain_device::DeviceCopies::init_rank), on the device of `context`.
+    ///
+    /// # Errors
+    /// The library is not there, or it failed.
+    pub fn init_rank(
+        context: &Arc<CudaContext>,
+        programs: &Arc<Programs>,
+        comm_id: &CommId,
+        rank: usize,
+        size: usize,
+    ) -> Result<Self> {
+        let library = library()?;
+        check("be chosen", context.bind_to_thread())?;
+        let (stream, sums) = (streams::urgent(context)?, streams::urgent(context)?);
+        // Before any message: the driver may wait for the device to load a kernel.
+        let fold = programs.function(Variant { source: "fold.cu", narrow: false, head: None }, "fold_terms", 0)?;
+        let (mut handle, mut config) = (null(), Config::NON_BLOCKING);
+        let (ranks, number) = (count(size)?, count(rank)?);
+        // SAFETY: writes the handle; the configuration is one of 2.14, and read before the call returns.
+        let code =
+            unsafe { (library.comm_init_rank_config)(&mut handle, ranks, UniqueId(*comm_id), number, &mut config) };
+        library.check("meet the other ranks", null(), code)?;
+        let handle = Mutex::new(Some(Owned(handle)));
+        let communicator = Arc::new(Communicator { library, context: context.clone(), handle });
+        let folded = RefCell::default();
+        Ok(Self { communicator, stream, rank, size, parts: OnceCell::new(), fold, sums, folded })
+    }
+
+    /// Starts one sum.
+    fn add(&self, Fold { own, number, others }: Fold<'_>) -> Result<()> {
+        let ranks = others.words().checked_div(own.words()).map_or(1, |others| others + 1);
+        assert!(others.words() == (ranks - 1) * own.words() && number < ranks, "term {number} of {ranks}");
+        if ranks > FOLDED {
+            return Err(Error::internal(format!("a sum of {ranks} terms at once")));
+        }
+        let (from, to) = (others.address() as u64, own.address() as u64);
+        let (words, stride) = (own.words() as i64, own.words() as i64);
+        let (number, ranks) = (count(number)?, count(ranks)?);
+        let mut args: [*mut c_void; 6] = [
+            std::ptr::from_ref(&from).cast_mut().cast(),
+            std::ptr::from_ref(&to).cast_mut().cast(),
+            std::ptr::from_ref(&words).cast_mut().cast(),
+            std::ptr::from_ref(&stride).cast_mut().cast(),
+            std::ptr::from_ref(&number).cast_mut().cast(),
+            std::ptr::from_ref(&ranks).cast_mut().cast(),
+        ];
+        let Grid { blocks, threads, shared } = Grid::over(own.words());
+        let stream = self.sums.cu_stream();
+        // SAFETY: the kernel takes two addresses, two lengths and two numbers; `own` has `words` words, and `others` as many for each
+        // term but one.
+        let queued =
+            unsafe { result::launch_kernel(self.fold.cu_function(), blocks, threads, shared, stream, &mut args) };
+        check("add messages", queued)
+    }
+}
+
+/// A number as NCCL wants it.
+fn count(number: usize) -> Result<c_int> {
+    c_int::try_from(number).map_err(|_| Error::internal(format!("NCCL cannot count {number} ranks")))
+}
+
+/// The address of a span as NCCL wants it.
+fn at(span: Span<'_>) -> *mut c_void {
+    std::ptr::with_exposed_provenance_mut(span.address())
+}
+
+impl DeviceComm for NcclComm {
+    fn exchange(&self, sends: &[(usize, Span<'_>)], receives: &[(usize, Span<'_>)]) -> Result<()> {
+        let stream = self.stream.cu_stream().cast();
+        // NCCL counts ranks in this type.
+        count(self.size)?;
+        self.communicator.call("exchange a message", |library, handle| {
+            // SAFETY: the communicator lives, and the spans until it is done with them, as the caller ensures. A group
+            // that was started is ended on every path.
+            unsafe {
+                let begun = (library.group_start)();
+                let send = |&(to, span): &(usize, Span<'_>)| {
+                    (library.send)(at(span), span.words(), WORD, to as c_int, handle, stream)
+                };
+                let receive = |&(from, span): &(usize, Span<'_>)| {
+                    (library.recv)(at(span), span.words(), WORD, from as c_int, handle, stream)
+                };
+                let failed = |code: &c_int| *code != 0;
+                let sent = sends.iter().map(send).find(failed).unwrap_or(0);
+                let received = receives.iter().map(receive).find(failed).unwrap_or(0);
+                let ended = (library.group_end)();
+                [begun, sent, received, ended].into_iter().find(failed).unwrap_or(0)
+            }
+        })
+    }
+
+    fn fold(&self, folds: &[Fold<'_>]) -> Result<()> {
+        if !folds.is_empty() {
+            check("wait for itself", self.sums.join(&self.stream))?;
+            folds.iter().try_for_each(|&fold| self.add(fold))?;
+        }
+        // An empty call is one, too.
+        self.folded.borrow_mut().push_back(check("mark a point in its work", self.sums.record_event(None))?);
+        Ok(())
+    }
+
+    fn after_folds(&self, but: usize) -> Result<()> {
+        let mut folded = self.folded.borrow_mut();
+        let past = folded.len().saturating_sub(but);
+        // The last one comes behind the others.
+        match folded.drain(..past).next_back() {
+            Some(last) => check("wait for itself", self.stream.wait(&last)),
+            None => Ok(()),
+        }
+    }
+
+    fn vendor(&self, call: Vendor, memory: Span<'_>) -> Result<()> {
+        let (stream, part) = (self.stream.cu_stream().cast(), memory.words() / self.size);
+        let mine = at(memory.part(self.rank * part..(self.rank + 1) * part));
+        let (all, words) = (at(memory), memory.words());
+        let root = match call {
+            Vendor::Broadcast { root } => count(root)?,
+            _ => 0,
+        };
+        self.communicator.call("run a collective", |library, handle| {
+            // SAFETY: the communicator lives, and the memory until it is done with it, as the caller sees to; in place
+            // is where NCCL wants it, my part being number `rank` of all.
+            unsafe {
+                match call {
+                    Vendor::AllReduce => (library.all_reduce)(all, all, words, WORD, SUM, handle, stream),
+                    Vendor::Reduce => (library.reduce)(all, all, words, WORD, SUM, root, handle, stream),
+                    Vendor::ReduceScatter => (library.reduce_scatter)(all, mine, part, WORD, SUM, handle, stream),
+                    Vendor::AllGather => (library.all_gather)(mine, all, part, WORD, handle, stream),
+                    Vendor::Broadcast { .. } => (library.broadcast)(all, all, words, WORD, root, handle, stream),
+                }
+            }
+        })
+    }
+
+    fn part(&self) -> Result<()> {
+        self.parts.get_or_init(|| ());
+        // SAFETY: the communicator lives.
+        self.communicator.call("part", |library, handle| unsafe { (library.comm_finalize)(handle) })
+    }
+
+    fn mark(&self) -> Result<Box<dyn Event>> {
+        self.after_folds(0)?;
+        let (communicator, stream) = (self.communicator.clone(), self.stream.clone());
+        Ok(Box::new(Mark { communicator, stream, point: OnceCell::new() }))
+    }
+
+    fn queued(&self) -> Box<dyn Event> {
+        Box::new(Queued(self.communicator.clone()))
+    }
+
+    fn tear(&self) {
+        self.communicator.end(false);
+        // Sums may be queued behind the messages. If they cannot be waited for either, the device has ended.
+        let _ = self.stream.synchronize().and_then(|()| self.sums.synchronize());
+    }
+}
+
+impl Drop for NcclComm {
+    fn drop(&mut self) {
+        let in_order = self.parts.get().is_some() && self.communicator.is_settled() == Ok(true);
+        self.communicator.end(in_order);
+    }
+}
+
+/// The moment from which the operation started last is in its stream.
+struct Queued(Arc<Communicator>);
+
+impl Event for Queued {
+    fn is_done(&self) -> Result<bool> {
+        self.0.is_settled()
+    }
+
+    fn wait(&self) -> Result<()> {
+        while !self.is_done()? {
+            std::thread::sleep(LOOK);
+        }
+        Ok(())
+    }
+}
+
+/// The end of all that was started.
+struct Mark {
+    communicator: Arc<Communicator>,
+    stream: Arc<CudaStream>,
+    /// Behind the work in the stream, once that is there.
+    point: OnceCell<CudaEvent>,
+}
+
+impl Event for Mark {
+    fn is_done(&self) -> Result<bool> {
+        // Also while the stream works: the error of another rank may be all that comes of it.
+        if !self.communicator.is_settled()? {
+            return Ok(false);
+        }
+        let point = match self.point.get() {
+            Some(point) => point,
+            None => {
+                let point = check("mark a point in its work", self.stream.record_event(None))?;
+                self.point.get_or_init(|| point)
+            }
+        };
+        passed(point)
+    }
+
+    fn wait(&self) -> Result<()> {
+        while !self.is_done()? {
+            std::thread::sleep(LOOK);
+        }
+        Ok(())
+    }
+}

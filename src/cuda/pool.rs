@@ -1,0 +1,341 @@
+//! Device memory: large blocks of it, from which buffers are cut. Usually there is one, taken at the start; a pool that grows
+//! takes another one when none has room for a buffer, and keeps all of them until its end.
+//!
+//! A buffer that is dropped is free at once, though kernels that use it may still be queued: its next user is queued
+//! behind them on the same stream. Work on another stream waits for events.
+//!
+//! Batches come in on a stream of their own (`ints.rs`) and messages have three (`device_copies.rs`).
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cudarc::driver::sys::CUresult;
+use cudarc::driver::{CudaContext, DriverError, result};
+
+use super::libraries::check;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::{Ledger, MemoryKind, readable};
+
+/// Buffers begin at multiples of this many bytes, as the driver's own do.
+const ALIGNMENT: usize = 256;
+
+/// Bytes of a block of a pool that grows, at least.
+const BLOCK: usize = 64 << 20;
+
+/// Such a block has at least this part of the bytes that the pool has already: so there are few of them.
+const GROWTH: usize = 8;
+
+/// The memory of a device that a rank takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Allotment {
+    /// Bytes; if it grows, at most.
+    pub bytes: usize,
+    /// Whether it is taken in blocks as they are needed, rather than at the start.
+    pub grows: bool,
+}
+
+/// The memory of one rank on its device.
+pub struct Pool {
+    context: Arc<CudaContext>,
+    allotment: Allotment,
+    blocks: Mutex<Blocks>,
+    /// The bytes taken, by category.
+    pub ledger: Ledger,
+}
+
+/// A piece of the pool, given back when dropped.
+pub struct Piece {
+    pool: Arc<Pool>,
+    place: Place,
+    pointer: u64,
+    bytes: usize,
+    /// None if the caller counts it.
+    what: Option<MemoryKind>,
+}
+
+impl Pool {
+    /// Takes the memory, or the first block of it.
+    ///
+    /// # Errors
+    /// The device has less.
+    pub fn new(context: &Arc<CudaContext>, Allotment { bytes, grows }: Allotment) -> Result<Arc<Self>> {
+        let bytes = bytes / ALIGNMENT * ALIGNMENT;
+        let (allotment, blocks) = (Allotment { bytes, grows }, Mutex::default());
+        let pool = Self { context: context.clone(), allotment, blocks, ledger: Ledger::default() };
+        let first = if grows { bytes.min(BLOCK) } else { bytes };
+        if !pool.allocate(&mut pool.lock(), first)? {
+            let (first, free) = (readable(first), pool.free()?);
+            return Err(Error::input(format!("out of GPU memory: {first} were asked for where {free} are free"))
+                .hint("set device.memory or device.memory_limit lower, or end what else runs on this GPU"));
+        }
+        Ok(Arc::new(pool))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Blocks> {
+        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes of the pool; if it grows, at most.
+    pub fn bytes(&self) -> usize {
+        self.allotment.bytes
+    }
+
+    /// The most bytes that were taken at once, by whomever.
+    pub fn peak(&self) -> usize {
+        self.lock().most_taken
+    }
+
+    /// A piece of at least `bytes`.
+    ///
+    /// # Errors
+    /// None is left that large.
+    pub fn take(self: &Arc<Self>, what: MemoryKind, bytes: usize) -> Result<Piece> {
+        let mut piece = self.piece(what, bytes)?;
+        self.ledger.take(what, piece.bytes);
+        piece.what = Some(what);
+        Ok(piece)
+    }
+
+    /// As [`Pool::take`], for a caller that counts it.
+    ///
+    /// # Errors
+    /// As [`Pool::take`].
+    pub fn take_uncounted(self: &Arc<Self>, what: MemoryKind, bytes: usize) -> Result<Piece> {
+        self.piece(what, bytes)
+    }
+
+    fn piece(self: &Arc<Self>, what: MemoryKind, bytes: usize) -> Result<Piece> {
+        let bytes = bytes.next_multiple_of(ALIGNMENT);
+        let end = if what == MemoryKind::Activations { End::Low } else { End::High };
+        let mut blocks = self.lock();
+        let place = match blocks.take(bytes, end) {
+            Some(place) => place,
+            None => {
+                self.grow(&mut blocks, what, bytes)?;
+                let none = || Error::internal(format!("a new block has no {}", readable(bytes)));
+                blocks.take(bytes, end).ok_or_else(none)?
+            }
+        };
+        let pointer = blocks.address(place);
+        Ok(Piece { pool: self.clone(), place, pointer, bytes, what: None })
+    }
+
+    /// Makes room for a piece, if the pool may grow.
+    ///
+    /// # Errors
+    /// It may not, or the device has no more.
+    fn grow(&self, blocks: &mut Blocks, what: MemoryKind, bytes: usize) -> Result<()> {
+        let Allotment { bytes: most, grows } = self.allotment;
+        let (wanted, taken) = (readable(bytes), self.ledger.live_by_category());
+        let hint = "set batch.micro lower, parallel.recompute=true, optimizer.offload=true or parallel.zero higher";
+        if !grows || most - blocks.bytes() < bytes {
+            let whose = if grows { "that this rank may take: it has" } else { "of this rank, which has" };
+            return Err(Error::input(format!(
+                "out of GPU memory: no {wanted} for {} in the {} {whose} taken {taken}; the largest free piece is {}",
+                what.name(),
+                readable(most),
+                readable(blocks.largest())
+            ))
+            .hint(format!("{hint}, or device.memory or device.memory_limit higher")));
+        }
+        let ample = bytes.max(BLOCK).max(blocks.bytes() / GROWTH).min(most - blocks.bytes()) / ALIGNMENT * ALIGNMENT;
+        // A block that is ample for this rank may be more than others have left.
+        if self.allocate(blocks, ample)? || self.allocate(blocks, bytes)? {
+            return Ok(());
+        }
+        let (free, had) = (self.free()?, readable(blocks.bytes()));
+        let message = format!(
+            "out of GPU memory: no {wanted} for {} where {free} of the GPU are free; this rank has {had}, and has taken {taken}",
+            what.name(),
+        );
+        Err(Error::input(message).hint(format!("{hint}, or end what else runs on this GPU")))
+    }
+
+    /// Bytes that the device has left, for people.
+    fn free(&self) -> Result<String> {
+        Ok(readable(check("tell its free memory", self.context.mem_get_info())?.0))
+    }
+
+    /// Takes a block of the device; whether it had so much.
+    ///
+    /// # Errors
+    /// The device failed before.
+    fn allocate(&self, blocks: &mut Blocks, bytes: usize) -> Result<bool> {
+        check("be chosen", self.context.bind_to_thread())?;
+        // SAFETY: the context is bound; the memory is given back in `drop`. It does not come from the stream-ordered
+        // allocator, whose memory other processes cannot open.
+        match unsafe { result::malloc_sync(bytes) } {
+            Err(DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => Ok(false),
+            base => {
+                blocks.add(check("give memory", base)?, bytes);
+                Ok(true)
+            }
+        }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_ok() {
+            for block in &self.lock().blocks {
+                // SAFETY: every piece holds the pool, so none is left. Failures are of no use to anybody by now.
+                let _ = unsafe { result::free_sync(block.base) };
+            }
+        }
+    }
+}
+
+impl Piece {
+    /// Its address on the device.
+    pub fn pointer(&self) -> u64 {
+        self.pointer
+    }
+}
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        if let Some(what) = self.what {
+            self.pool.ledger.give(what, self.bytes);
+        }
+        self.pool.lock().give(self.place, self.bytes);
+    }
+}
+
+/// The end of a free range that a piece is cut from. Pieces that come and go within a block's turn lie apart from those
+/// that live longer, and so leave larger ranges behind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    Low,
+    High,
+}
+
+/// A place in a pool: its block, and the bytes of that before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Place {
+    block: usize,
+    offset: usize,
+}
+
+/// The blocks of a pool, and the bytes taken.
+#[derive(Default)]
+struct Blocks {
+    blocks: Vec<Block>,
+    taken: usize,
+    most_taken: usize,
+}
+
+/// A block of the device's memory.
+struct Block {
+    base: u64,
+    bytes: usize,
+    /// The free ranges, by offset; neighbours are one range.
+    free: BTreeMap<usize, usize>,
+}
+
+impl Blocks {
+    fn add(&mut self, base: u64, bytes: usize) {
+        self.blocks.push(Block { base, bytes, free: BTreeMap::from([(0, bytes)]) });
+    }
+
+    fn bytes(&self) -> usize {
+        self.blocks.iter().map(|block| block.bytes).sum()
+    }
+
+    fn address(&self, Place { block, offset }: Place) -> u64 {
+        self.blocks[block].base + offset as u64
+    }
+
+    /// Cuts `bytes` off an end of the smallest range that holds them.
+    fn take(&mut self, bytes: usize, end: End) -> Option<Place> {
+        if bytes == 0 {
+            return Some(Place { block: 0, offset: 0 });
+        }
+        let ranges = self.blocks.iter().enumerate();
+        let ranges = ranges.flat_map(|(block, of)| of.free.iter().map(move |(offset, have)| (block, *offset, *have)));
+        let (block, offset, have) = ranges.filter(|(.., have)| *have >= bytes).min_by_key(|(.., have)| *have)?;
+        let rest = have - bytes;
+        let (taken, rest_at) = match end {
+            End::Low => (offset, offset + bytes),
+            End::High => (offset + rest, offset),
+        };
+        let free = &mut self.blocks[block].free;
+        free.remove(&offset);
+        if rest > 0 {
+            free.insert(rest_at, rest);
+        }
+        self.taken += bytes;
+        self.most_taken = self.most_taken.max(self.taken);
+        Some(Place { block, offset: taken })
+    }
+
+    fn give(&mut self, Place { block, mut offset }: Place, mut bytes: usize) {
+        if bytes == 0 {
+            return;
+        }
+        self.taken -= bytes;
+        let free = &mut self.blocks[block].free;
+        if let Some(after) = free.remove(&(offset + bytes)) {
+            bytes += after;
+        }
+        if let Some((&before, &have)) = free.range(..offset).next_back()
+            && before + have == offset
+        {
+            free.remove(&before);
+            (offset, bytes) = (before, have + bytes);
+        }
+        free.insert(offset, bytes);
+    }
+
+    fn largest(&self) -> usize {
+        self.blocks.iter().flat_map(|block| block.free.values()).copied().max().unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn blocks(sizes: &[usize]) -> Blocks {
+        let mut blocks = Blocks::default();
+        sizes.iter().for_each(|bytes| blocks.add(0, *bytes));
+        blocks
+    }
+
+    fn at(block: usize, offset: usize) -> Place {
+        Place { block, offset }
+    }
+
+    #[test]
+    fn neighbours_become_one_again() {
+        let mut free = blocks(&[1000]);
+        let [a, b, c] = [300, 300, 300].map(|bytes| free.take(bytes, End::Low).unwrap());
+        assert_eq!((a, b, c, free.largest()), (at(0, 0), at(0, 300), at(0, 600), 100));
+        assert!(free.take(200, End::Low).is_none());
+        free.give(b, 300);
+        assert_eq!(free.take(100, End::Low), Some(at(0, 900)));
+        assert_eq!((free.take(100, End::High), free.take(100, End::High)), (Some(at(0, 500)), Some(at(0, 400))));
+        free.give(at(0, 400), 100);
+        free.give(at(0, 500), 100);
+        free.give(at(0, 900), 100);
+        free.give(a, 300);
+        free.give(c, 300);
+        assert_eq!(free.blocks[0].free, BTreeMap::from([(0, 1000)]));
+        assert_eq!(free.take(0, End::High), Some(at(0, 0)));
+        assert_eq!((free.taken, free.most_taken), (0, 900));
+    }
+
+    #[test]
+    fn a_piece_lies_in_one_block() {
+        let mut free = blocks(&[100, 100]);
+        assert!(free.take(150, End::Low).is_none());
+        let (a, b) = (free.take(60, End::Low).unwrap(), free.take(100, End::Low).unwrap());
+        assert_eq!((a, b, free.take(60, End::Low)), (at(0, 0), at(1, 0), None));
+        free.add(1 << 20, 60);
+        let c = free.take(60, End::High).unwrap();
+        assert_eq!((c, free.address(c), free.bytes(), free.taken), (at(2, 0), 1 << 20, 260, 220));
+        // A block's end and the next one's beginning are no neighbours, wherever they lie.
+        free.give(a, 60);
+        free.give(b, 100);
+        assert_eq!((free.largest(), free.take(101, End::Low)), (100, None));
+    }
+}

@@ -1,0 +1,96 @@
+//! Numbers that kernels compute and the host reads later, many at a time.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::{CudaStream, result};
+
+use super::libraries::check;
+use super::pinned::Pinned;
+use super::pool::{Piece, Pool};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::MemoryKind;
+
+/// Numbers that may be waiting to be read at once.
+const SLOTS: usize = 1 << 14;
+
+/// Bytes that their places take on the device.
+pub const BYTES: usize = SLOTS * size_of::<f64>();
+
+/// Places for numbers on the device, and their last copy on the host.
+pub struct Scalars {
+    slots: Piece,
+    state: Mutex<State>,
+}
+
+struct State {
+    free: Vec<u32>,
+    /// Numbers that were asked for so far, and how many of them the copy has.
+    begun: u64,
+    copied: u64,
+    copy: Pinned<f64>,
+}
+
+/// A number on its way.
+pub struct Scalar {
+    home: Arc<Scalars>,
+    slot: u32,
+    /// It is in copies made after so many numbers were asked for.
+    number: u64,
+}
+
+impl Scalars {
+    /// No numbers yet.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn new(pool: &Arc<Pool>, stream: &CudaStream) -> Result<Arc<Self>> {
+        let slots = pool.take(MemoryKind::Workspace, BYTES)?;
+        let copy = Pinned::new(stream.context(), SLOTS)?;
+        let free = (0..SLOTS as u32).rev().collect();
+        Ok(Arc::new(Self { slots, state: Mutex::new(State { free, begun: 0, copied: 0, copy }) }))
+    }
+
+    /// A number that the next kernel will write at [`Scalar::pointer`].
+    ///
+    /// # Errors
+    /// Too many are waiting.
+    pub fn begin(self: &Arc<Self>) -> Result<Scalar> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let slot = state.free.pop().ok_or_else(|| Error::internal(format!("{SLOTS} numbers wait to be read")))?;
+        state.begun += 1;
+        Ok(Scalar { home: self.clone(), slot, number: state.begun })
+    }
+}
+
+impl Scalar {
+    /// Address to which a kernel on the stream of [`Scalar::read`] writes it.
+    pub fn pointer(&self) -> u64 {
+        self.home.slots.pointer() + u64::from(self.slot) * size_of::<f64>() as u64
+    }
+
+    /// Its value: all numbers that are computed by now are copied at once, unless this one was copied already.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn read(&self, stream: &CudaStream) -> Result<f64> {
+        let mut state = self.home.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.copied < self.number {
+            check("be chosen", stream.context().bind_to_thread())?;
+            // SAFETY: the slots and their copy are of one length and live as long as `home`, whose lock is held until
+            // the copy is complete.
+            let copied = unsafe {
+                result::memcpy_dtoh_async(state.copy.as_mut_slice(), self.home.slots.pointer(), stream.cu_stream())
+            };
+            check("copy numbers to the host", copied)?;
+            check("finish its work", stream.synchronize())?;
+            state.copied = state.begun;
+        }
+        Ok(state.copy.as_slice()[self.slot as usize])
+    }
+}
+
+impl Drop for Scalar {
+    fn drop(&mut self) {
+        self.home.state.lock().unwrap_or_else(PoisonError::into_inner).free.push(self.slot);
+    }
+}

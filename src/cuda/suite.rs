@@ -1,0 +1,221 @@
+//! The suite of all devices on a GPU, in each precision, and on the simulator of one: two runs give the same bits.
+
+use std::path::Path;
+use std::process::Command;
+
+use hpctrain_device_tests::common::{Results, bits, down, random, random_tf32, up, up_f32};
+use hpctrain_device_tests::each_operation;
+
+use crate::{Cuda, Device, lead};
+
+/// An operation on the first GPU, twice.
+fn on_first_gpu(precision: crate::Precision, test: fn(&Cuda) -> Results) {
+    let device = Device::open(0).unwrap();
+    let once = || bits(test(&Cuda::new(&device, 256 << 20, precision).unwrap()));
+    assert!(once() == once(), "two runs give different bits");
+}
+
+/// Elements that operands begin after a multiple of 256 bytes, as tensors do within a unit.
+const LEADS: [usize; 3] = [1, 3, 5];
+
+/// The variable with which the first of these is enough.
+const ONE_LEAD: &str = "HPCTRAIN_TEST_ONE_LEAD";
+
+/// As [`on_first_gpu`], with operands that begin anywhere.
+fn on_first_gpu_anywhere(precision: crate::Precision, operation: &str, test: fn(&Cuda) -> Results) {
+    if operation == "attention" {
+        return eprintln!("skipped: operands of attention are buffers of their own, which tensor cores want aligned");
+    }
+    // The simulator knows alignment alone, which is that of any odd number of elements.
+    let leads = if std::env::var_os(ONE_LEAD).is_some() { &LEADS[..1] } else { &LEADS };
+    for lead in leads {
+        lead::set(*lead);
+        on_first_gpu(precision, test);
+        lead::set(0);
+    }
+}
+
+#[test]
+#[ignore = "needs the simulator of a GPU, whose priorities are known"]
+fn urgent_streams() {
+    let cuda = Cuda::new(&Device::open(0).unwrap(), 64 << 20, crate::Precision::Bf16).unwrap();
+    assert_eq!(cuda.priorities().unwrap(), (0, vec![-5; 5]));
+}
+
+#[test]
+fn messages_and_copies_go_before_kernels_that_compute() {
+    simulated("urgent_streams", &[]);
+}
+
+/// Runs an ignored test of this program with the simulator's libraries (`tests/cudasim/`).
+fn simulated(test: &str, settings: &[(&str, &str)]) {
+    let program = std::env::current_exe().unwrap();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    // Beside the folder of the programs, where integration tests build it too.
+    let out = program.ancestors().nth(3).unwrap().join("tmp/cudasim");
+    assert!(Command::new(root.join("../../tests/cudasim/build.sh")).arg(&out).status().unwrap().success());
+    let mut command = Command::new(program);
+    command.args([&format!("suite::{test}"), "--exact", "--ignored", "--nocapture"]);
+    command.env("LD_LIBRARY_PATH", out.join("lib")).env("CUDASIM_CACHE", out.join("kernels"));
+    command.env("XDG_CACHE_HOME", out.join("cache")).env_remove("CUDA_VISIBLE_DEVICES");
+    let output = command.envs(settings.iter().copied()).output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let told = text(&output.stdout) + &text(&output.stderr);
+    assert!(output.status.success() && told.contains("1 passed"), "{settings:?}: {told}");
+}
+
+macro_rules! on_cuda {
+    ($module:ident, $precision:expr; $($operation:ident: $test:expr,)*) => {
+        mod $module {
+            $(
+                #[test]
+                #[ignore = "needs a GPU or its simulator"]
+                fn $operation() {
+                    super::on_first_gpu($precision, $test);
+                }
+            )*
+        }
+    };
+}
+
+each_operation! { on_cuda! {
+    cuda_f32, crate::Precision::F32(crate::Arithmetic::Full);
+    products: |b| hpctrain_device_tests::linear::products(b, super::random),
+    convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random),
+} }
+
+each_operation! { on_cuda! {
+    cuda_tf32, crate::Precision::F32(crate::Arithmetic::Tf32);
+    products: hpctrain_device_tests::linear::products_in_tf32,
+    convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random_tf32),
+} }
+
+each_operation! { on_cuda! {
+    cuda_bf16, crate::Precision::Bf16;
+    products: |b| hpctrain_device_tests::linear::products(b, super::random),
+    convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random),
+} }
+
+macro_rules! on_cuda_anywhere {
+    ($module:ident, $precision:expr; $($operation:ident: $test:expr,)*) => {
+        mod $module {
+            $(
+                #[test]
+                #[ignore = "needs a GPU or its simulator"]
+                fn $operation() {
+                    super::on_first_gpu_anywhere($precision, stringify!($operation), $test);
+                }
+            )*
+        }
+    };
+}
+
+each_operation! { on_cuda_anywhere! {
+    cuda_anywhere_f32, crate::Precision::F32(crate::Arithmetic::Full);
+    products: |b| hpctrain_device_tests::linear::products(b, super::random),
+    convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random),
+} }
+
+each_operation! { on_cuda_anywhere! {
+    cuda_anywhere_bf16, crate::Precision::Bf16;
+    products: |b| hpctrain_device_tests::linear::products(b, super::random),
+    convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random),
+} }
+
+/// The tests of a module on the simulator, with settings of it.
+macro_rules! simulated {
+    ($module:ident, $of:literal, $settings:expr; $($operation:ident: $_test:expr,)*) => {
+        mod $module {
+            $(
+                #[test]
+                fn $operation() {
+                    super::simulated(concat!($of, "::", stringify!($operation)), $settings);
+                }
+            )*
+        }
+    };
+}
+
+each_operation! { simulated! {
+    simulated_f32, "cuda_f32", &[("CUDASIM_CHECK", "1"), ("CUDASIM_STREAMS", "lazy"), ("CUDASIM_ORDER", "reverse")];
+    products: hpctrain_device_tests::linear::products,
+    convolutions: hpctrain_device_tests::convolution::convolutions,
+} }
+
+each_operation! { simulated! {
+    simulated_tf32, "cuda_tf32", &[];
+    products: hpctrain_device_tests::linear::products_in_tf32,
+    convolutions: hpctrain_device_tests::convolution::convolutions,
+} }
+
+each_operation! { simulated! {
+    simulated_bf16, "cuda_bf16", &[("CUDASIM_CHECK", "1"), ("CUDASIM_HOST_ACCESS", "0")];
+    products: hpctrain_device_tests::linear::products,
+    convolutions: hpctrain_device_tests::convolution::convolutions,
+} }
+
+each_operation! { simulated! {
+    simulated_anywhere_f32, "cuda_anywhere_f32", &[(super::ONE_LEAD, "1")];
+    products: hpctrain_device_tests::linear::products,
+    convolutions: hpctrain_device_tests::convolution::convolutions,
+} }
+
+each_operation! { simulated! {
+    simulated_anywhere_bf16, "cuda_anywhere_bf16", &[(super::ONE_LEAD, "1")];
+    products: hpctrain_device_tests::linear::products,
+    convolutions: hpctrain_device_tests::convolution::convolutions,
+} }
+
+/// Where cuBLASLt knows no algorithm for a product with its GELU, the two go one after the other, to the same results.
+#[test]
+fn products_without_fused_gelu() {
+    simulated("cuda_bf16::products", &[("CUDASIM_FAIL", "nogelu")]);
+}
+
+/// Without any algorithm the error names the product.
+#[test]
+fn products_without_an_algorithm() {
+    simulated("unknown_products", &[("CUDASIM_FAIL", "noalgo")]);
+}
+
+#[test]
+#[ignore = "needs a simulator that knows no algorithm"]
+fn unknown_products() {
+    use hpctrain_device::{Backend as _, Gemm, LinearOps as _};
+    let cuda = Cuda::new(&Device::open(0).unwrap(), 64 << 20, crate::Precision::Bf16).unwrap();
+    let [a, b, mut c] = [6, 12, 8].map(|len| up(&cuda, &vec![1.0; len]));
+    let shape = Gemm { m: 2, n: 4, k: 3, ta: false, tb: false, acc: false };
+    let (a, b, c) = (Cuda::all(&a), Cuda::all(&b), Cuda::all_mut(&mut c));
+    let error = cuda.gemm(shape, a, b, c).unwrap_err().to_string();
+    let says = "cuBLASLt knows no algorithm to multiply 2×4×3 of bf16 and bf16 in bf16";
+    assert!(error.contains(says) && error.contains("hint: "), "{error}");
+}
+
+/// More chunks of places, and more samples, than a grid has blocks along y or z.
+#[test]
+fn channels_of_a_long_batch() {
+    simulated("long_channels", &[]);
+}
+
+#[test]
+#[ignore = "needs a GPU or its simulator"]
+fn long_channels() {
+    use hpctrain_device::{Backend as _, ChannelOps as _, Channels};
+    on_first_gpu(crate::Precision::F32(crate::Arithmetic::Full), |cuda| {
+        let moments = |samples, places, x: &[f32]| {
+            let shape = Channels { samples, places, channels: 1, groups: 1 };
+            let (x, mut moments) = (up(cuda, x), up_f32(cuda, &vec![7.0; 3 * samples]));
+            cuda.channel_moments(shape, Cuda::all(&x), Cuda::all_mut(&mut moments)).unwrap();
+            down(cuda, &moments)
+        };
+        let places = 65_536 * 128 + 1;
+        let mut x = vec![1.0; places];
+        x[places - 1] = 3.0;
+        let long = moments(1, places, &x);
+        assert_eq!(long, [1.0, 2.0, 4.0]);
+        let x: Vec<f32> = (0..65_537).map(|sample| (sample % 3) as f32).collect();
+        let many = moments(x.len(), 1, &x);
+        assert!(many.chunks(3).zip(&x).all(|(moments, &x)| moments == [x, 0.0, 0.0]), "moments of samples");
+        vec![long, many]
+    });
+}

@@ -1,0 +1,215 @@
+//! NVRTC and cuBLASLt, each in a version that the driver runs.
+//!
+//! Files of several versions may be installed: Python's packages put the newest beside a driver that does not know it. A
+//! driver refuses kernels of libraries of a newer major version, with errors that name neither, so the first file of a major
+//! version that the driver knows is taken.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::OnceLock;
+
+use cudarc::cublaslt::sys as lt;
+use cudarc::driver::sys as driver;
+use cudarc::nvrtc::sys as nvrtc;
+
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::library;
+use hpctrain_device::library_functions;
+
+/// Advice for a missing library.
+const HINT: &str = "install CUDA's run-time libraries, or name their folder in LD_LIBRARY_PATH; \
+     pip install nvidia-cuda-nvrtc nvidia-cublas has both";
+
+library_functions! {
+    /// Of NVRTC.
+    pub(super) Nvrtc {
+        version = c"nvrtcVersion"(*mut c_int, *mut c_int) -> nvrtc::nvrtcResult;
+        create = c"nvrtcCreateProgram"(
+            *mut nvrtc::nvrtcProgram, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char
+        ) -> nvrtc::nvrtcResult;
+        compile = c"nvrtcCompileProgram"(nvrtc::nvrtcProgram, c_int, *const *const c_char) -> nvrtc::nvrtcResult;
+        log_size = c"nvrtcGetProgramLogSize"(nvrtc::nvrtcProgram, *mut usize) -> nvrtc::nvrtcResult;
+        log = c"nvrtcGetProgramLog"(nvrtc::nvrtcProgram, *mut c_char) -> nvrtc::nvrtcResult;
+        cubin_size = c"nvrtcGetCUBINSize"(nvrtc::nvrtcProgram, *mut usize) -> nvrtc::nvrtcResult;
+        cubin = c"nvrtcGetCUBIN"(nvrtc::nvrtcProgram, *mut c_char) -> nvrtc::nvrtcResult;
+        destroy = c"nvrtcDestroyProgram"(*mut nvrtc::nvrtcProgram) -> nvrtc::nvrtcResult;
+    }
+}
+
+library_functions! {
+    /// Of cuBLASLt.
+    pub(super) CublasLt {
+        version = c"cublasLtGetVersion"() -> usize;
+        create = c"cublasLtCreate"(*mut lt::cublasLtHandle_t) -> lt::cublasStatus_t;
+        destroy = c"cublasLtDestroy"(lt::cublasLtHandle_t) -> lt::cublasStatus_t;
+        create_layout = c"cublasLtMatrixLayoutCreate"(
+            *mut lt::cublasLtMatrixLayout_t, lt::cudaDataType, u64, u64, i64
+        ) -> lt::cublasStatus_t;
+        destroy_layout = c"cublasLtMatrixLayoutDestroy"(lt::cublasLtMatrixLayout_t) -> lt::cublasStatus_t;
+        create_description = c"cublasLtMatmulDescCreate"(
+            *mut lt::cublasLtMatmulDesc_t, lt::cublasComputeType_t, lt::cudaDataType
+        ) -> lt::cublasStatus_t;
+        destroy_description = c"cublasLtMatmulDescDestroy"(lt::cublasLtMatmulDesc_t) -> lt::cublasStatus_t;
+        describe = c"cublasLtMatmulDescSetAttribute"(
+            lt::cublasLtMatmulDesc_t, lt::cublasLtMatmulDescAttributes_t, *const c_void, usize
+        ) -> lt::cublasStatus_t;
+        create_preference = c"cublasLtMatmulPreferenceCreate"(*mut lt::cublasLtMatmulPreference_t) -> lt::cublasStatus_t;
+        destroy_preference = c"cublasLtMatmulPreferenceDestroy"(lt::cublasLtMatmulPreference_t) -> lt::cublasStatus_t;
+        prefer = c"cublasLtMatmulPreferenceSetAttribute"(
+            lt::cublasLtMatmulPreference_t, lt::cublasLtMatmulPreferenceAttributes_t, *const c_void, usize
+        ) -> lt::cublasStatus_t;
+        heuristic = c"cublasLtMatmulAlgoGetHeuristic"(
+            lt::cublasLtHandle_t, lt::cublasLtMatmulDesc_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t,
+            lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatmulPreference_t, c_int,
+            *mut lt::cublasLtMatmulHeuristicResult_t, *mut c_int
+        ) -> lt::cublasStatus_t;
+        check_algorithm = c"cublasLtMatmulAlgoCheck"(
+            lt::cublasLtHandle_t, lt::cublasLtMatmulDesc_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t,
+            lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t, *const lt::cublasLtMatmulAlgo_t,
+            *mut lt::cublasLtMatmulHeuristicResult_t
+        ) -> lt::cublasStatus_t;
+        matmul = c"cublasLtMatmul"(
+            lt::cublasLtHandle_t, lt::cublasLtMatmulDesc_t, *const c_void, *const c_void, lt::cublasLtMatrixLayout_t,
+            *const c_void, lt::cublasLtMatrixLayout_t, *const c_void, *const c_void, lt::cublasLtMatrixLayout_t,
+            *mut c_void, lt::cublasLtMatrixLayout_t, *const lt::cublasLtMatmulAlgo_t, *mut c_void, usize,
+            lt::cudaStream_t
+        ) -> lt::cublasStatus_t;
+    }
+}
+
+/// A major and a minor version.
+pub type Version = (u32, u32);
+
+/// A library's functions and its version.
+pub struct Found<T> {
+    /// Its functions.
+    pub functions: T,
+    /// Its version.
+    pub version: Version,
+}
+
+impl<T> Found<T> {
+    /// For people: `13.0`.
+    pub fn version(&self) -> String {
+        named(self.version)
+    }
+}
+
+fn named((major, minor): Version) -> String {
+    format!("{major}.{minor}")
+}
+
+/// A library as it is looked for.
+struct Wanted {
+    name: &'static str,
+    use_for: &'static str,
+    /// As it is installed to build programs, and to run them.
+    files: [&'static CStr; 4],
+}
+
+/// NVRTC.
+///
+/// # Errors
+/// It is not there, lacks a function, or is too new for the driver.
+pub fn nvrtc() -> Result<&'static Found<Nvrtc>> {
+    static FOUND: OnceLock<Result<Found<Nvrtc>>> = OnceLock::new();
+    const WANTED: Wanted = Wanted {
+        name: "NVRTC",
+        use_for: "which compiles the GPU's kernels, is not there: libnvrtc.so",
+        files: [c"libnvrtc.so", c"libnvrtc.so.13", c"libnvrtc.so.12", c"libnvrtc.so.11.2"],
+    };
+    let found = FOUND.get_or_init(|| {
+        first(&WANTED, driver_version(), |file| {
+            // SAFETY: NVRTC's functions have had these types since they were there.
+            let functions = unsafe { Nvrtc::of(file, |function| lacks(&WANTED, function)) }?;
+            let (mut major, mut minor) = (0, 0);
+            // SAFETY: writes two integers.
+            let status = unsafe { (functions.version)(&mut major, &mut minor) };
+            status.result().map_err(|e| Error::device(format!("NVRTC failed: {e:?}")))?;
+            Ok(Found { functions, version: (major as u32, minor as u32) })
+        })
+    });
+    found.as_ref().map_err(Clone::clone)
+}
+
+/// cuBLASLt.
+///
+/// # Errors
+/// As [`nvrtc()`].
+pub fn cublaslt() -> Result<&'static Found<CublasLt>> {
+    static FOUND: OnceLock<Result<Found<CublasLt>>> = OnceLock::new();
+    const WANTED: Wanted = Wanted {
+        name: "cuBLASLt",
+        use_for: "which multiplies matrices on the GPU, is not there: libcublasLt.so",
+        files: [c"libcublasLt.so", c"libcublasLt.so.13", c"libcublasLt.so.12", c"libcublasLt.so.11"],
+    };
+    let found = FOUND.get_or_init(|| {
+        first(&WANTED, driver_version(), |file| {
+            // SAFETY: cuBLASLt's functions have had these types since they were there.
+            let functions = unsafe { CublasLt::of(file, |function| lacks(&WANTED, function)) }?;
+            // SAFETY: takes nothing.
+            let number = unsafe { (functions.version)() } as u32;
+            // Since 11 it counts 10000 a major and 100 a minor version.
+            Ok(Found { functions, version: (number / 10_000, number % 10_000 / 100) })
+        })
+    });
+    found.as_ref().map_err(Clone::clone)
+}
+
+/// The CUDA version that the driver speaks, if there is one: it need not have found a GPU.
+fn driver_version() -> Option<Version> {
+    // SAFETY: only looks whether the library can be opened.
+    if !unsafe { driver::is_culib_present() } {
+        return None;
+    }
+    let mut found = 0;
+    // SAFETY: the driver is there and writes one integer.
+    unsafe { driver::cuDriverGetVersion(&mut found) }.result().ok()?;
+    let found = u32::try_from(found).ok()?;
+    Some((found / 1000, found % 1000 / 10))
+}
+
+fn lacks(wanted: &Wanted, function: &str) -> Error {
+    Error::input(format!("{} has no {function}", wanted.name)).hint(HINT)
+}
+
+/// The first of the library's files whose major version is not above the driver's. Without a driver, the first of all.
+fn first<T>(
+    wanted: &Wanted,
+    driver: Option<Version>,
+    look: impl Fn(*mut c_void) -> Result<Found<T>>,
+) -> Result<Found<T>> {
+    let mut too_new = None;
+    for file in wanted.files {
+        // SAFETY: NVIDIA's libraries do nothing when they are opened.
+        let Some(opened) = (unsafe { library::open(&[file]) }) else { continue };
+        let found = look(opened)?;
+        match driver {
+            Some(driver) if found.version.0 > driver.0 => {
+                log::debug!("{} {} is too new for the driver", file.to_string_lossy(), found.version());
+                too_new.get_or_insert(refusal(wanted.name, found.version, driver));
+                // SAFETY: nothing of it is used any more: its table goes as well.
+                unsafe { libc::dlclose(opened) };
+            }
+            _ => return Ok(found),
+        }
+    }
+    Err(too_new.unwrap_or_else(|| Error::input(format!("{}, {}", wanted.name, wanted.use_for)).hint(HINT)))
+}
+
+/// The error of a library that is too new for the driver.
+fn refusal(name: &str, (major, minor): Version, driver: Version) -> Error {
+    let release = match major {
+        13 => " (580 or later)",
+        12 => " (525 or later)",
+        _ => "",
+    };
+    let known = driver.0;
+    Error::input(format!(
+        "{name} {major}.{minor} needs a GPU driver of CUDA {major}{release}, and this one speaks CUDA {}",
+        named(driver)
+    ))
+    .hint(format!(
+        "update the driver, or install libraries of CUDA {known} (pip install nvidia-cuda-nvrtc-cu{known} nvidia-cublas-cu{known}) \
+         and name their folders first in LD_LIBRARY_PATH"
+    ))
+}

@@ -1,0 +1,88 @@
+//! Functions of every element.
+
+use crate::{Backend, Work};
+use hpctrain_base::error::Result;
+
+/// A function of every element.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Activation {
+    /// max(x, 0).
+    Relu,
+    /// x where it is positive, else x times this slope (Maas, Hannun and Ng, 2013).
+    LeakyRelu(f32),
+    /// x·Φ(x) in its tanh form (Hendrycks and Gimpel, 2016).
+    Gelu,
+    /// x·σ(x).
+    Silu,
+    /// The hyperbolic tangent.
+    Tanh,
+    /// σ(x) = 1 / (1 + e⁻ˣ).
+    Sigmoid,
+}
+
+/// Names of a function: in profiles, and of its kernels on a device that has one for each.
+pub struct Names {
+    /// Of the function, in profiles.
+    pub forward: &'static str,
+    /// Of its gradient, in profiles.
+    pub backward: &'static str,
+    /// Of its kernel.
+    pub map: &'static str,
+    /// Of the kernel of its gradient.
+    pub scale: &'static str,
+}
+
+macro_rules! names {
+    ($name:literal) => {
+        Names {
+            forward: $name,
+            backward: concat!($name, ", backward"),
+            map: concat!("map_", $name),
+            scale: concat!("scale_", $name),
+        }
+    };
+}
+
+impl Activation {
+    /// The constant of a function that has one, for kernels that take it; zero of the others.
+    pub fn parameter(self) -> f32 {
+        match self {
+            Activation::LeakyRelu(slope) => slope,
+            _ => 0.0,
+        }
+    }
+
+    /// Its names.
+    pub fn names(self) -> Names {
+        match self {
+            Activation::Relu => names!("relu"),
+            Activation::LeakyRelu(_) => names!("leaky_relu"),
+            Activation::Gelu => names!("gelu"),
+            Activation::Silu => names!("silu"),
+            Activation::Tanh => names!("tanh"),
+            Activation::Sigmoid => names!("sigmoid"),
+        }
+    }
+}
+
+/// Functions of every element.
+///
+/// [`Kernels`](super::Kernels) has the rules common to all.
+pub trait ActivationOps: Backend {
+    /// `y = f(x)`; overwrites.
+    fn activation(&self, f: Activation, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// `dy *= f'(x)`, in place.
+    fn activation_backward(&self, f: Activation, x: Self::View<'_>, dy: Self::ViewMut<'_>) -> Result<()>;
+}
+
+impl Work {
+    /// A function of every element.
+    pub fn activation(f: Activation, len: usize) -> Self {
+        Self::moves(f.names().forward, 2 * len).on([len])
+    }
+
+    /// Its gradient in place.
+    pub fn activation_backward(f: Activation, len: usize) -> Self {
+        Self::moves(f.names().backward, 3 * len).on([len])
+    }
+}

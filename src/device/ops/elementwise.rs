@@ -1,0 +1,42 @@
+//! Fills, copies, sums.
+
+use crate::{Backend, Work};
+use hpctrain_base::error::Result;
+
+/// Fills, copies, sums.
+///
+/// [`Kernels`](super::Kernels) has the rules common to all.
+pub trait ElementwiseOps: Backend {
+    /// `y = 0`.
+    fn zero(&self, y: Self::ViewMut<'_>) -> Result<()>;
+    /// `y = x`.
+    fn copy(&self, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// `y += x`.
+    fn add(&self, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// `Σ x` in f64, in a fixed order.
+    fn sum(&self, x: Self::View<'_>) -> Result<Self::Scalar>;
+    /// `Σ x²` in f64, summed in fixed chunks.
+    fn sum_squares(&self, x: Self::View<'_>) -> Result<Self::Scalar>;
+}
+
+impl Work {
+    /// A fill with zeros.
+    pub fn zero(len: usize) -> Self {
+        Self::moves("zero", len).on([len])
+    }
+
+    /// A copy.
+    pub fn copy(len: usize) -> Self {
+        Self::moves("copy", 2 * len).on([len])
+    }
+
+    /// A sum in place.
+    pub fn add(len: usize) -> Self {
+        Self::moves("add", 3 * len).on([len])
+    }
+
+    /// A sum of f32, or of their squares.
+    pub fn sum(len: usize) -> Self {
+        Self::moves("sum", 0).on([len]).exactly(len)
+    }
+}

@@ -1,0 +1,26 @@
+//! The softmax of rows.
+
+use crate::{Backend, Work};
+use hpctrain_base::error::Result;
+
+/// The softmax of rows.
+///
+/// [`Kernels`](super::Kernels) has the rules common to all.
+pub trait SoftmaxOps: Backend {
+    /// `y = softmax(x)` of rows of `width` elements; overwrites.
+    fn softmax(&self, width: usize, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// Replaces the gradient of `y = softmax(x)` by that of `x`.
+    fn softmax_backward(&self, width: usize, y: Self::View<'_>, dy: Self::ViewMut<'_>) -> Result<()>;
+}
+
+impl Work {
+    /// A softmax of rows.
+    pub fn softmax(len: usize) -> Self {
+        Self::moves("softmax", 2 * len).on([len])
+    }
+
+    /// Its gradient in place.
+    pub fn softmax_backward(len: usize) -> Self {
+        Self::moves("softmax, backward", 3 * len).on([len])
+    }
+}

@@ -1,0 +1,116 @@
+//! What the tests of operations share: operands, results, comparison with f64.
+
+use hpctrain_base::random::Stream;
+use hpctrain_device::{Kernels, MemoryKind};
+
+/// Results of kernels, one vector a kernel and shape.
+pub type Results = Vec<Vec<f32>>;
+
+/// Relative error allowed, against the largest value of the result.
+pub fn tolerance<B: Kernels>(b: &B) -> f64 {
+    if b.computes_narrow() { 1e-2 } else { 1e-5 }
+}
+
+/// Normal numbers that the device's compute type can hold, named by `seed`.
+pub fn random<B: Kernels>(b: &B, seed: u64, len: usize) -> Vec<f32> {
+    let mut values = vec![0.0; len];
+    Stream::new(seed).fill_normal(&mut values);
+    rounded(b, &values)
+}
+
+/// The values as the device's compute type holds them.
+pub fn rounded<B: Kernels>(b: &B, values: &[f32]) -> Vec<f32> {
+    down(b, &up(b, values))
+}
+
+pub fn ids(seed: u64, len: usize, below: usize) -> Vec<u32> {
+    (0..len).map(|i| (Stream::new(seed).uniform(i as u64) * below as f64) as u32).collect()
+}
+
+pub fn wide(x: &[f32]) -> Vec<f64> {
+    x.iter().copied().map(f64::from).collect()
+}
+
+pub fn close<B: Kernels>(b: &B, got: &B::Buf, want: &[f64], what: &str) {
+    let got = down(b, got);
+    assert_eq!(got.len(), want.len(), "{what}");
+    let largest = want.iter().fold(1e-6, |a: f64, b| a.max(b.abs()));
+    let mut bias = 0.0;
+    for (i, (&g, w)) in got.iter().zip(want).enumerate() {
+        let error = f64::from(g) - w;
+        assert!(error.abs() <= tolerance(b) * largest, "{what}[{i}]: {g}, in f64 {w}");
+        bias += error / largest;
+    }
+    // Rounding goes up as often as down.
+    let count = got.len() as f64;
+    assert!(bias.abs() <= tolerance(b) * (count.sqrt() + 0.01 * count), "{what} is off by {} on average", bias / count);
+}
+
+/// In the compute type: parameters, activations.
+pub fn up<B: Kernels>(b: &B, x: &[f32]) -> B::Buf {
+    b.upload(MemoryKind::Parameters, x).unwrap()
+}
+
+/// In f32: masters, gradients of parameters, statistics, losses.
+pub fn up_f32<B: Kernels>(b: &B, x: &[f32]) -> B::Buf {
+    b.upload_f32(MemoryKind::Gradients, x).unwrap()
+}
+
+pub fn down<B: Kernels>(b: &B, x: &B::Buf) -> Vec<f32> {
+    let mut host = vec![0.0; B::len(x)];
+    b.download(B::all(x), &mut host).unwrap();
+    host
+}
+
+/// Elements from a row of so many columns to the next that a device takes: none between them, and its own padding.
+pub fn strides<B: Kernels>(columns: usize) -> Vec<usize> {
+    let mut all = vec![columns, B::row_stride(columns)];
+    all.dedup();
+    all
+}
+
+/// Rows that lie so far apart, with NaN between them: no result may come of that.
+pub fn apart(rows: &[f32], columns: usize, stride: usize) -> Vec<f32> {
+    let padding = vec![f32::NAN; stride - columns];
+    rows.chunks(columns).flat_map(|row| row.iter().chain(&padding).copied()).collect()
+}
+
+/// The rows of [`apart`] again. Panics if anything but NaN is between them.
+pub fn together<B: Kernels>(b: &B, buf: &B::Buf, columns: usize, stride: usize) -> Vec<f32> {
+    let all = down(b, buf);
+    assert!(all.chunks(stride).all(|row| row[columns..].iter().all(|x| x.is_nan())), "padding was written");
+    all.chunks(stride).flat_map(|row| row[..columns].iter().copied()).collect()
+}
+
+/// A row-major product in f64, `a` m×k and `b` k×n.
+pub fn product(
+    m: usize,
+    n: usize,
+    k: usize,
+    a: impl Fn(usize, usize) -> f64,
+    b: impl Fn(usize, usize) -> f64,
+) -> Vec<f64> {
+    (0..m * n).map(|i| (0..k).map(|l| a(i / n, l) * b(l, i % n)).sum()).collect()
+}
+
+/// As [`close`], for sums that are f32 on every device: relative to the largest of all.
+pub fn close_f32(got: &[f32], want: &[f64], what: &str) {
+    let most = want.iter().fold(0.0f64, |most, want| most.max(want.abs())).max(1.0);
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        assert!((f64::from(*got) - want).abs() <= 2e-6 * most, "{what}[{i}]: {got} is not {want}");
+    }
+}
+
+/// The bits of results, to compare them exactly.
+pub fn bits(results: Results) -> Vec<Vec<u32>> {
+    results.into_iter().map(|result| result.into_iter().map(f32::to_bits).collect()).collect()
+}
+
+/// Bits of TF32's mantissa.
+pub const TF32_BITS: u32 = 10;
+
+/// As [`random`], in TF32.
+pub fn random_tf32<B: Kernels>(b: &B, seed: u64, len: usize) -> Vec<f32> {
+    let lost = f32::MANTISSA_DIGITS - 1 - TF32_BITS;
+    random(b, seed, len).into_iter().map(|x| f32::from_bits(x.to_bits() >> lost << lost)).collect()
+}

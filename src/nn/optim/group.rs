@@ -1,0 +1,140 @@
+//! Groups of parameters that are updated otherwise than the rest.
+
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use hpctrain_base::layout::{Tensor, UnitLayout};
+use hpctrain_base::pattern;
+
+/// Parameters by the pattern of their names, and the settings that differ for them.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Group {
+    /// Names of tensors; `*` stands for any characters.
+    pub names: String,
+    /// Factor on the learning rate; 0 leaves the parameters as they are.
+    #[serde(default = "Group::one")]
+    pub lr_factor: f32,
+    /// Weight decay; left out, `optimizer.weight_decay` for matrices and none for vectors.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weight_decay: Option<f32>,
+}
+
+impl Group {
+    fn one() -> f32 {
+        1.0
+    }
+
+    /// Whether a tensor is of the group.
+    pub fn holds(&self, tensor: &Tensor) -> bool {
+        pattern::matches(&self.names, &tensor.name)
+    }
+}
+
+/// Neighbouring elements that are updated alike.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Part {
+    /// Elements.
+    pub len: usize,
+    /// Factor on the learning rate.
+    pub lr_factor: f32,
+    /// Their own weight decay; none is the run's for those that decay.
+    pub weight_decay: Option<f32>,
+    /// Whether the run's weight decay is for them.
+    pub decays: bool,
+    /// The tensor of the unit by whose norms their step is scaled.
+    pub scaled_by: Option<usize>,
+    /// They are averages ([`Tensor::average`]), with this rate.
+    pub average: Option<f32>,
+}
+
+impl Part {
+    const PADDING: Self =
+        Self { len: 0, lr_factor: 1.0, weight_decay: None, decays: false, scaled_by: None, average: None };
+
+    /// A whole tensor, its step not scaled.
+    pub fn of(tensor: &Tensor, groups: &[Group]) -> Self {
+        let group = groups.iter().find(|group| group.holds(tensor));
+        Part {
+            len: tensor.len(),
+            lr_factor: group.map_or(1.0, |group| group.lr_factor),
+            weight_decay: group.and_then(|group| group.weight_decay),
+            decays: tensor.decays(),
+            scaled_by: None,
+            average: tensor.average,
+        }
+    }
+
+    /// The weight decay, where the run's is `default`.
+    pub fn decay(&self, default: f32) -> f32 {
+        self.weight_decay.unwrap_or(if self.decays { default } else { 0.0 })
+    }
+
+    fn is_like(&self, other: &Part) -> bool {
+        Self { len: other.len, ..*self } == *other
+    }
+}
+
+/// The parts of a range of a unit, in order; padding behind tensors that do not decay is of their part. `layerwise`: each matrix is a part of its own
+/// ([`Rule::is_layerwise`](super::Rule::is_layerwise)).
+pub fn parts(layout: &UnitLayout, range: Range<usize>, groups: &[Group], layerwise: bool) -> Vec<Part> {
+    let mut parts: Vec<Part> = Vec::new();
+    let mut add = |part: Part| match parts.last_mut() {
+        _ if part.len == 0 => {}
+        Some(last) if last.is_like(&part) => last.len += part.len,
+        _ => parts.push(part),
+    };
+    let mut end = 0;
+    for piece in layout.stored(range.clone()) {
+        add(Part { len: piece.of_owned.start - end, ..Part::PADDING });
+        end = piece.of_owned.end;
+        let part = Part::of(piece.tensor, groups);
+        let scaled_by = (layerwise && part.decays).then_some(piece.index);
+        add(Part { len: piece.of_owned.len(), scaled_by, ..part });
+    }
+    add(Part { len: range.len() - end, ..Part::PADDING });
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hpctrain_base::layout::Init;
+
+    #[test]
+    fn neighbours_that_are_alike_are_one_part() {
+        let tensor = |name: &str, shape: &[usize]| Tensor::new(name, shape, Init::Zeros);
+        let tensors = vec![
+            tensor("a.weight", &[2, 3]),
+            tensor("b.weight", &[2, 2]),
+            tensor("a.bias", &[3]),
+            tensor("b.bias", &[2]),
+        ];
+        let layout = UnitLayout::new("unit", tensors, 1);
+        let part = |len, lr_factor, weight_decay, decays| Part {
+            len,
+            lr_factor,
+            weight_decay,
+            decays,
+            scaled_by: None,
+            average: None,
+        };
+        let plain = [part(10, 1.0, None, true), part(6, 1.0, None, false)];
+        assert_eq!(parts(&layout, 0..16, &[], false), plain);
+        let scaled = |len, tensor| Part { scaled_by: Some(tensor), ..part(len, 1.0, None, true) };
+        assert_eq!(parts(&layout, 2..16, &[], true), [scaled(4, 0), scaled(4, 1), plain[1]]);
+        let group = |names: &str, lr_factor, weight_decay| Group { names: names.into(), lr_factor, weight_decay };
+        let groups = [group("a.*", 0.5, None), group("*.bias", 2.0, Some(0.1)), group("b.*", 9.0, None)];
+        let expected = [
+            part(6, 0.5, None, true),
+            part(4, 9.0, None, true),
+            part(3, 0.5, None, false),
+            part(2, 2.0, Some(0.1), false),
+            part(1, 1.0, None, false),
+        ];
+        assert_eq!(parts(&layout, 0..16, &groups, false), expected);
+        assert_eq!(parts(&layout, 8..12, &groups, false), [part(2, 9.0, None, true), part(2, 0.5, None, false)]);
+        assert_eq!(expected.map(|part| part.decay(0.3)), [0.3, 0.3, 0.0, 0.1, 0.0]);
+    }
+}

@@ -1,0 +1,77 @@
+//! Numbers in the bodies of messages.
+
+use std::borrow::Cow;
+
+use half::bf16;
+use half::slice::HalfFloatSliceExt as _;
+
+use hpctrain_base::error::{Error, Result};
+use hpctrain_config::WireFormat;
+
+/// Appends numbers to a body.
+pub fn encode(format: WireFormat, values: &[f32], body: &mut Vec<u8>) {
+    match format {
+        WireFormat::F32 => body.extend_from_slice(bytemuck::cast_slice(values)),
+        WireFormat::Bf16 => {
+            let mut narrow = vec![bf16::ZERO; values.len()];
+            narrow.convert_from_f32_slice(values);
+            narrow.iter().for_each(|value| body.extend_from_slice(&value.to_le_bytes()));
+        }
+    }
+}
+
+/// Numbers as a body; in another format than theirs they take `room`.
+pub fn encoded<'a>(format: WireFormat, values: &'a [f32], room: &'a mut Vec<u8>) -> &'a [u8] {
+    if format == WireFormat::F32 {
+        return bytemuck::cast_slice(values);
+    }
+    room.clear();
+    encode(format, values, room);
+    room
+}
+
+/// Bytes of a number.
+pub fn width(format: WireFormat) -> usize {
+    match format {
+        WireFormat::F32 => size_of::<f32>(),
+        WireFormat::Bf16 => size_of::<bf16>(),
+    }
+}
+
+/// The numbers of a body.
+///
+/// # Errors
+/// They are not so many.
+pub fn decode(format: WireFormat, body: &[u8], elements: usize) -> Result<Cow<'_, [f32]>> {
+    if body.len() != elements * width(format) {
+        return Err(Error::comm(format!("{} bytes came for {elements} numbers", body.len())));
+    }
+    Ok(match format {
+        // Memory of the allocator is mostly aligned.
+        WireFormat::F32 => match bytemuck::try_cast_slice(body) {
+            Ok(values) => Cow::Borrowed(values),
+            Err(_) => Cow::Owned(bytemuck::pod_collect_to_vec(body)),
+        },
+        WireFormat::Bf16 => {
+            let narrow = body.as_chunks().0.iter().map(|bytes| bf16::from_le_bytes(*bytes));
+            Cow::Owned(narrow.map(bf16::to_f32).collect())
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_arrive() {
+        let values = [1.5f32, -0.0, 3.0e-39, f32::INFINITY];
+        let mut body = vec![];
+        encode(WireFormat::F32, &values, &mut body);
+        assert_eq!(decode(WireFormat::F32, &body, 4).unwrap(), &values[..]);
+        assert!(decode(WireFormat::F32, &body, 5).is_err());
+        body.clear();
+        encode(WireFormat::Bf16, &[1.0, 1.001], &mut body);
+        assert_eq!((body.len(), &decode(WireFormat::Bf16, &body, 2).unwrap()[..]), (4, &[1.0f32, 1.0][..]));
+    }
+}

@@ -1,0 +1,448 @@
+//! A worker: takes work from the coordinator, parameters from the servers, and gives gradients back.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::time::{Duration, Instant};
+
+use super::address::host_name;
+use super::exchange::{Current, Servers, longest};
+use super::heart::Heart;
+use super::line::Line;
+use super::message::{Fault, FromCoordinator, Pushed, Report, Seconds, ToCoordinator, Values, Work};
+use super::program::Program;
+use super::site::Site;
+use super::terms::Terms;
+use super::trace::Recording;
+use hpctrain_base::activity::{Activity, Doing, Track, span};
+use hpctrain_base::error::{Error, Kind, Result};
+use hpctrain_base::signals;
+use hpctrain_comm::{Credentials, single};
+use hpctrain_config::topology::Topology;
+use hpctrain_config::{Config, Facts, Optimizer, OptimizerKind, Plan, resolve};
+use hpctrain_cpu::Cpu;
+use hpctrain_data::Source;
+use hpctrain_device::{Kernels, readable};
+use hpctrain_engine::feed::Feed;
+use hpctrain_engine::{Engine, Geometry, Splits, clip, memory};
+use hpctrain_parallel::{ControlFlags, ReducedStep, StepSchedule};
+use hpctrain_train::evaluate::{Evaluator, model};
+
+/// Pause before a worker asks again whether the run has begun.
+const AGAIN: Duration = Duration::from_millis(50);
+
+/// Time within which one that is cut off must come back before the worker joins anew, perhaps at another address.
+const COMEBACK: Duration = Duration::from_secs(1);
+
+/// The start of a worker.
+#[derive(Debug, Clone)]
+pub struct Hand {
+    /// The place of the run.
+    pub site: Site,
+    /// Time within which a coordinator must be there, and come back.
+    pub patience: Duration,
+    /// Compute threads.
+    pub threads: usize,
+    /// Whether a signal makes it leave: without, the coordinator hears of it and ends the run.
+    pub leaves: bool,
+}
+
+/// The end of a worker's membership.
+enum After {
+    /// The run is over: its exit code.
+    Over(i32),
+    /// It was asked to leave.
+    Left,
+    /// It is to join again.
+    Renew,
+}
+
+impl Hand {
+    /// Returns a connection to the coordinator, and the credentials of the run.
+    fn coordinator(&self) -> Result<(Line, Credentials)> {
+        let contact = self.site.coordinator(self.patience)?;
+        let credentials = self.site.credentials(&contact)?;
+        let line = Line::new("the coordinator", contact.address, credentials.clone(), self.patience);
+        Ok((line.comes_back(COMEBACK), credentials))
+    }
+
+    fn is_to_leave(&self) -> bool {
+        self.leaves && signals::came().is_some()
+    }
+
+    /// Asks until the run takes workers; none if this one is to leave.
+    fn ask(&self, coordinator: &mut Line, request: &ToCoordinator) -> Result<Option<FromCoordinator>> {
+        while !self.is_to_leave() {
+            match coordinator.tell(request)? {
+                FromCoordinator::NotYet => std::thread::sleep(AGAIN),
+                other => return Ok(Some(other)),
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// The configuration of the run, once it takes workers; or the exit code of this process, if the run is over or the process is
+/// asked to leave before.
+///
+/// # Errors
+/// The coordinator is gone.
+pub fn config_of_run(hand: &Hand) -> Result<std::result::Result<Config, i32>> {
+    let since = Instant::now();
+    let request = ToCoordinator::Terms { host: host_name(), process: std::process::id() };
+    loop {
+        let asked = hand.coordinator().and_then(|(mut coordinator, _)| hand.ask(&mut coordinator, &request));
+        match asked {
+            Ok(None) => return Ok(Err(0)),
+            Ok(Some(FromCoordinator::Terms(terms))) => return Ok(Ok(terms.config)),
+            Ok(Some(FromCoordinator::Work(Work::End(code)))) => return Ok(Err(code)),
+            Ok(Some(other)) => return Err(unexpected(&other)),
+            Err(_) if hand.is_to_leave() => return Ok(Err(0)),
+            Err(e) if e.kind() != Kind::Comm || since.elapsed() > hand.patience => return Err(e),
+            Err(_) => {}
+        }
+    }
+}
+
+fn unexpected(answer: &FromCoordinator) -> Error {
+    Error::comm(format!("the coordinator answered {answer:?}"))
+}
+
+/// Works until the run is over, or it is asked to leave; returns the run's exit code. `backend` makes the device; `device` names it
+/// with all that decides the bits that it computes.
+///
+/// # Errors
+/// The coordinator is gone, the data cannot be read, or the device failed.
+pub fn work<B: Kernels>(hand: &Hand, device: &str, backend: impl Fn(&Plan) -> Result<B>) -> Result<i32> {
+    // Its checksum takes a moment, which is not to delay the work.
+    let program = Program::here(device.into());
+    let mut heard = Instant::now();
+    loop {
+        match join(hand, &program, &backend, &mut heard) {
+            Ok(After::Over(code)) => return Ok(code),
+            Ok(After::Left) => return Ok(0),
+            Ok(After::Renew) => {}
+            Err(e) if e.kind() != Kind::Comm => return Err(e),
+            Err(e) if heard.elapsed() > hand.patience => return hand.site.ended().ok_or(e),
+            Err(e) => log::info!("joining again: {e}"),
+        }
+        std::thread::sleep(AGAIN);
+    }
+}
+
+/// Joins the run and works, as long as this membership lasts. `heard` is set to the last time the coordinator was heard of.
+fn join<B: Kernels>(
+    hand: &Hand,
+    program: &Program,
+    backend: impl Fn(&Plan) -> Result<B>,
+    heard: &mut Instant,
+) -> Result<After> {
+    let (mut coordinator, credentials) = hand.coordinator()?;
+    let join = ToCoordinator::Join { host: host_name(), process: std::process::id(), program: program.clone() };
+    let (member, terms) = match hand.ask(&mut coordinator, &join)? {
+        None => return Ok(After::Left),
+        Some(FromCoordinator::Welcome { member, terms }) => (member, *terms),
+        Some(FromCoordinator::Work(Work::End(code))) => return Ok(After::Over(code)),
+        Some(other) => return Err(unexpected(&other)),
+    };
+    let (mut beats, _) = hand.coordinator()?;
+    let is_current = Arc::new(AtomicBool::new(true));
+    let current = is_current.clone();
+    // A coordinator that is gone is noticed elsewhere.
+    let beat = move || {
+        let answer = beats.tell_once(&ToCoordinator::Beat { member });
+        if let Ok(FromCoordinator::Work(Work::Renew)) = answer {
+            current.store(false, Ordering::Relaxed);
+        }
+    };
+    let heart = Heart::start(hand.patience, beat)?;
+    let recording = match terms.trace {
+        false => None,
+        true => Some(Recording::start(
+            format!("worker {member} on {}:{}", host_name(), std::process::id()),
+            &mut coordinator,
+        )?),
+    };
+    let activity = Activity::default();
+    activity.here(Track::Compute);
+    activity.record(recording.is_some());
+    let line = |address: &str| {
+        let current = is_current.clone();
+        let line = Line::new("the server", address, credentials.clone(), hand.patience).comes_back(COMEBACK);
+        line.watched(COMEBACK, move || current.load(Ordering::Relaxed))
+    };
+    let after = Member::begin(hand, &terms, member, line, backend).and_then(|mut own| {
+        own.work(&mut coordinator, |coordinator| {
+            recording.as_ref().map_or(Ok(()), |recording| recording.send(coordinator, &activity))
+        })
+    });
+    drop(heart);
+    *heard = Instant::now();
+    match &after {
+        Ok(After::Left) => {
+            coordinator.tell_once::<FromCoordinator>(&ToCoordinator::Leave { member })?;
+        }
+        // The error ends the run, and is told there.
+        Err(e) if e.kind() != Kind::Comm => {
+            let report = Some(Report::Failed { fault: Fault::from(e) });
+            let next = ToCoordinator::Next { member, generation: terms.generation, data: None, report };
+            let _ = coordinator.tell_once::<FromCoordinator>(&next);
+        }
+        _ => {}
+    }
+    after
+}
+
+/// A worker of one generation of the run.
+struct Member<'a, B: Kernels> {
+    hand: &'a Hand,
+    terms: &'a Terms,
+    member: u64,
+    plan: Plan,
+    engine: Engine<B>,
+    schedule: StepSchedule,
+    /// Micro-batches to come, for the thread that reads. Dropped before the feed, which waits for that thread to end.
+    wanted: Sender<Range<u64>>,
+    feed: Feed<B>,
+    evaluator: Option<Evaluator>,
+    digest: Option<String>,
+    servers: Servers,
+    /// Batches that the thread that reads was asked for, in order.
+    asked: VecDeque<u64>,
+    /// The lease: its ticket, and the batches that are left.
+    lease: Option<(u64, Range<u64>)>,
+    /// Time spent on the work at hand.
+    seconds: Seconds,
+}
+
+/// Refuses a worker that does not fit into the memory that it may take of its host, before it allocates any: parameters,
+/// gradients, activations, and messages.
+fn check_memory<B: Kernels>(plan: &Plan, terms: &Terms, topology: &Topology, data: &[&dyn Source]) -> Result<()> {
+    let mut config = plan.config.clone();
+    // The state of the optimizer and checkpoints are the servers'. The one buffer of this rule stands for a pull's values.
+    config.optimizer = Optimizer { kind: OptimizerKind::Sgd, ema: 0.0, ..config.optimizer };
+    config.checkpoint.asynchronous = false;
+    let facts = Facts { ranks: 1, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu: !B::ON_HOST };
+    let lean = resolve(config, &facts)?;
+    let mut held = memory::Held::now(&single::<B>(), data);
+    // One is read, and one is sent.
+    held.messages = 2 * longest(&terms.pieces);
+    let (need, room) = (memory::worst::<B>(&lean, held), memory::room(plan, topology, held, None));
+    if room.holds(&need) {
+        return Ok(());
+    }
+    let told = format!("a worker needs {} ({})", readable(need.host()), need.host_parts());
+    Err(Error::input(format!("{told}, and may take {}", readable(room.host)))
+        .hint("set a smaller batch.micro, or parallel.recompute = true"))
+}
+
+impl<'a, B: Kernels> Member<'a, B> {
+    /// Takes the place of a worker; `line` makes connections to servers.
+    fn begin(
+        hand: &'a Hand,
+        terms: &'a Terms,
+        member: u64,
+        line: impl Fn(&str) -> Line,
+        backend: impl Fn(&Plan) -> Result<B>,
+    ) -> Result<Self> {
+        let plan = terms.worker_plan(hand.threads, !B::ON_HOST)?;
+        let alone = single::<Cpu>();
+        let topology = Topology::gather(&alone.world(), alone.node().host)?;
+        let Splits { mut train, mut validation, .. } = Splits::open(&plan.config, &alone.world(), &topology)?;
+        let digest = train.fingerprint().map(|fingerprint| fingerprint.digest());
+        if let Some(preprocessing) = &terms.preprocessing {
+            train.conform(preprocessing)?;
+            validation.as_mut().map_or(Ok(vec![]), |validation| validation.conform(preprocessing))?;
+        }
+        check_memory::<B>(&plan, terms, &topology, &[&*train])?;
+        let model = model::build(&single::<B>(), &plan, backend(&plan)?)?;
+        let schedule = plan.step_schedule(0);
+        let geometry = Geometry {
+            schedule,
+            rows: plan.micro as usize * plan.network.context(),
+            predictions: plan.tokens_per_step(),
+            recompute: plan.config.parallel.recompute,
+            seed: plan.config.run.seed,
+        };
+        let (wanted, ranges) = channel();
+        let feed = Feed::of(&model, train, &plan, terms.start.position, ranges.into_iter())?;
+        let (samples, chunk) = (plan.config.eval.samples, plan.config.eval.batch);
+        let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
+        let servers = Servers::new(terms, member, line);
+        let engine = Engine { model, geometry, host_inputs: None };
+        Ok(Self {
+            hand,
+            terms,
+            member,
+            plan,
+            engine,
+            schedule,
+            feed,
+            wanted,
+            evaluator,
+            digest,
+            servers,
+            asked: VecDeque::new(),
+            lease: None,
+            seconds: Seconds::default(),
+        })
+    }
+
+    /// Does the work that the coordinator gives, to its end; `tell` is called after each piece.
+    fn work(&mut self, coordinator: &mut Line, tell: impl Fn(&mut Line) -> Result<()>) -> Result<After> {
+        let (member, generation) = (self.member, self.terms.generation);
+        let (mut report, mut data) = (None, self.digest.clone());
+        loop {
+            if self.hand.is_to_leave() {
+                return Ok(After::Left);
+            }
+            let request = ToCoordinator::Next { member, generation, data: data.take(), report: report.take() };
+            let work = match coordinator.tell(&request)? {
+                FromCoordinator::Work(work) => work,
+                other => return Err(unexpected(&other)),
+            };
+            let done = match work {
+                Work::Lanes { ticket, step, lanes } => self.lanes(ticket, step, &lanes)?,
+                Work::Lease { ticket, batches } => {
+                    self.lease = Some((ticket, batches));
+                    self.batch()?
+                }
+                Work::GoOn => self.batch()?,
+                Work::Evaluate { ticket, cut, chunks } => self.chunks(ticket, cut, chunks)?,
+                Work::Wait => continue,
+                Work::Renew => return Ok(After::Renew),
+                Work::End(code) => return Ok(After::Over(code)),
+            };
+            tell(coordinator)?;
+            match done {
+                Some(done) => report = Some(done),
+                None => return Ok(After::Renew),
+            }
+        }
+    }
+
+    /// Micro-batches of so many lanes, whose first sample stands there, are to be read.
+    fn want(&self, first: u64, lanes: usize) {
+        let end = first + lanes as u64 * self.plan.lane_samples;
+        for start in (first..end).step_by(self.plan.micro as usize) {
+            // A reader that has failed tells so when its batch is asked for.
+            let _ = self.wanted.send(start..start + self.plan.micro);
+        }
+    }
+
+    /// Makes a batch the next one to be read, and asks for the one after it, if the lease has one: by then another worker may have
+    /// it, and its samples are left out.
+    fn read_ahead(&mut self, batch: u64) -> Result<()> {
+        while self.asked.front().is_some_and(|next| *next != batch) {
+            self.asked.pop_front();
+            (0..self.plan.micros_per_lane()).try_for_each(|_| self.feed.skip())?;
+        }
+        let after = self.lease.as_ref().and_then(|(_, left)| left.clone().next());
+        for next in [Some(batch), after].into_iter().flatten() {
+            if !self.asked.contains(&next) {
+                self.want(self.terms.start.position + next * self.plan.config.batch.global, 1);
+                self.asked.push_back(next);
+            }
+        }
+        // It is read now.
+        self.asked.pop_front();
+        Ok(())
+    }
+
+    /// Computes the gradient of lanes of a step, and pushes it; none if the generation is over.
+    fn lanes(&mut self, ticket: u64, step: u64, lanes: &Range<usize>) -> Result<Option<Report>> {
+        let start = self.terms.start;
+        let base = start.position + (step - start.step) * self.plan.config.batch.global;
+        self.want(base + lanes.start as u64 * self.plan.lane_samples, lanes.len());
+        self.seconds = Seconds::default();
+        if !self.pull(Values::Live)? {
+            return Ok(None);
+        }
+        self.engine.geometry.schedule = StepSchedule { lanes: lanes.len(), ..self.schedule };
+        let reduced = self.gradients(step)?;
+        let of = Pushed::Lanes { step, lanes: lanes.clone() };
+        if self.push(|_, _| of.clone())?.is_none() {
+            return Ok(None);
+        }
+        Ok(Some(Report::Lanes { ticket, losses: vec![reduced.loss.to_bits()], seconds: self.seconds }))
+    }
+
+    /// Computes the gradient of the next batch of the lease, and pushes it; none if the generation is over.
+    fn batch(&mut self) -> Result<Option<Report>> {
+        let lease = self.lease.as_mut().and_then(|(ticket, left)| Some((*ticket, left.next()?)));
+        let (ticket, batch) =
+            lease.ok_or_else(|| Error::comm("the coordinator goes on with a lease that has ended"))?;
+        self.read_ahead(batch)?;
+        self.seconds = Seconds::default();
+        if !self.pull(Values::Live)? {
+            return Ok(None);
+        }
+        let versions = self.servers.versions();
+        let number = self.terms.start.position / self.plan.config.batch.global + batch;
+        let reduced = self.gradients(number)?;
+        let loss = reduced.loss / self.plan.tokens_per_step() as f64;
+        let staleness = if loss.is_finite() && reduced.norm.is_finite() {
+            let scale = (clip(self.plan.config.optimizer.grad_clip, reduced.norm) as f32).to_bits();
+            let of = |server: usize, pieces: Range<usize>| Pushed::Batch {
+                ticket,
+                scale,
+                versions: versions[server][pieces].to_vec(),
+            };
+            match self.push(of)? {
+                Some(staleness) => Some(staleness),
+                None => return Ok(None),
+            }
+        } else {
+            self.engine.model.sharded.skip()?;
+            None
+        };
+        let (loss, norm, seconds) = (loss.to_bits(), reduced.norm.to_bits(), self.seconds);
+        Ok(Some(Report::Batch { ticket, batch, loss, norm, staleness, seconds }))
+    }
+
+    /// The gradient of the micro-batches that were asked for, and the time that it took.
+    fn gradients(&mut self, step: u64) -> Result<ReducedStep> {
+        let before = self.feed.waited();
+        let reduced = self.engine.gradients(step, || self.feed.next_micro(), ControlFlags::empty)?;
+        self.seconds.loader += (self.feed.waited() - before).as_secs_f64();
+        self.seconds.compute += reduced.compute[0];
+        Ok(reduced)
+    }
+
+    /// Evaluates chunks with the parameters of a cut; none if the generation is over.
+    fn chunks(&mut self, ticket: u64, cut: u64, chunks: Range<u64>) -> Result<Option<Report>> {
+        if !self.pull(Values::Cut(cut))? {
+            return Ok(None);
+        }
+        let none = || {
+            Error::input("this worker has no validation data, but the run has").hint("give all workers the same files")
+        };
+        let evaluator = self.evaluator.as_mut().ok_or_else(none)?;
+        let mut sums = Vec::new();
+        let _span = span(Doing::Evaluation, None);
+        for chunk in chunks {
+            let of_chunk = evaluator.measure_chunk(&mut self.engine.model, chunk)?;
+            sums.push(of_chunk.into_iter().flatten().map(f64::to_bits).collect());
+        }
+        Ok(Some(Report::Chunks { ticket, sums }))
+    }
+
+    /// Takes values from all servers.
+    fn pull(&mut self, of: Values) -> Result<Current> {
+        let (began, _span) = (Instant::now(), span(Doing::Pulling, None));
+        let current = self.servers.pull(&mut self.engine.model, of)?;
+        self.seconds.pull += began.elapsed().as_secs_f64();
+        Ok(current)
+    }
+
+    /// Gives the reduced gradient to all servers; returns the largest staleness, or none if the generation is over.
+    fn push(&mut self, of: impl Fn(usize, Range<usize>) -> Pushed) -> Result<Option<u64>> {
+        let (began, _span) = (Instant::now(), span(Doing::Pushing, None));
+        let staleness = self.servers.push(&self.engine.model, of)?;
+        self.engine.model.sharded.skip()?;
+        self.seconds.push += began.elapsed().as_secs_f64();
+        Ok(staleness)
+    }
+}

@@ -1,0 +1,356 @@
+//! The records of a run's directory, read for people and other programs: while the run writes them, after a kill, and where a disk has
+//! damaged some.
+//!
+//! A last line without its end is normal. A damaged line is a gap: the lines beside it count, and a note tells of it. A directory that
+//! is no run, or has the records of another version, is refused.
+
+mod lines;
+
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+pub use lines::{Damage, Lines, read};
+
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::mesh::Mesh;
+use hpctrain_base::regular_files;
+use hpctrain_checkpoint::Checkpoints;
+use hpctrain_checkpoint::run_dir::markers::End;
+use hpctrain_checkpoint::run_dir::{Branch, RunDirectory};
+use hpctrain_config::telemetry::evaluations;
+use hpctrain_config::telemetry::evaluations::Evaluation;
+use hpctrain_config::telemetry::metrics::Step;
+use hpctrain_config::telemetry::rank_times;
+use hpctrain_config::telemetry::rank_times::RankTimes;
+use hpctrain_config::telemetry::restarts;
+use hpctrain_config::telemetry::restarts::Restart;
+use hpctrain_config::telemetry::run_card::RunCard;
+use hpctrain_config::telemetry::samples;
+use hpctrain_config::telemetry::samples::TextSample;
+use hpctrain_config::telemetry::workers;
+use hpctrain_config::telemetry::workers::Given;
+use hpctrain_config::{Config, ModelKind};
+
+/// The hint where `config.toml` is not as a run has written it.
+const RESTORE: &str = "restore config.toml, or start the run again under another run.name";
+
+/// Ranks along an axis that are believed: a file may tell any number.
+const MOST_RANKS: usize = 1 << 15;
+
+/// The records of a run.
+#[derive(Debug, Clone)]
+pub struct RunRecords {
+    /// Its directory.
+    pub path: PathBuf,
+    /// The last part of its path.
+    pub name: String,
+    /// Its configuration, every default resolved.
+    pub config: Config,
+    /// The same by key, such as `optimizer.lr`, with values as the file has them.
+    pub settings: BTreeMap<String, String>,
+    /// Its steps, ascending; of a step that was taken again the last record.
+    pub steps: Vec<Step>,
+    /// Damaged lines of `metrics.jsonl`.
+    pub gaps: Vec<Damage>,
+    /// Its evaluations, in the order of their ends.
+    pub evaluations: Vec<Evaluation>,
+    /// Its starts, where it was supervised.
+    pub restarts: Vec<Restart>,
+    /// Compute times of its ranks, window by window, where there are several ranks.
+    pub rank_times: Vec<RankTimes>,
+    /// Gradients that workers have given, of a run on parameter servers.
+    pub given: Vec<Given>,
+    /// Texts that its model has continued.
+    pub samples: Vec<TextSample>,
+    /// Its checkpoints that are there, ascending by step.
+    pub checkpoints: Vec<Saved>,
+    /// Its card, once it has ended.
+    pub card: Option<RunCard>,
+    /// Its end, if its trainer has ended in good order.
+    pub end: Option<End>,
+    /// Whether a trainer has it now.
+    pub running: bool,
+    /// The checkpoint of another run at which it began, if it did.
+    pub branch: Option<Branch>,
+    /// One line for each thing that could not be read.
+    pub notes: Vec<String>,
+}
+
+/// A published checkpoint.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Saved {
+    /// Steps finished.
+    pub step: u64,
+    /// Bytes of its files; none if its manifest cannot be read.
+    pub bytes: Option<u64>,
+    /// Time at which it was written, in seconds since 1970.
+    pub time: Option<f64>,
+    /// Whether `latest` leads to it.
+    pub latest: bool,
+    /// Whether `best` leads to it.
+    pub best: bool,
+}
+
+impl RunRecords {
+    /// Reads the records of the run at `path`.
+    ///
+    /// # Errors
+    /// It is no run, or of another version; or the file system refused.
+    pub fn open(path: &Path) -> Result<Self> {
+        let directory = RunDirectory::at(std::path::absolute(path).map_err(|e| Error::io("find", path, e))?);
+        let mut notes = Vec::new();
+        let (config, settings) = configuration(path, &directory)?;
+        let metrics: Lines<Step> = read(&directory.metrics_path())?;
+        if let (true, Some(other)) = (metrics.records.is_empty(), metrics.damaged.iter().find(|one| one.is_json)) {
+            let file = path.join("metrics.jsonl");
+            return Err(of_another_version(&file, &format!("line {}: {}", other.line, other.why)));
+        }
+        notes.extend(metrics.told("metrics.jsonl"));
+        let mut steps = metrics.records;
+        // Reversed, of records of one step the last comes first, and is the one that stays.
+        if !steps.is_sorted_by(|one, next| one.step < next.step) {
+            steps.reverse();
+            steps.sort_by_key(|step| step.step);
+            steps.dedup_by_key(|step| step.step);
+        }
+        let run = directory.path();
+        let found_evaluations = noted(run, evaluations::FILE, &mut notes)?;
+        let rank_times = noted(run, rank_times::FILE, &mut notes)?;
+        let given = noted(run, workers::FILE, &mut notes)?;
+        let samples = noted(run, samples::FILE, &mut notes)?;
+        let starts = noted(run, restarts::FILE, &mut notes)?;
+        let card = RunCard::read(&directory.card_path()).unwrap_or_else(|e| {
+            notes.push(format!("run.json cannot be read: {}", e.message()));
+            None
+        });
+        let branch = directory.branch().unwrap_or_else(|e| {
+            notes.push(e.message().to_owned());
+            None
+        });
+        Ok(Self {
+            name: directory.name(),
+            config,
+            settings,
+            steps,
+            gaps: metrics.damaged,
+            evaluations: found_evaluations,
+            restarts: starts,
+            rank_times,
+            given,
+            samples,
+            checkpoints: saved(&directory.checkpoints(), &mut notes)?,
+            card,
+            end: directory.marks().ended(),
+            // A lease that cannot be read tells nothing.
+            running: directory.has_trainer().unwrap_or(false),
+            branch,
+            notes,
+            path: path.to_path_buf(),
+        })
+    }
+
+    /// Whether its network is a language model, so that its throughput is in tokens.
+    pub fn is_language(&self) -> bool {
+        self.config.model.kind != ModelKind::Layers
+    }
+
+    /// Steps at which it was started again, by its supervisor.
+    pub fn restarted_at(&self) -> Vec<u64> {
+        let (last, before) = match self.restarts.split_last() {
+            Some((last, before)) => (Some(last).filter(|last| last.code != 0), before),
+            None => (None, &[][..]),
+        };
+        before.iter().chain(last).map(|restart| restart.checkpoint.unwrap_or(0)).collect()
+    }
+
+    /// The layout of its ranks, as the configuration tells it.
+    pub fn mesh(&self) -> Mesh {
+        let parallel = &self.config.parallel;
+        let size = |ranks: usize| ranks.clamp(1, MOST_RANKS);
+        Mesh {
+            pipeline: size(parallel.pipeline),
+            replica: size(parallel.replica.unwrap_or(1)),
+            shard: size(parallel.shard.unwrap_or(1)),
+            tensor: size(parallel.tensor),
+        }
+    }
+}
+
+/// The records of a file of the run, damaged lines noted.
+fn noted<T: serde::de::DeserializeOwned>(run: &Path, file: &str, notes: &mut Vec<String>) -> Result<Vec<T>> {
+    let found = read(&run.join(file))?;
+    notes.extend(found.told(file));
+    Ok(found.records)
+}
+
+/// Its configuration, as the program knows it and by key.
+fn configuration(path: &Path, directory: &RunDirectory) -> Result<(Config, BTreeMap<String, String>)> {
+    let file = path.join("config.toml");
+    let text = match regular_files::read_to_string(&directory.config_path()) {
+        Ok(text) => text,
+        Err(e) if e.kind() == ErrorKind::NotFound || e.kind() == ErrorKind::NotADirectory => {
+            return Err(no_run(path, directory));
+        }
+        Err(e) => return Err(Error::io("read", &file, e)),
+    };
+    let damaged = |e: toml::de::Error| {
+        Error::input(format!("{} is no configuration: {}", file.display(), one_line(&e))).hint(RESTORE)
+    };
+    let table: toml::Table = toml::from_str(&text).map_err(damaged)?;
+    if table.is_empty() {
+        return Err(Error::input(format!("{} is empty: its run has not begun", file.display()))
+            .hint("start it with hpctrain train, or give the directory of another run"));
+    }
+    let config = toml::from_str(&text).map_err(|e| of_another_version(&file, &one_line(&e)))?;
+    let mut settings = BTreeMap::new();
+    flatten(&toml::Value::Table(table), "", &mut settings);
+    Ok((config, settings))
+}
+
+fn one_line(e: &toml::de::Error) -> String {
+    e.message().split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// The refusal of a directory without a configuration.
+fn no_run(path: &Path, directory: &RunDirectory) -> Error {
+    let told = path.display();
+    let runs = || std::fs::read_dir(path).into_iter().flatten().flatten();
+    let first = runs().map(|entry| entry.path()).find(|entry| entry.join("config.toml").exists());
+    if !path.exists() {
+        Error::input(format!("{told}: there is no such directory"))
+            .hint("give the directory of a run, such as runs/gpt-char")
+    } else if !path.is_dir() {
+        Error::input(format!("{told} is a file, not the directory of a run"))
+            .hint("give the directory of a run, such as runs/gpt-char")
+    } else if directory.metrics_path().exists() || directory.logs_path().exists() {
+        Error::input(format!("{told} is half a run: it has no config.toml")).hint(RESTORE)
+    } else if let Some(first) = first {
+        Error::input(format!("{told} is no run, but holds some"))
+            .hint(format!("give one of them, such as {}", first.display()))
+    } else {
+        Error::input(format!("{told} is no run: it has no config.toml"))
+            .hint("give the directory of a run, such as runs/gpt-char")
+    }
+}
+
+fn of_another_version(file: &Path, why: &str) -> Error {
+    Error::input(format!("{} is of another version of hpctrain: {why}", file.display()))
+        .hint(format!("this is version {}: read it with the version that wrote it", env!("CARGO_PKG_VERSION")))
+}
+
+/// Values by their keys' paths. Lists are values.
+fn flatten(value: &toml::Value, key: &str, into: &mut BTreeMap<String, String>) {
+    match value {
+        toml::Value::Table(table) => {
+            for (name, value) in table {
+                let key = if key.is_empty() { name.clone() } else { format!("{key}.{name}") };
+                flatten(value, &key, into);
+            }
+        }
+        toml::Value::String(text) => drop(into.insert(key.to_owned(), text.clone())),
+        other => drop(into.insert(key.to_owned(), other.to_string())),
+    }
+}
+
+/// The published checkpoints; one whose manifest cannot be read is noted.
+fn saved(checkpoints: &Checkpoints, notes: &mut Vec<String>) -> Result<Vec<Saved>> {
+    let steps = checkpoints.steps()?;
+    let mut named = |step: Result<Option<u64>>| {
+        step.unwrap_or_else(|e| {
+            notes.push(e.message().to_owned());
+            None
+        })
+    };
+    let (latest, best) = (named(checkpoints.latest_step()), named(checkpoints.best_step()));
+    let mut all = Vec::with_capacity(steps.len());
+    for step in steps {
+        let found = checkpoints.sound(step);
+        if let Err(e) = &found {
+            notes.push(format!("the checkpoint of step {step}: {}", e.message()));
+        }
+        let (bytes, time) = found.map_or((None, None), |found| (Some(found.bytes()), Some(found.origin.time)));
+        all.push(Saved { step, bytes, time, latest: latest == Some(step), best: best == Some(step) });
+    }
+    Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A run of some steps.
+    fn run(steps: &[(u64, f64)]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.toml"), toml::to_string(&Config::default()).unwrap()).unwrap();
+        let line =
+            |&(step, loss): &(u64, f64)| serde_json::to_string(&Step { step, loss, ..Step::default() }).unwrap() + "\n";
+        std::fs::write(dir.path().join("metrics.jsonl"), steps.iter().map(line).collect::<String>()).unwrap();
+        dir
+    }
+
+    #[test]
+    fn of_a_step_that_was_taken_again_the_last_record_counts() {
+        let dir = run(&[(1, 4.0), (2, 3.0), (3, 2.5), (2, 3.5), (3, 2.0), (4, f64::NAN)]);
+        let records = RunRecords::open(dir.path()).unwrap();
+        let seen: Vec<_> = records.steps.iter().map(|step| (step.step, step.loss)).collect();
+        assert_eq!(seen[..3], [(1, 4.0), (2, 3.5), (3, 2.0)]);
+        assert!(seen[3].0 == 4 && seen[3].1.is_nan() && records.notes.is_empty(), "{seen:?}");
+        assert_eq!(records.settings["optimizer.kind"], "adamw");
+    }
+
+    #[test]
+    fn damage_is_noted_and_costs_its_line_alone() {
+        let dir = run(&[(1, 4.0), (2, 3.0), (3, 2.0)]);
+        let metrics = dir.path().join("metrics.jsonl");
+        let mut bytes = std::fs::read(&metrics).unwrap();
+        let second = bytes.iter().position(|byte| *byte == b'\n').unwrap() + 4;
+        bytes[second] = 0xff;
+        bytes.extend(b"{\"step\":4,");
+        std::fs::write(&metrics, bytes).unwrap();
+        std::fs::write(dir.path().join("run.json"), "{\"version\":").unwrap();
+        std::fs::write(dir.path().join("eval.jsonl"), "{\"step\":3,\"loss\":2.5,\"perplexity\":null,\"checkpoint\":null,\"time\":1.0,\"classes\":{\"names\":[\"a\",\"b\"],\"confusion\":[[3,1],[0,4]],\"precision\":[1.0,0.8],\"recall\":[0.75,1.0],\"f1\":[0.8,0.8],\"macro\":{\"precision\":0.9,\"recall\":0.875,\"f1\":0.8}}}\n").unwrap();
+        let records = RunRecords::open(dir.path()).unwrap();
+        assert_eq!(records.steps.iter().map(|step| step.step).collect::<Vec<_>>(), [1, 3]);
+        assert_eq!(records.gaps.iter().map(|gap| (gap.line, gap.after)).collect::<Vec<_>>(), [(2, 1)]);
+        assert!(
+            records.notes.len() == 2 && records.notes[1].starts_with("run.json cannot be read"),
+            "{:?}",
+            records.notes
+        );
+        let classes = records.evaluations[0].classes.as_ref().unwrap();
+        assert_eq!((classes.confusion[0][1], classes.recall[0], classes.roc_auc), (1, 0.75, None));
+    }
+
+    #[test]
+    fn other_directories_are_refused_in_one_line() {
+        let dir = tempfile::tempdir().unwrap();
+        let refusal = |path: &Path| {
+            let e = RunRecords::open(path).unwrap_err();
+            assert!(e.exit_code() == 2 && e.advice().is_some() && !e.message().contains('\n'), "{e:?}");
+            e.message().to_owned()
+        };
+        assert!(refusal(&dir.path().join("absent")).contains("no such directory"));
+        assert!(refusal(dir.path()).contains("is no run: it has no config.toml"));
+        let run = dir.path().join("x");
+        std::fs::create_dir(&run).unwrap();
+        std::fs::write(run.join("metrics.jsonl"), "").unwrap();
+        assert!(refusal(&run).contains("is half a run"));
+        std::fs::write(run.join("config.toml"), "").unwrap();
+        assert!(refusal(&run).contains("config.toml is empty"));
+        assert!(refusal(dir.path()).contains("is no run, but holds some"));
+        assert!(refusal(&run.join("config.toml")).contains("is a file"));
+        std::fs::write(run.join("config.toml"), "[run]\nflux = 3\n").unwrap();
+        let told = refusal(&run);
+        assert!(told.contains("config.toml is of another version") && told.contains("flux"), "{told}");
+        std::fs::write(run.join("config.toml"), "[run]\nsteps = 3\n").unwrap();
+        std::fs::write(run.join("metrics.jsonl"), "{\"iteration\":1}\n").unwrap();
+        let told = refusal(&run);
+        assert!(
+            told.contains("metrics.jsonl is of another version of hpctrain: line 1: missing field `step`"),
+            "{told}"
+        );
+    }
+}

@@ -1,0 +1,368 @@
+//! Two runs side by side: what differs in configuration, version and data, where their bits part, and how they compare.
+
+use serde::Serialize;
+
+use crate::run_records::RunRecords;
+use hpctrain_checkpoint::Manifest;
+use hpctrain_checkpoint::run_dir::RunDirectory;
+use hpctrain_config::telemetry::grouped;
+use hpctrain_config::telemetry::metrics::Step;
+use hpctrain_data::inspect::table;
+
+/// Most rows of a table of losses.
+const ROWS: usize = 10;
+
+/// Most characters of a value in a table.
+const WIDEST: usize = 60;
+
+/// Two runs compared. Numbers that are not known are null.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Comparison {
+    /// The first run.
+    pub a: Facts,
+    /// The second.
+    pub b: Facts,
+    /// Keys of the configuration that differ, without the name of the run.
+    pub settings: Vec<Setting>,
+    /// Whether both train the same network with the same loss.
+    pub same_network: bool,
+    /// Whether both train on the same data, where that is known of both.
+    pub same_data: Option<bool>,
+    /// Steps that both have on record.
+    pub common_steps: usize,
+    /// The first of them whose record differs in a bit of loss, norm or learning rate.
+    pub first_difference: Option<Parting>,
+    /// Training losses at some of them.
+    pub at_steps: Vec<AtStep>,
+    /// Losses of evaluations of the same step.
+    pub at_evaluations: Vec<AtStep>,
+    /// Training losses once each has seen so many tokens, or samples.
+    pub at_tokens: Vec<AtTokens>,
+    /// Notes on records that cannot be read.
+    pub notes: Vec<String>,
+}
+
+/// Facts about a run.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Facts {
+    /// Its directory.
+    pub path: String,
+    /// Version of the program that wrote its card, or its newest checkpoint.
+    pub version: Option<String>,
+    /// Digest of its training data.
+    pub data: Option<String>,
+    /// Its last step.
+    pub step: Option<u64>,
+    /// The last training loss.
+    pub loss: Option<f64>,
+    /// Tokens or samples of its steps.
+    pub tokens: Option<u64>,
+    /// Median over its steps of the tokens a second, or samples.
+    pub per_second: Option<f64>,
+    /// The noun of both.
+    pub unit: &'static str,
+}
+
+/// A key of the configuration with both values; none where it is left out.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Setting {
+    /// The key.
+    pub key: String,
+    /// Its value in A.
+    pub a: Option<String>,
+    /// And in B.
+    pub b: Option<String>,
+}
+
+/// The first record that differs.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Parting {
+    /// Its step.
+    pub step: u64,
+    /// Name of the number.
+    pub number: &'static str,
+    /// Its value in A.
+    pub a: f64,
+    /// And in B.
+    pub b: f64,
+}
+
+/// Losses at a step.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct AtStep {
+    /// The step.
+    pub step: u64,
+    /// Loss of A.
+    pub a: Option<f64>,
+    /// Loss of B.
+    pub b: Option<f64>,
+}
+
+/// Losses at a number of tokens, or samples.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct AtTokens {
+    /// Tokens seen, or samples.
+    pub tokens: u64,
+    /// Step of A that has seen them, and its loss.
+    pub a: (u64, f64),
+    /// And of B.
+    pub b: (u64, f64),
+}
+
+impl Comparison {
+    /// Compares two runs.
+    pub fn of(a: &RunRecords, b: &RunRecords) -> Self {
+        let common: Vec<(&Step, &Step)> = common(&a.steps, &b.steps, |step| step.step).collect();
+        let [of_a, of_b] = [a, b].map(Facts::of);
+        let same_data = of_a.data.as_ref().zip(of_b.data.as_ref()).map(|(a, b)| a == b);
+        let mut keys: Vec<&String> = a.settings.keys().chain(b.settings.keys()).collect();
+        keys.sort_unstable();
+        keys.dedup();
+        let setting = |key: &String| {
+            let [a, b] = [a, b].map(|run| run.settings.get(key).cloned());
+            (a != b && key != "run.name").then(|| Setting { key: key.clone(), a, b })
+        };
+        let finite = |loss: f64| Some(loss).filter(|loss| loss.is_finite());
+        let at_step = |(a, b): &(&Step, &Step)| AtStep { step: a.step, a: finite(a.loss), b: finite(b.loss) };
+        let notes = [("A", a), ("B", b)];
+        Self {
+            a: of_a,
+            b: of_b,
+            settings: keys.into_iter().filter_map(setting).collect(),
+            same_network: (&a.config.model, &a.config.loss) == (&b.config.model, &b.config.loss),
+            same_data,
+            common_steps: common.len(),
+            first_difference: common.iter().find_map(|(a, b)| parting(a, b)),
+            at_steps: some(&common).map(at_step).collect(),
+            at_evaluations: at_evaluations(a, b),
+            at_tokens: at_tokens(&a.steps, &b.steps),
+            notes: notes
+                .iter()
+                .flat_map(|(run, of)| of.notes.iter().map(move |note| format!("{run}: {note}")))
+                .collect(),
+        }
+    }
+
+    /// For people.
+    pub fn told(&self) -> String {
+        let or_none = |text: Option<String>| text.unwrap_or_else(|| "-".into());
+        let number = |number: Option<u64>| or_none(number.map(grouped));
+        let loss = |loss: Option<f64>| or_none(loss.map(|loss| format!("{loss:.4}")));
+        let both = |name: &str, of: &dyn Fn(&Facts) -> String| [name.to_owned(), of(&self.a), of(&self.b)];
+        let speed =
+            |of: &Facts| or_none(of.per_second.map(|speed| format!("{} {}/s", grouped(speed.round() as u64), of.unit)));
+        let mut text = table(&[
+            ["", "A", "B"].map(str::to_owned),
+            both("run", &|of| of.path.clone()),
+            both("version", &|of| or_none(of.version.clone())),
+            both("data", &|of| or_none(of.data.clone())),
+            both("step", &|of| number(of.step)),
+            both("loss", &|of| loss(of.loss)),
+            both("seen", &|of| or_none(of.tokens.map(|tokens| format!("{} {}", grouped(tokens), of.unit)))),
+            both("speed", &speed),
+        ]);
+        if let (Some(a), Some(b)) = (self.a.per_second, self.b.per_second) {
+            text += &format!("B has {:.2} times the speed of A\n", b / a);
+        }
+        if !self.settings.is_empty() {
+            let mut rows = vec![["setting", "A", "B"].map(str::to_owned)];
+            let value = |value: &Option<String>| value.as_deref().map_or("-".into(), shortened);
+            rows.extend(self.settings.iter().map(|one| [one.key.clone(), value(&one.a), value(&one.b)]));
+            text += &format!("\n{}", table(&rows));
+        }
+        text += "\n";
+        text += &match (&self.first_difference, self.common_steps) {
+            (_, 0) => "no step is on record in both\n".into(),
+            (None, 1) => "the same bits in the one step of both\n".into(),
+            (None, steps) => format!("the same bits in all {} steps of both\n", grouped(steps as u64)),
+            (Some(Parting { step, number, a, b }), _) => {
+                format!("the bits differ first at step {step}: {number} {a:e} in A, {b:e} in B\n")
+            }
+        };
+        if !self.same_network {
+            text += "the networks or their losses differ: losses compare only where they are of one kind\n";
+        }
+        if self.same_data == Some(false) {
+            text += "the training data differ\n";
+        }
+        text += &losses("step", "training loss", &self.at_steps);
+        text += &losses("step", "evaluated loss", &self.at_evaluations);
+        if self.at_tokens.iter().any(|at| at.a.0 != at.b.0) {
+            let mut rows = vec![[self.a.unit, "step A", "step B", "loss A", "loss B"].map(str::to_owned)];
+            rows.extend(self.at_tokens.iter().map(|AtTokens { tokens, a, b }| {
+                [grouped(*tokens), a.0.to_string(), b.0.to_string(), loss(Some(a.1)), loss(Some(b.1))]
+            }));
+            text += &format!("\n{}", table(&rows));
+        }
+        for note in &self.notes {
+            text += &format!("\nnote: {note}");
+        }
+        text
+    }
+}
+
+impl Facts {
+    fn of(run: &RunRecords) -> Self {
+        let manifest = run.checkpoints.iter().rev().find_map(|saved| {
+            let path = RunDirectory::at(&run.path).checkpoints().path(saved.step);
+            Manifest::read(&path).ok()
+        });
+        let card = run.card.as_ref();
+        let version = card.map(|card| card.version.clone());
+        let data = card.and_then(|card| card.data.clone());
+        let of_manifest = || Some(manifest.as_ref()?.data.as_ref()?.fingerprint.digest());
+        let last = run.steps.last();
+        let mut speeds: Vec<f64> = run.steps.iter().map(|step| step.tokens_per_second).collect();
+        speeds.sort_by(f64::total_cmp);
+        Self {
+            path: run.path.display().to_string(),
+            version: version.or_else(|| manifest.as_ref().map(|manifest| manifest.origin.hpctrain.clone())),
+            data: data.or_else(of_manifest),
+            step: last.map(|step| step.step),
+            loss: last.map(|step| step.loss).filter(|loss| loss.is_finite()),
+            tokens: last.map(|step| step.tokens),
+            per_second: speeds.get(speeds.len() / 2).copied(),
+            unit: if run.is_language() { "tokens" } else { "samples" },
+        }
+    }
+}
+
+/// The entries of two lists with the same key, by which both ascend.
+fn common<'a, T>(a: &'a [T], b: &'a [T], key: impl Fn(&T) -> u64 + 'a) -> impl Iterator<Item = (&'a T, &'a T)> {
+    let mut rest = b;
+    a.iter().filter_map(move |one| {
+        rest = &rest[rest.partition_point(|other| key(other) < key(one))..];
+        rest.first().filter(|other| key(other) == key(one)).map(|other| (one, other))
+    })
+}
+
+/// The first number of a step that differs in a bit; numbers that are none are equal.
+fn parting(a: &Step, b: &Step) -> Option<Parting> {
+    let numbers = [("loss", a.loss, b.loss), ("norm", a.grad_norm, b.grad_norm), ("learning rate", a.lr, b.lr)];
+    let differs = |(_, a, b): &(&str, f64, f64)| a.to_bits() != b.to_bits() && !(a.is_nan() && b.is_nan());
+    numbers.into_iter().find(differs).map(|(number, of_a, of_b)| Parting { step: a.step, number, a: of_a, b: of_b })
+}
+
+/// Some entries, evenly spaced, with the last.
+fn some<T>(all: &[T]) -> impl Iterator<Item = &T> {
+    let rows = ROWS.min(all.len());
+    (1..=rows).map(move |row| &all[row * all.len() / rows - 1])
+}
+
+/// Losses of steps that both have evaluated; of a step that was evaluated twice the last.
+fn at_evaluations(a: &RunRecords, b: &RunRecords) -> Vec<AtStep> {
+    let losses = |run: &RunRecords| {
+        let all = run.evaluations.clone();
+        let over = hpctrain_config::telemetry::evaluations::over(&all);
+        let losses = hpctrain_config::telemetry::evaluations::losses(&all, over);
+        (over, losses.into_iter().collect::<Vec<_>>())
+    };
+    let ((over_a, of_a), (over_b, of_b)) = (losses(a), losses(b));
+    if over_a != over_b {
+        return vec![];
+    }
+    let both: Vec<_> = common(&of_a, &of_b, |one| one.0).collect();
+    some(&both).map(|(a, b)| AtStep { step: a.0, a: a.1, b: b.1 }).collect()
+}
+
+/// Losses of the first steps that have seen as many tokens.
+fn at_tokens(a: &[Step], b: &[Step]) -> Vec<AtTokens> {
+    let (Some(last_a), Some(last_b)) = (a.last(), b.last()) else { return vec![] };
+    let most = last_a.tokens.min(last_b.tokens);
+    let at = |steps: &[Step], tokens: u64| {
+        let step = &steps[steps.partition_point(|step| step.tokens < tokens).min(steps.len() - 1)];
+        (step.step, step.loss)
+    };
+    let tokens = (1..=ROWS as u64).map(|row| (u128::from(most) * u128::from(row) / ROWS as u128) as u64);
+    tokens.filter(|tokens| *tokens > 0).map(|tokens| AtTokens { tokens, a: at(a, tokens), b: at(b, tokens) }).collect()
+}
+
+/// A table of losses at steps; empty without any.
+fn losses(first: &str, noun: &str, at: &[AtStep]) -> String {
+    if at.is_empty() {
+        return String::new();
+    }
+    let loss = |loss: Option<f64>| loss.map_or_else(|| "-".into(), |loss| format!("{loss:.4}"));
+    let mut rows = vec![[first.to_owned(), format!("{noun} A"), "B".into(), "B - A".into()]];
+    rows.extend(at.iter().map(|AtStep { step, a, b }| {
+        let difference = a.zip(*b).map_or_else(|| "-".into(), |(a, b)| format!("{:+.4}", b - a));
+        [step.to_string(), loss(*a), loss(*b), difference]
+    }));
+    format!("\n{}", table(&rows))
+}
+
+/// A value that fits into a table.
+fn shortened(value: &str) -> String {
+    match value.char_indices().nth(WIDEST) {
+        Some((end, _)) => format!("{}…", &value[..end]),
+        None => value.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hpctrain_config::Config;
+
+    fn step(step: u64, loss: f64) -> Step {
+        Step { step, loss, tokens: 64 * step, grad_norm: 1.0, tokens_per_second: 1e3, ..Step::default() }
+    }
+
+    fn run(dir: &std::path::Path, name: &str, steps: &[Step], change: impl Fn(&mut Config)) -> RunRecords {
+        let directory = RunDirectory::at(dir.join(name));
+        std::fs::create_dir(directory.path()).unwrap();
+        let mut config = Config::default();
+        config.run.name = Some(name.into());
+        change(&mut config);
+        directory.write_config(&config).unwrap();
+        let text: String = steps.iter().map(|step| serde_json::to_string(step).unwrap() + "\n").collect();
+        std::fs::write(directory.metrics_path(), text).unwrap();
+        let evaluation =
+            |step| format!("{{\"step\":{step},\"loss\":2.5,\"perplexity\":null,\"checkpoint\":null,\"time\":1.0}}\n");
+        std::fs::write(directory.evaluations_path(), [2, 4].map(evaluation).concat()).unwrap();
+        RunRecords::open(directory.path()).unwrap()
+    }
+
+    #[test]
+    fn the_first_bit_that_differs_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let steps: Vec<Step> = (1..=6).map(|n| step(n, 4.0 / n as f64)).collect();
+        let a = run(dir.path(), "a", &steps, |_| {});
+        // A gap at step 2, one bit at step 5, and twice the tokens a step.
+        let mut others: Vec<Step> = steps.iter().map(|one| Step { tokens: 128 * one.step, ..*one }).collect();
+        others[4].loss = f64::from_bits(others[4].loss.to_bits() + 1);
+        others.remove(1);
+        let b = run(dir.path(), "b", &others, |config| {
+            config.optimizer.lr = 0.5;
+            config.batch.micro = Some(3);
+        });
+        let found = Comparison::of(&a, &b);
+        let parting = found.first_difference.as_ref().unwrap();
+        assert_eq!((found.common_steps, parting.step, parting.number), (5, 5, "loss"));
+        let keys: Vec<_> =
+            found.settings.iter().map(|one| (&one.key[..], one.a.as_deref(), one.b.as_deref())).collect();
+        assert_eq!(keys, [("batch.micro", None, Some("3")), ("optimizer.lr", Some("0.001"), Some("0.5"))]);
+        assert_eq!(found.at_steps.iter().map(|at| at.step).collect::<Vec<_>>(), [1, 3, 4, 5, 6]);
+        assert_eq!(found.at_evaluations.len(), 2);
+        let last = found.at_tokens.last().unwrap();
+        assert_eq!((last.tokens, last.a.0, last.b.0), (384, 6, 3));
+        assert!(found.same_network && found.same_data.is_none());
+        let text = found.told();
+        assert!(text.contains("the bits differ first at step 5: loss 8e-1 in A, 8.00000000000000"), "{text}");
+        assert!(text.contains("B has 1.00 times the speed of A") && text.contains("tokens  step A  step B"), "{text}");
+
+        let same = Comparison::of(&a, &a).told();
+        assert!(same.contains("the same bits in all 6 steps of both") && !same.contains("setting"), "{same}");
+        let other = run(dir.path(), "c", &[], |config| config.model.width = 64);
+        let text = Comparison::of(&a, &other).told();
+        assert!(text.contains("no step is on record in both\nthe networks or their losses differ"), "{text}");
+    }
+
+    #[test]
+    fn some_entries_are_evenly_spaced_and_have_the_last() {
+        let all: Vec<u64> = (1..=25).collect();
+        assert_eq!(some(&all).copied().collect::<Vec<_>>(), [2, 5, 7, 10, 12, 15, 17, 20, 22, 25]);
+        assert_eq!(some(&all[..3]).copied().collect::<Vec<_>>(), [1, 2, 3]);
+        assert_eq!(some::<u64>(&[]).count(), 0);
+    }
+}

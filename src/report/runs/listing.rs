@@ -1,0 +1,303 @@
+//! The runs of a directory as a table.
+
+use std::cmp::Ordering;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering as Order};
+use std::time::{Duration, SystemTime};
+
+use clap::ValueEnum;
+use serde::Serialize;
+
+use super::summary::{Layout, Summary, is_run};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::spawn::spawn_scoped;
+use hpctrain_config::telemetry::{bytes, grouped};
+use hpctrain_data::inspect::table;
+
+/// Most threads that read runs: on network file systems each file takes its time.
+const READERS: usize = 8;
+
+/// The column by which runs are sorted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum SortBy {
+    /// By name.
+    Name,
+    /// Running ones first.
+    State,
+    /// Most steps first.
+    Step,
+    /// Lowest training loss first.
+    Loss,
+    /// Lowest loss of the last evaluation first.
+    Evaluated,
+    /// Lowest loss of any evaluation first.
+    Best,
+    /// Fastest first.
+    Speed,
+    /// Newest first.
+    Age,
+    /// Largest first.
+    Size,
+}
+
+/// The runs of a directory.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Listing {
+    /// The directory.
+    pub root: PathBuf,
+    /// Its runs.
+    pub runs: Vec<Summary>,
+    /// Directories in it that are no runs.
+    pub other_directories: usize,
+}
+
+impl Listing {
+    /// Looks at the runs in `root`.
+    ///
+    /// # Errors
+    /// There is no such directory, it is a run itself, or the file system refused to list it.
+    pub fn of(root: &Path, by: SortBy) -> Result<Self> {
+        let entries = match fs::read_dir(root) {
+            Ok(entries) => entries,
+            Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+                return Err(Error::input(format!("{} is no directory", root.display()))
+                    .hint("give the directory that holds runs: run.root, which is runs unless it is set"));
+            }
+            Err(e) => return Err(Error::io("list the runs in", root, e)),
+        };
+        if is_run(root) {
+            let above = root.parent().filter(|above| !above.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            return Err(Error::input(format!("{} is a run itself", root.display()))
+                .hint(format!("give the directory that holds it: {}", above.display())));
+        }
+        let (mut paths, mut others) = (Vec::new(), 0);
+        for entry in entries {
+            let entry = entry.map_err(|e| Error::io("list the runs in", root, e))?;
+            let is_hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
+            match entry.path() {
+                path if is_run(&path) => paths.push(path),
+                path => others += usize::from(path.is_dir() && !is_hidden),
+            }
+        }
+        let mut runs = read(&paths, SystemTime::now());
+        sort(&mut runs, by);
+        Ok(Self { root: root.to_path_buf(), runs, other_directories: others })
+    }
+
+    /// For people.
+    pub fn told(&self) -> String {
+        let root = self.root.display();
+        let others = match self.other_directories {
+            0 => String::new(),
+            1 => "\none other directory is no run\n".into(),
+            others => format!("\n{others} other directories are no runs\n"),
+        };
+        if self.runs.is_empty() {
+            return format!("no run in {root}{others}");
+        }
+        let heading = ["run", "state", "step", "loss", "evaluated", "best", "speed", "age", "layout", "size"];
+        let mut rows = vec![heading.map(str::to_owned)];
+        rows.extend(self.runs.iter().map(row));
+        let mut text = table(&rows);
+        for run in &self.runs {
+            let why = run.why.iter().map(|why| format!("{}: {}: {why}\n", run.name, run.state.name()));
+            let notes = run.notes.iter().map(|note| format!("{}: {note}\n", run.name));
+            text.extend(why.chain(notes));
+        }
+        text + &others
+    }
+}
+
+/// The summaries of runs, by several threads.
+fn read(paths: &[PathBuf], now: SystemTime) -> Vec<Summary> {
+    let next = AtomicUsize::new(0);
+    let some = || {
+        let mut found = Vec::new();
+        while let Some(path) = paths.get(next.fetch_add(1, Order::Relaxed)) {
+            found.push(Summary::of(path, now));
+        }
+        found
+    };
+    std::thread::scope(|scope| {
+        // Fewer threads read the same.
+        let readers = (1..READERS.min(paths.len())).map_while(|_| spawn_scoped(scope, "runs", some).ok());
+        let readers: Vec<_> = readers.collect();
+        let mut all = some();
+        // A thread that panics ends the process.
+        readers.into_iter().for_each(|reader| all.extend(reader.join().unwrap_or_default()));
+        all
+    })
+}
+
+/// Sorts by a column; runs without a value come last, and equal ones are in the order of their names.
+fn sort(runs: &mut [Summary], by: SortBy) {
+    let ascending = |a: Option<f64>, b: Option<f64>| match (a, b) {
+        (Some(a), Some(b)) => a.total_cmp(&b),
+        (Some(_), None) => Ordering::Less,
+        (None, Some(_)) => Ordering::Greater,
+        (None, None) => Ordering::Equal,
+    };
+    let column = |run: &Summary| match by {
+        SortBy::Name | SortBy::State => None,
+        SortBy::Step => run.step.map(|step| -(step as f64)),
+        SortBy::Loss => run.loss,
+        SortBy::Evaluated => run.evaluated_loss,
+        SortBy::Best => run.best_loss,
+        SortBy::Speed => run.per_second.map(|speed| -speed),
+        SortBy::Age => run.age_seconds,
+        SortBy::Size => Some(-(run.bytes as f64)),
+    };
+    runs.sort_by(|a, b| {
+        let by_state = if by == SortBy::State { a.state.cmp(&b.state) } else { Ordering::Equal };
+        by_state.then(ascending(column(a), column(b))).then(a.name.cmp(&b.name))
+    });
+}
+
+fn row(run: &Summary) -> [String; 10] {
+    let or_none = |text: Option<String>| text.unwrap_or_else(|| "-".into());
+    let loss = |loss: Option<f64>| or_none(loss.map(|loss| format!("{loss:.4}")));
+    let steps = run.steps.map(|steps| format!("/{steps}")).unwrap_or_default();
+    let best = run.best_loss.zip(run.best_step).map(|(loss, step)| format!("{loss:.4} at {step}"));
+    [
+        run.name.clone(),
+        run.state.name().into(),
+        or_none(run.step.map(|step| format!("{step}{steps}"))),
+        loss(run.loss),
+        loss(run.evaluated_loss),
+        or_none(best),
+        or_none(run.per_second.map(|speed| format!("{} {}/s", grouped(speed.round() as u64), run.unit))),
+        or_none(run.age_seconds.map(age)),
+        or_none(run.layout.as_ref().map(Layout::told)),
+        bytes(usize::try_from(run.bytes).unwrap_or(usize::MAX)),
+    ]
+}
+
+/// An age by its largest unit: `12 s`, `3 min`, `5 h`, `2 d`.
+fn age(seconds: f64) -> String {
+    let whole = Duration::try_from_secs_f64(seconds).unwrap_or_default().as_secs();
+    match whole {
+        0..60 => format!("{whole} s"),
+        60..3600 => format!("{} min", whole / 60),
+        3600..86_400 => format!("{} h", whole / 3600),
+        _ => format!("{} d", whole / 86_400),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runs::State;
+    use hpctrain_checkpoint::run_dir::RunDirectory;
+    use hpctrain_checkpoint::run_dir::markers::{End, Status};
+    use hpctrain_config::Config;
+
+    /// A run with these lines of metrics and evaluations.
+    fn run(root: &Path, name: &str, metrics: &[u8], evaluations: &str, end: Option<Status>) {
+        let directory = RunDirectory::at(root.join(name));
+        fs::create_dir(directory.path()).unwrap();
+        let mut config = Config::default();
+        (config.run.steps, config.parallel.replica) = (100, Some(2));
+        directory.write_config(&config).unwrap();
+        fs::write(directory.metrics_path(), metrics).unwrap();
+        fs::write(directory.evaluations_path(), evaluations).unwrap();
+        if let Some(status) = end {
+            let why = (status != Status::Finished).then(|| "a <script>\u{1b}[31m".into());
+            directory.marks().end(&End { step: 3, status, why }).unwrap();
+        }
+    }
+
+    fn steps(count: u64, loss: f64) -> Vec<u8> {
+        let line = |step| {
+            format!(
+                "{{\"step\":{step},\"epoch\":0.5,\"tokens\":64,\"loss\":{loss},\"lr\":0.1,\"grad_norm\":1.0,\
+                 \"step_ms\":1.0,\"tokens_per_second\":{}.0,\"time\":1.0}}\n",
+                1000 + step
+            )
+        };
+        (1..=count).map(line).collect::<String>().into_bytes()
+    }
+
+    fn evaluations(losses: &[(u64, f64)]) -> String {
+        let line = |(step, loss): &(u64, f64)| {
+            format!("{{\"step\":{step},\"loss\":{loss},\"perplexity\":null,\"checkpoint\":null,\"time\":1.0}}\n")
+        };
+        losses.iter().map(line).collect()
+    }
+
+    #[test]
+    fn every_state_and_damage_has_its_line() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path();
+        run(root, "good", &steps(100, 2.0), &evaluations(&[(50, 1.5), (100, 1.75)]), Some(Status::Finished));
+        run(root, "stopped", &steps(3, 4.0), "", Some(Status::Failed));
+        run(root, "asked", &steps(3, 3.0), "", Some(Status::Preempted));
+        let damaged =
+            [&steps(2, 5.0)[..], b"{\"st\xffep\":3}\n{\"iteration\":4}\n", &steps(5, 1.0)[..], b"{\"ste"].concat();
+        run(root, "killed", &damaged, "", None);
+        // Half written: a directory of checkpoints alone, and an empty configuration.
+        fs::create_dir_all(root.join("half/checkpoints")).unwrap();
+        fs::write(root.join("half/config.toml"), "").unwrap();
+        run(root, "other", b"{\"iteration\":1}\n", "", None);
+        fs::write(root.join("other/config.toml"), "[run]\nsteps = 7\nflux = 1\n").unwrap();
+        fs::create_dir(root.join("data")).unwrap();
+        fs::create_dir(root.join(".cache")).unwrap();
+        fs::write(root.join("notes.txt"), "").unwrap();
+
+        let listing = Listing::of(root, SortBy::Loss).unwrap();
+        let names: Vec<&str> = listing.runs.iter().map(|run| &run.name[..]).collect();
+        assert_eq!(names, ["killed", "good", "asked", "stopped", "half", "other"]);
+        assert_eq!(listing.other_directories, 1);
+        let of = |name: &str| listing.runs.iter().find(|run| run.name == name).unwrap();
+        let states = ["good", "stopped", "asked", "killed", "half", "other"].map(|name| of(name).state);
+        use State::{Failed, Finished, Preempted, Stale};
+        assert_eq!(states, [Finished, Failed, Preempted, Stale, Stale, Stale]);
+        let good = of("good");
+        assert_eq!(
+            (good.step, good.steps, good.best_loss, good.best_step),
+            (Some(100), Some(100), Some(1.5), Some(50))
+        );
+        assert_eq!((good.evaluated_loss, good.epoch, good.unit), (Some(1.75), Some(0.5), "tokens"));
+        assert_eq!(good.per_second, Some(1051.0));
+        assert_eq!(good.layout.as_ref().unwrap().told(), "replica 2");
+        let killed = of("killed").notes.join("\n");
+        assert!(killed.contains("metrics.jsonl: a line near its end cannot be read"), "{killed}");
+        assert!(of("half").notes[0].contains("half written"), "{:?}", of("half"));
+        let other = of("other");
+        assert!(other.notes.iter().all(|note| note.contains("of another version")) && other.notes.len() == 2);
+        assert_eq!(other.steps, Some(7));
+
+        let text = listing.told();
+        assert!(text.contains("good     finished   100/100  2.0000  1.7500     1.5000 at 50"), "{text}");
+        assert!(text.contains("\none other directory is no run\n"), "{text}");
+        let json = serde_json::to_value(&listing).unwrap();
+        assert_eq!(
+            (json["runs"][1]["state"].as_str(), json["runs"][1]["loss"].as_f64()),
+            (Some("finished"), Some(2.0))
+        );
+        let by = |by| Listing::of(root, by).unwrap().runs[0].name.clone();
+        assert_eq!(
+            [by(SortBy::Name), by(SortBy::Best), by(SortBy::Step), by(SortBy::State)],
+            ["asked", "good", "good", "good"]
+        );
+    }
+
+    #[test]
+    fn other_directories_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        run(dir.path(), "x", b"", "", None);
+        let refused = |path: &Path| Listing::of(path, SortBy::Name).unwrap_err().to_string();
+        assert!(refused(&dir.path().join("absent")).contains("is no directory\nhint: "));
+        assert!(refused(&dir.path().join("x/config.toml")).contains("is no directory\nhint: "));
+        let told = refused(&dir.path().join("x"));
+        assert!(told.contains("x is a run itself\nhint: give the directory that holds it: "), "{told}");
+        let empty = tempfile::tempdir().unwrap();
+        assert!(Listing::of(empty.path(), SortBy::Name).unwrap().told().starts_with("no run in "));
+    }
+
+    #[test]
+    fn ages_have_one_unit() {
+        assert_eq!([0.4, 59.9, 60.0, 7200.0, 200_000.0].map(age), ["0 s", "59 s", "1 min", "2 h", "2 d"]);
+    }
+}

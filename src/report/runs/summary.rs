@@ -1,0 +1,317 @@
+//! A run in one line: its state, how far it is, how good and how fast, from the ends of its files.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use serde::{Deserialize, Serialize};
+use toml::Table;
+
+use super::tail::{self, Tail};
+use hpctrain_base::regular_files;
+use hpctrain_checkpoint::run_dir::RunDirectory;
+use hpctrain_checkpoint::run_dir::markers::{End, Status};
+use hpctrain_config::Config;
+use hpctrain_config::telemetry::evaluations;
+use hpctrain_config::telemetry::evaluations::Evaluation;
+
+/// Bytes of the end of `metrics.jsonl`: some forty steps. Where they hold no readable one, more.
+const STEPS: u64 = 16 << 10;
+const MORE_STEPS: u64 = 1 << 20;
+
+/// Most bytes of the end of `eval.jsonl`.
+const EVALUATIONS: u64 = 4 << 20;
+
+/// Time since the last beat of a trainer after which it does not count as living: as for an observer of its lease.
+const SILENT: Duration = Duration::from_secs(120);
+
+/// State of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// A trainer has it.
+    Running,
+    /// All steps are done, or it was stopped.
+    Finished,
+    /// It has saved and is to be continued.
+    Preempted,
+    /// Its trainer ended with an error.
+    Failed,
+    /// No trainer has it, and none has said how it ended: it was killed.
+    Stale,
+}
+
+impl State {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            State::Running => "running",
+            State::Finished => "finished",
+            State::Preempted => "preempted",
+            State::Failed => "failed",
+            State::Stale => "stale",
+        }
+    }
+}
+
+/// The layout of a run's ranks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Layout {
+    /// Ranks that train; none of a run on parameter servers, whose workers come and go.
+    pub ranks: Option<u64>,
+    /// Stages.
+    pub pipeline: u64,
+    /// Copies of the parameters.
+    pub replica: u64,
+    /// Ranks that share a copy.
+    pub shard: u64,
+    /// Ranks that share blocks.
+    pub tensor: u64,
+    /// ZeRO stage.
+    pub zero: u64,
+}
+
+impl Layout {
+    /// For people: the axes that have more than one rank, and the stage.
+    pub fn told(&self) -> String {
+        if self.ranks.is_none() {
+            return "servers".into();
+        }
+        let axes =
+            [("pipeline", self.pipeline), ("replica", self.replica), ("shard", self.shard), ("tensor", self.tensor)];
+        let mut parts: Vec<String> =
+            axes.into_iter().filter(|(_, ranks)| *ranks > 1).map(|(axis, ranks)| format!("{axis} {ranks}")).collect();
+        if parts.is_empty() {
+            parts.push("one rank".into());
+        }
+        if self.zero > 0 {
+            parts.push(format!("ZeRO {}", self.zero));
+        }
+        parts.join(", ")
+    }
+}
+
+/// A run in one line. Numbers that its files do not tell are null.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Summary {
+    /// The last part of its path.
+    pub name: String,
+    /// Its directory.
+    pub path: PathBuf,
+    /// Its state.
+    pub state: State,
+    /// The reason for its end, unless all steps are done.
+    pub why: Option<String>,
+    /// The last step on record.
+    pub step: Option<u64>,
+    /// Steps that it is to take.
+    pub steps: Option<u64>,
+    /// Passes over the training data.
+    pub epoch: Option<f64>,
+    /// Training loss of the last step.
+    pub loss: Option<f64>,
+    /// Loss of the last evaluation: of validation, or where there is no validation data, of an epoch of training.
+    pub evaluated_loss: Option<f64>,
+    /// The lowest of them, and its step.
+    pub best_loss: Option<f64>,
+    /// Its step.
+    pub best_step: Option<u64>,
+    /// Median over its last steps of the tokens a second, or samples where it is no language model.
+    pub per_second: Option<f64>,
+    /// The noun of that: `tokens` or `samples`.
+    pub unit: &'static str,
+    /// Time of the last step, or of the start, in seconds since 1970.
+    pub time: Option<f64>,
+    /// Seconds since then.
+    pub age_seconds: Option<f64>,
+    /// The layout of its ranks.
+    pub layout: Option<Layout>,
+    /// Bytes of its files.
+    pub bytes: u64,
+    /// One line for each part that cannot be read.
+    pub notes: Vec<String>,
+}
+
+/// The part of a step's line that counts here.
+#[derive(Debug, Deserialize)]
+struct Step {
+    step: u64,
+    epoch: Option<f64>,
+    loss: Option<f64>,
+    tokens_per_second: Option<f64>,
+    time: Option<f64>,
+}
+
+/// Whether a directory is that of a run, also of one that is half written.
+pub fn is_run(path: &Path) -> bool {
+    let run = RunDirectory::at(path);
+    run.config_path().is_file() || run.metrics_path().is_file() || path.join("checkpoints").is_dir()
+}
+
+impl Summary {
+    /// The run in the directory at `path`, now at `now`. Parts that cannot be read are noted.
+    pub fn of(path: &Path, now: SystemTime) -> Self {
+        let run = RunDirectory::at(path);
+        let mut notes = Vec::new();
+        let settings = settings(&run, &mut notes);
+        let step = last_step(&run, &mut notes);
+        let speed = step.as_ref().and_then(|(_, speed)| *speed);
+        let last = step.map(|(last, _)| last);
+        let evaluated = evaluated(&run, &mut notes);
+        let losses = evaluations::losses(&evaluated, evaluations::over(&evaluated));
+        let best = losses.iter().filter_map(|(step, loss)| Some((*step, (*loss)?)));
+        let best = best.filter(|(_, loss)| loss.is_finite()).min_by(|a, b| a.1.total_cmp(&b.1));
+        let ended = run.marks().ended();
+        let state = state(&run, ended.as_ref(), now, &mut notes);
+        let begun = || Some(seconds(fs::metadata(run.config_path()).ok()?.modified().ok()?));
+        let time = last.as_ref().and_then(|last| last.time).or_else(begun);
+        let kind = settings.as_ref().and_then(|all| of(all, "model", "kind")?.as_str().map(str::to_owned));
+        let total = settings.as_ref().and_then(|all| number(all, "run", "steps"));
+        let bytes = size(path).unwrap_or_else(|e| {
+            notes.push(format!("its files cannot be listed: {e}"));
+            0
+        });
+        Self {
+            name: run.name(),
+            path: path.to_path_buf(),
+            state,
+            why: ended.filter(|_| state != State::Running).and_then(|end| end.why),
+            step: last.as_ref().map(|last| last.step),
+            steps: total,
+            epoch: last.as_ref().and_then(|last| last.epoch),
+            loss: last.as_ref().and_then(|last| last.loss),
+            evaluated_loss: losses.last_key_value().and_then(|(_, loss)| *loss),
+            best_loss: best.map(|(_, loss)| loss),
+            best_step: best.map(|(step, _)| step),
+            per_second: speed,
+            unit: if kind.as_deref() == Some("layers") { "samples" } else { "tokens" },
+            time,
+            age_seconds: time.map(|time| (seconds(now) - time).max(0.0)),
+            layout: settings.as_ref().map(|all| layout(all, run.workers_path().is_file())),
+            bytes,
+            notes,
+        }
+    }
+}
+
+/// The configuration by key: of any version.
+fn settings(run: &RunDirectory, notes: &mut Vec<String>) -> Option<Table> {
+    let path = run.config_path();
+    let text = match regular_files::read_to_string(&path) {
+        Ok(text) => text,
+        Err(e) => {
+            notes.push(format!("config.toml cannot be read: {e}"));
+            return None;
+        }
+    };
+    let table: Option<Table> = toml::from_str(&text).ok().filter(|table: &Table| !table.is_empty());
+    if table.is_none() {
+        notes.push("config.toml is half written, or no configuration".into());
+    } else if toml::from_str::<Config>(&text).is_err() {
+        notes.push("config.toml is of another version of hpctrain".into());
+    }
+    table
+}
+
+fn of<'a>(settings: &'a Table, section: &str, key: &str) -> Option<&'a toml::Value> {
+    settings.get(section)?.as_table()?.get(key)
+}
+
+fn number(settings: &Table, section: &str, key: &str) -> Option<u64> {
+    of(settings, section, key)?.as_integer()?.try_into().ok()
+}
+
+fn layout(settings: &Table, has_workers: bool) -> Layout {
+    let axis = |key| number(settings, "parallel", key).unwrap_or(1);
+    let [pipeline, replica, shard, tensor] = ["pipeline", "replica", "shard", "tensor"].map(axis);
+    let ranks = [pipeline, replica, shard, tensor].into_iter().fold(1, u64::saturating_mul);
+    let zero = number(settings, "parallel", "zero").unwrap_or(0);
+    Layout { ranks: (!has_workers).then_some(ranks), pipeline, replica, shard, tensor, zero }
+}
+
+/// The last step on record, and the median speed of the last ones.
+fn last_step(run: &RunDirectory, notes: &mut Vec<String>) -> Option<(Step, Option<f64>)> {
+    let mut tail = Tail { records: Vec::<Step>::new(), damaged: 0, foreign: 0, is_cut: false };
+    for most in [STEPS, MORE_STEPS] {
+        tail = match tail::read(&run.metrics_path(), most) {
+            Ok(tail) => tail,
+            Err(e) => {
+                notes.push(format!("metrics.jsonl cannot be read: {e}"));
+                return None;
+            }
+        };
+        if !tail.records.is_empty() || !tail.is_cut {
+            break;
+        }
+    }
+    told(&tail, "metrics.jsonl", notes);
+    let mut speeds: Vec<f64> = tail.records.iter().filter_map(|step| step.tokens_per_second).collect();
+    speeds.sort_by(f64::total_cmp);
+    let median = speeds.get(speeds.len() / 2).copied();
+    tail.records.pop().map(|last| (last, median))
+}
+
+/// The evaluations, or the last ones where they are many.
+fn evaluated(run: &RunDirectory, notes: &mut Vec<String>) -> Vec<Evaluation> {
+    match tail::read(&run.evaluations_path(), EVALUATIONS) {
+        Ok(tail) => {
+            told(&tail, evaluations::FILE, notes);
+            if tail.is_cut {
+                notes.push(format!(
+                    "eval.jsonl is long: the best loss is that of its last {} evaluations",
+                    tail.records.len()
+                ));
+            }
+            tail.records
+        }
+        Err(e) => {
+            notes.push(format!("eval.jsonl cannot be read: {e}"));
+            vec![]
+        }
+    }
+}
+
+fn told<T>(tail: &Tail<T>, file: &str, notes: &mut Vec<String>) {
+    let lines = |count: usize| if count == 1 { "a line".into() } else { format!("{count} lines") };
+    if tail.damaged > 0 {
+        notes.push(format!("{file}: {} near its end cannot be read", lines(tail.damaged)));
+    }
+    if tail.foreign > 0 {
+        notes.push(format!("{file}: {} near its end of another version of hpctrain", lines(tail.foreign)));
+    }
+}
+
+/// The state: a trainer that beats has the last word, then the mark of its end.
+fn state(run: &RunDirectory, ended: Option<&End>, now: SystemTime, notes: &mut Vec<String>) -> State {
+    let has_trainer = run.has_trainer().unwrap_or_else(|e| {
+        notes.push(format!("whether a trainer has it is not known: {}", e.message()));
+        false
+    });
+    // From another node a lease tells by its next beats alone; its time tells at once, as far as clocks agree.
+    let is_silent =
+        || run.trainer_seen().is_some_and(|seen| now.duration_since(seen).is_ok_and(|since| since > SILENT));
+    if has_trainer && !is_silent() {
+        return State::Running;
+    }
+    match ended.map(|end| end.status) {
+        Some(Status::Finished) => State::Finished,
+        Some(Status::Preempted) => State::Preempted,
+        Some(Status::Failed) => State::Failed,
+        None => State::Stale,
+    }
+}
+
+/// Bytes of all files below a directory. Links are not followed, and files that go meanwhile do not count.
+fn size(path: &Path) -> std::io::Result<u64> {
+    let mut bytes = 0;
+    for entry in fs::read_dir(path)? {
+        let Ok(entry) = entry else { continue };
+        let Ok(what) = entry.metadata() else { continue };
+        bytes += if what.is_dir() { size(&entry.path()).unwrap_or(0) } else { what.len() };
+    }
+    Ok(bytes)
+}
+
+fn seconds(time: SystemTime) -> f64 {
+    time.duration_since(SystemTime::UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}

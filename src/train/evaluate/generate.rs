@@ -1,0 +1,134 @@
+//! Sampling text from a language model, one token at a time.
+
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::random::{Stream, derive, name};
+use hpctrain_device::Kernels;
+use hpctrain_engine::Model;
+use hpctrain_nn::Micro;
+
+/// Settings of sampling.
+#[derive(Debug, Clone, Copy)]
+pub struct Sampling {
+    /// Tokens to draw, at most.
+    pub tokens: usize,
+    /// Divides the logits; 0 takes the likeliest token.
+    pub temperature: f64,
+    /// Draw among the likeliest only; none draws among all.
+    pub top_k: Option<usize>,
+    /// Names the random stream.
+    pub seed: u64,
+}
+
+/// Continues `prompt` (at least one token); the model sees the last `context` tokens. Ends before all tokens are drawn when
+/// `is_end` says so of those drawn so far, on all ranks alike.
+///
+/// As long as all tokens fit the context, each step computes the new position alone, with the keys and values of the others from
+/// before. Afterwards the window slides: positions change with every token, and each step computes all of them. So does each step
+/// of a network some blocks of which do not [continue sequences](hpctrain_nn::Block::continues).
+///
+/// # Errors
+/// The device failed, or the model's output is not a number.
+pub fn generate<B: Kernels>(
+    model: &mut Model<B>,
+    prompt: &[u32],
+    context: usize,
+    sampling: Sampling,
+    mut is_end: impl FnMut(&[u32]) -> bool,
+) -> Result<Vec<u32>> {
+    let stream = Stream::new(derive(sampling.seed, &[name("sample")]));
+    let mut tokens = prompt.to_vec();
+    let mut past = model.past(context.min(prompt.len().saturating_add(sampling.tokens)));
+    let mut seen = 0;
+    for index in 0..sampling.tokens {
+        let past = past.as_mut().filter(|_| tokens.len() <= context);
+        let window = match past {
+            Some(_) => &tokens[seen..],
+            None => &tokens[tokens.len().saturating_sub(context)..],
+        };
+        let (ids, host_ids) = if model.sharded.stage().takes_rows() { (&[][..], window) } else { (window, &[][..]) };
+        let micro = Micro::of_text(&model.backend, ids, &[], window.len(), 0)?;
+        let micro = Micro { samples: 1, host_ids: host_ids.to_vec(), ..micro };
+        let rows = window.len();
+        let output = match past {
+            Some(past) => model.output_after(&micro, past)?,
+            None => model.output(&micro)?,
+        };
+        seen = tokens.len();
+        let drawn = match output {
+            None => None,
+            Some(logits) => {
+                let last = model.last_logits(&logits, rows)?;
+                Some(draw(&last, sampling, stream.uniform(index as u64))?)
+            }
+        };
+        tokens.push(model.share(drawn)?);
+        if is_end(&tokens[prompt.len()..]) {
+            break;
+        }
+    }
+    Ok(tokens.split_off(prompt.len()))
+}
+
+/// One token id from its logits and a uniform number in [0, 1).
+fn draw(logits: &[f32], sampling: Sampling, uniform: f64) -> Result<u32> {
+    if logits.iter().any(|x| x.is_nan()) {
+        return Err(Error::numeric("the model's output is not a number"));
+    }
+    let kept = if sampling.temperature == 0.0 { 1 } else { sampling.top_k.unwrap_or(logits.len()).max(1) };
+    let order = likeliest(logits, kept);
+    let top = f64::from(logits[order[0]]);
+    let temperature = if sampling.temperature == 0.0 { 1.0 } else { sampling.temperature };
+    let weights: Vec<f64> = order.iter().map(|&i| ((f64::from(logits[i]) - top) / temperature).exp()).collect();
+    let mut left = uniform * weights.iter().sum::<f64>();
+    for (&i, weight) in order.iter().zip(&weights) {
+        left -= weight;
+        if left < 0.0 {
+            return Ok(i as u32);
+        }
+    }
+    // Rounding can leave a crumb after the last weight.
+    Ok(order[order.len() - 1] as u32)
+}
+
+/// The ids of the `kept` largest logits, the largest first; of equal ones the lower id.
+fn likeliest(logits: &[f32], kept: usize) -> Vec<usize> {
+    let before = |a: &usize, b: &usize| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b));
+    let mut order: Vec<usize> = (0..logits.len()).collect();
+    if kept < order.len() {
+        order.select_nth_unstable_by(kept - 1, before);
+        order.truncate(kept);
+    }
+    order.sort_unstable_by(before);
+    order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sampling(temperature: f64, top_k: Option<usize>) -> Sampling {
+        Sampling { tokens: 1, temperature, top_k, seed: 0 }
+    }
+
+    #[test]
+    fn draws_follow_the_probabilities() {
+        let logits = [0.0, 3f32.ln(), f32::NEG_INFINITY];
+        let at = |uniform, sampling| draw(&logits, sampling, uniform).unwrap();
+        assert_eq!(at(0.0, sampling(1.0, None)), 1);
+        assert_eq!(at(0.7499, sampling(1.0, None)), 1);
+        assert_eq!(at(0.7501, sampling(1.0, None)), 0);
+        assert_eq!(at(0.9999, sampling(0.0, None)), 1);
+        assert_eq!(at(0.9999, sampling(1.0, Some(1))), 1);
+        assert!(draw(&[f32::NAN], sampling(1.0, None), 0.5).is_err());
+    }
+
+    #[test]
+    fn the_likeliest_are_those_of_a_whole_order() {
+        let logits: Vec<f32> = (0..100).map(|i| (i * 37 % 11) as f32 - 5.0).collect();
+        let mut order: Vec<usize> = (0..100).collect();
+        order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
+        for kept in [1, 2, 9, 10, 55, 99, 100, 1000] {
+            assert_eq!(likeliest(&logits, kept), order[..kept.min(100)], "{kept}");
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! Evaluation: the validation loss, one number that does not depend on the ranks that computed it, and the evaluator
+//! beside a trainer.
+
+mod generate;
+pub mod model;
+mod own;
+mod predict;
+pub mod predictions;
+mod queue;
+mod sidecar;
+mod tally;
+
+pub use generate::{Sampling, generate};
+pub use predict::predict;
+pub use predictions::Predictions;
+pub use queue::Policy;
+pub use sidecar::{ABANDONED, Request, watch};
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Range;
+
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::tree::tree_sum;
+use hpctrain_base::visible::in_one_line;
+use hpctrain_comm::Group;
+use hpctrain_config::telemetry::classes::{Classes, MOST};
+use hpctrain_config::telemetry::evaluations::Evaluation;
+use hpctrain_data::{Batch, Source};
+use hpctrain_device::Kernels;
+use hpctrain_engine::{Model, feed};
+use hpctrain_nn::Micro;
+use hpctrain_nn::loss::{Classifier, Objective};
+use tally::{Tally, Targets, codes};
+
+/// Results of an evaluation.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Measures {
+    /// Mean loss a prediction.
+    pub loss: f64,
+    /// Metrics by name; none of language models, which are judged by the loss.
+    pub metrics: BTreeMap<String, f64>,
+    /// Of a mixture, the mean loss of each data set by its name.
+    pub sets: BTreeMap<String, f64>,
+    /// Of classifiers of few classes, the results class by class.
+    pub classes: Option<Classes>,
+}
+
+impl Measures {
+    /// Loss and metrics for people, for example: `loss 2.2638, perplexity 9.62`.
+    pub fn told(&self) -> String {
+        let mut told = format!("loss {:.4}", self.loss);
+        if self.metrics.is_empty() {
+            told += &format!(", perplexity {:.2}", self.loss.exp());
+        }
+        let mut add = |name: &str, value: f64| told += &format!(", {name} {value:.4}");
+        self.metrics.iter().for_each(|(name, value)| add(name, *value));
+        if let Some(classes) = &self.classes {
+            add("macro F1", classes.means.f1);
+            classes.roc_auc.iter().for_each(|auc| add("ROC AUC", *auc));
+        }
+        let sets: Vec<String> =
+            self.sets.iter().map(|(name, loss)| format!("{} {loss:.4}", in_one_line(name))).collect();
+        if sets.is_empty() { told } else { format!("{told} ({})", sets.join(", ")) }
+    }
+
+    /// The record of the evaluation of the weights in training after `step`.
+    pub fn evaluation(&self, step: u64) -> Evaluation {
+        let sets = self.sets.iter().map(|(name, loss)| (name.clone(), Some(*loss))).collect();
+        Evaluation { sets, classes: self.classes.clone(), ..Evaluation::done(step, self.loss, self.metrics.clone()) }
+    }
+}
+
+impl fmt::Display for Measures {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "validation {}", self.told())
+    }
+}
+
+/// A fixed set of validation samples, cut into fixed chunks.
+pub struct Evaluator {
+    /// None where chunks are only counted.
+    dataset: Option<Box<dyn Source>>,
+    /// Predictions of a sample.
+    context: usize,
+    /// Digest of the data, where it is known.
+    digest: Option<String>,
+    /// Of a mixture, name and samples of each data set; they are numbered one after the other.
+    sets: Vec<(String, Range<u64>)>,
+    /// Names of classes, where they have some.
+    classes: Vec<String>,
+    samples: u64,
+    chunk: u64,
+}
+
+impl Evaluator {
+    /// The first `samples` of `dataset` (all without), `chunk` at a time.
+    pub fn new(dataset: impl Source + 'static, samples: Option<u64>, chunk: u64) -> Self {
+        let counting = Self::counting(&dataset, samples, chunk);
+        Self { dataset: Some(Box::new(dataset)), ..counting }
+    }
+
+    /// As [`Evaluator::new`], where others read the samples: it counts chunks, and adds up their sums.
+    pub fn counting(dataset: &dyn Source, samples: Option<u64>, chunk: u64) -> Self {
+        let samples = samples.unwrap_or(u64::MAX).min(dataset.samples());
+        let digest = dataset.fingerprint().map(|fingerprint| fingerprint.digest());
+        let (mut sets, mut first) = (Vec::new(), 0);
+        for (number, of_set) in dataset.parts().into_iter().enumerate() {
+            sets.push((number.to_string(), first..first + of_set));
+            first += of_set;
+        }
+        if sets.len() < 2 {
+            sets.clear();
+        }
+        let classes = dataset.preprocessing().classes;
+        Self { dataset: None, context: dataset.context(), digest, sets, classes, samples, chunk }
+    }
+
+    /// The same, with names for the data sets of a mixture, which are numbered otherwise.
+    #[must_use]
+    pub fn naming(mut self, names: Vec<String>) -> Self {
+        for ((name, _), given) in self.sets.iter_mut().zip(names) {
+            *name = given;
+        }
+        self
+    }
+
+    /// Chunks of the set.
+    pub fn chunks(&self) -> u64 {
+        self.samples.div_ceil(self.chunk)
+    }
+
+    /// Samples of a chunk.
+    fn of_chunk(&self, chunk: u64) -> Range<u64> {
+        let first = chunk * self.chunk;
+        first..(first + self.chunk).min(self.samples)
+    }
+
+    /// The sums of a chunk, loss first, then metrics and losses of the data sets of a mixture; then of each sample of a classifier a
+    /// code. Of the last stage of the pipeline.
+    ///
+    /// # Errors
+    /// A failure of the data, the device, or a message between ranks.
+    pub fn measure_chunk<B: Kernels>(&mut self, model: &mut Model<B>, chunk: u64) -> Result<Option<Vec<f64>>> {
+        let (batch, micro) = self.micro(model, chunk)?;
+        let parts = self.rows_of_sets(self.of_chunk(chunk));
+        let Some(classifier) = classifier(&model.objective) else { return model.measure(&micro, &parts) };
+        let Some(mut output) = model.output(&micro)? else { return Ok(None) };
+        let outputs = model.download(&output, micro.rows())?;
+        let targets = match classifier {
+            Classifier::Softmax(_) => Targets::Classes(&batch.parts.classes),
+            Classifier::Logit => Targets::Values(&batch.parts.values),
+        };
+        let codes = codes(classifier, &outputs, &targets);
+        let tensor = model.sharded.tensor();
+        let mut sums = model.objective.measure(&model.backend, tensor, &micro, &mut output, &parts)?;
+        sums.extend(codes);
+        Ok(Some(sums))
+    }
+
+    /// The predictions of each data set of a mixture among those of some samples.
+    fn rows_of_sets(&self, samples: Range<u64>) -> Vec<Range<usize>> {
+        let place = |sample: u64| (sample.clamp(samples.start, samples.end) - samples.start) as usize * self.context;
+        self.sets.iter().map(|(_, set)| place(set.start)..place(set.end)).collect()
+    }
+
+    /// Counts for the predictions of the set, if they are told class by class.
+    fn tally<B: Kernels>(&self, objective: &Objective<B>) -> Option<Tally> {
+        classifier(objective).map(|classifier| Tally::new(classifier, self.samples))
+    }
+
+    /// Numbers of a chunk before its codes.
+    fn width<B: Kernels>(&self, objective: &Objective<B>) -> usize {
+        1 + objective.metrics().len() + self.sets.len()
+    }
+
+    /// The measures that follow from the results of all chunks, in order, each as [`Evaluator::measure_chunk`] has it.
+    ///
+    /// # Errors
+    /// A chunk has fewer numbers than that.
+    pub fn measures<B: Kernels>(&self, objective: &Objective<B>, chunks: &[Vec<f64>]) -> Result<Measures> {
+        let mut tally = self.tally(objective);
+        let mut all = Vec::with_capacity(chunks.len());
+        for chunk in chunks {
+            let parts = chunk.split_at_checked(self.width(objective));
+            let (sums, codes) = parts.ok_or_else(|| Error::comm("a chunk was told in part"))?;
+            all.push(sums);
+            tally.iter_mut().for_each(|tally| tally.add(codes));
+        }
+        Ok(self.of_sums(objective, &all, tally))
+    }
+
+    /// The measures that follow from the sums of all chunks, in order, and the counts of all samples.
+    fn of_sums<B: Kernels>(&self, objective: &Objective<B>, chunks: &[&[f64]], tally: Option<Tally>) -> Measures {
+        let context = self.context as u64;
+        let mean = |which: usize, samples: u64| {
+            let sums: Vec<f64> = chunks.iter().map(|sums| sums.get(which).copied().unwrap_or(f64::NAN)).collect();
+            tree_sum(&sums) / (samples * context) as f64
+        };
+        let metrics = objective.metrics();
+        let named = metrics.iter().zip(1..).map(|(metric, at)| {
+            let value = metric.of_mean(mean(at, self.samples));
+            (metric.name().into(), value)
+        });
+        let of_set = |((name, set), at): (&(String, Range<u64>), usize)| {
+            let samples = set.end.min(self.samples).saturating_sub(set.start);
+            (samples > 0).then(|| (name.clone(), mean(at, samples)))
+        };
+        let sets = self.sets.iter().zip(1 + metrics.len()..).filter_map(of_set).collect();
+        let classes = tally.and_then(|tally| tally.classes(&self.classes));
+        Measures { loss: mean(0, self.samples), metrics: named.collect(), sets, classes }
+    }
+
+    /// Digest of the data that the set is of, where it is known.
+    pub fn digest(&self) -> Option<&str> {
+        self.digest.as_deref()
+    }
+
+    /// Samples in the set.
+    pub fn samples(&self) -> u64 {
+        self.samples
+    }
+
+    /// Mean loss a prediction over the set, and metrics. Collective over `world`, the ranks of all stages: chunks go round
+    /// the ranks with different data, each is computed whole by one of them, and all sums are added in chunk order. None
+    /// if any rank was `interrupted` before the end.
+    ///
+    /// # Errors
+    /// A failure of the data, the device, or a message between ranks.
+    pub fn measure<B: Kernels>(
+        &mut self,
+        model: &mut Model<B>,
+        world: &Group<B>,
+        interrupted: impl Fn() -> bool,
+    ) -> Result<Option<Measures>> {
+        // Buffers of the training's sizes would lie idle meanwhile, and those of the evaluation afterwards.
+        model.backend.trim();
+        let chunks = self.chunks();
+        let (data, stages) = (model.sharded.data().clone(), model.sharded.stage().count as u64);
+        let ranks = data.size() as u64;
+        let width = self.width(&model.objective);
+        let (mut sums, mut tally) = (Vec::new(), self.tally(&model.objective));
+        for round in 0..chunks.div_ceil(ranks) {
+            // Between two meetings of all ranks every stage of the pipeline has a chunk to work on.
+            if round.is_multiple_of(stages) {
+                let told = world.gather_bytes(vec![u8::from(interrupted())]).wait()?;
+                if told.iter().any(|told| *told != [0]) {
+                    model.backend.trim();
+                    return Ok(None);
+                }
+            }
+            // Every rank computes in every round, because gathers of parameters are collective; results beyond the last
+            // chunk do not count.
+            let chunk = round * ranks + data.rank() as u64;
+            let of_chunk = self.measure_chunk(model, chunk.min(chunks - 1))?;
+            if let Some(of_chunk) = of_chunk.filter(|_| chunk < chunks) {
+                sums.extend_from_slice(&of_chunk[..width]);
+                tally.iter_mut().for_each(|tally| tally.add(&of_chunk[width..]));
+            }
+        }
+        model.backend.trim();
+        let message = sums.iter().flat_map(|sum: &f64| sum.to_le_bytes()).collect();
+        let everyone = world.gather_bytes(message).wait()?;
+        // The last stage has them; ranks that compute slices of the same have the same.
+        let slices = model.sharded.slices().ranks();
+        let first = everyone.len() - data.size() * slices;
+        let mut all = vec![vec![]; chunks as usize];
+        for (rank, message) in everyone[first..].iter().step_by(slices).enumerate() {
+            for (round, of_chunk) in message.as_chunks::<8>().0.chunks_exact(width).enumerate() {
+                let chunk = round * data.size() + rank;
+                *all.get_mut(chunk).ok_or_else(|| Error::comm("a rank evaluated chunks that do not exist"))? =
+                    of_chunk.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect();
+            }
+        }
+        if let Some(mine) = tally {
+            let everyone = world.gather_bytes(mine.encode()).wait()?;
+            tally = self.tally(&model.objective);
+            for message in everyone[first..].iter().step_by(slices) {
+                tally.iter_mut().try_for_each(|tally| tally.merge(message))?;
+            }
+        }
+        let all: Vec<&[f64]> = all.iter().map(Vec::as_slice).collect();
+        Ok(Some(self.of_sums(&model.objective, &all, tally)))
+    }
+
+    fn micro<B: Kernels>(&mut self, model: &Model<B>, chunk: u64) -> Result<(Batch, Micro<B>)> {
+        let samples = self.of_chunk(chunk);
+        let dataset = self.dataset.as_mut().ok_or_else(|| Error::internal("an evaluation without samples"))?;
+        let batch = Batch::read(dataset, samples.clone(), samples)?;
+        let micro = feed::micro(&model.backend, &batch, self.context, 0, model.sharded.stage())?;
+        Ok((batch, micro))
+    }
+}
+
+/// The classes that predictions tell apart, if they are few enough to be told one by one.
+fn classifier<B: Kernels>(objective: &Objective<B>) -> Option<Classifier> {
+    objective.classifier().filter(|classifier| classifier.classes() <= MOST)
+}

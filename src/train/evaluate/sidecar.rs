@@ -1,0 +1,505 @@
+//! The evaluator beside a trainer: waits for checkpoints, evaluates each once, and records the results.
+//!
+//! Trainer and evaluator meet in the run's directory only, so it does not matter whether they are processes of one job
+//! or of two. Rank 0 of the evaluator decides; all of its ranks evaluate.
+//!
+//! They may also be ranks of one program: one all-gather of roles (`cli/roles.rs`) splits the world, and each role
+//! takes its part for the world (`Comm::role`). Each decision reaches all ranks of the evaluator in one gather, which
+//! also carries signals. A checkpoint is claimed with a lease, its loss is computed by the trainer's own code
+//! (`Evaluator::loss`), the line is written, and only then is the lease released: line and claim together make each
+//! evaluation happen once. A killed evaluator leaves a dead lease and no line, and the next one begins that checkpoint
+//! again.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use super::queue::{Claim, Policy, Queue};
+use super::{Evaluator, Measures, model, own};
+use hpctrain_base::activity::Track;
+use hpctrain_base::error::{Error, Kind, Result};
+use hpctrain_base::signals;
+use hpctrain_checkpoint::run_dir::markers;
+use hpctrain_checkpoint::run_dir::markers::{End, Markers};
+use hpctrain_checkpoint::run_dir::{Ending, RunDirectory};
+use hpctrain_checkpoint::{Checkpoints, Manifest, Reader, name_of};
+use hpctrain_comm::{Comm, Group};
+use hpctrain_config::telemetry::evaluations;
+use hpctrain_config::telemetry::evaluations::{Evaluation, Status};
+use hpctrain_config::telemetry::{logging, say, unix_time};
+use hpctrain_config::{Config, Plan};
+use hpctrain_data::{Mix, Preprocessing, Tokenizer};
+use hpctrain_device::Kernels;
+use hpctrain_engine::{Model, feed};
+
+/// Time between two looks at the run's directory.
+const LOOK: Duration = Duration::from_millis(300);
+
+/// Longest time between two looks at the trainer's lease.
+const TRAINER: Duration = Duration::from_secs(5);
+
+/// Time within which a trainer must begin.
+const BEGIN: Duration = Duration::from_secs(30);
+
+/// Attempts at a checkpoint that cannot be read, and the time between them.
+const ATTEMPTS: usize = 3;
+const BETWEEN: Duration = Duration::from_secs(1);
+
+/// Time without a trainer after which an evaluator gives up, unless it is told another: longer than a job waits in a queue
+/// or backs off before it is started again.
+pub const ABANDONED: Duration = Duration::from_secs(30 * 60);
+
+/// Request to an evaluator.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// Directory of the run.
+    pub run: PathBuf,
+    /// Wait for further checkpoints until the run ends.
+    pub watch: bool,
+    /// Selection of checkpoints.
+    pub policy: Policy,
+    /// Give up when no trainer has held the run for so long, while it waits for one; none beside its own.
+    pub timeout: Option<Duration>,
+    /// Settings over those of the run, such as `eval.samples=100`.
+    pub overrides: Vec<String>,
+    /// Compute threads a rank.
+    pub threads: usize,
+    /// Whether the trainer's ranks are of the same job: they end together.
+    pub beside_trainer: bool,
+}
+
+/// Decision of rank 0.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+enum Decision {
+    /// Nothing to do yet.
+    Wait,
+    /// This checkpoint, the name of its save, and the number of earlier attempts that were given up.
+    Evaluate(u64, String, usize),
+    /// Nothing more will come, or shall.
+    End(String),
+    /// More should come, but nobody is there to make it.
+    GiveUp(String),
+}
+
+/// Message of a rank to the others, before each decision is obeyed.
+#[derive(Serialize, Deserialize)]
+struct Told {
+    interrupted: bool,
+    /// Set by rank 0 only.
+    decision: Option<Decision>,
+}
+
+/// Evaluates the checkpoints of a run: collective over the world of `comm`. `backend` makes the device.
+///
+/// # Errors
+/// There is no such run; the validation data cannot be read; a message between ranks failed. Faults of one checkpoint
+/// are recorded, and the next one is evaluated.
+pub fn watch<B: Kernels>(
+    comm: &Comm<B>,
+    request: &Request,
+    backend: impl FnOnce(&Plan) -> Result<B> + 'static,
+) -> Result<Ending> {
+    comm.activity().here(Track::Compute);
+    let world = comm.world();
+    let root = world.rank() == 0;
+    world.agree(await_run(request))?;
+    let directory = RunDirectory::at(&request.run);
+    let logs = directory.logs_path();
+    // A copy of a run's checkpoints may have none.
+    world.agree(std::fs::create_dir_all(&logs).map_err(|e| Error::io("create", &logs, e)))?;
+    if !request.beside_trainer {
+        comm.watch_apart(&[logs.clone(), std::env::temp_dir()])?;
+    }
+    let log = logs.join(format!("evaluator-{:05}.log", world.rank()));
+    world.agree(logging::to_file(&log, log::LevelFilter::Info))?;
+    let mut sidecar = Sidecar {
+        comm,
+        request,
+        checkpoints: directory.checkpoints(),
+        marks: directory.marks(),
+        evaluations: directory.evaluations_path(),
+        backend: Device::Unmade(Box::new(backend)),
+        loaded: None,
+        claim: None,
+    };
+    let watched = match request.policy {
+        Policy::Every if root => sidecar.checkpoints.leases().watch_queue(),
+        _ => Ok(None),
+    };
+    let _queue = world.agree(watched)?;
+    let mut waiting = root.then(|| Waiting::new(sidecar.checkpoints.clone(), request));
+    loop {
+        let decision = waiting.as_mut().map(|waiting| waiting.decide(&sidecar.marks, &mut sidecar.claim)).transpose();
+        let told = Told { interrupted: sidecar.is_interrupted(), decision: world.agree(decision)? };
+        let (interrupted, decision) = exchange(&world, &told)?;
+        if interrupted {
+            // The lease ends with this process: the next evaluator begins anew.
+            return Ok(preempted());
+        }
+        match decision {
+            Decision::Wait => std::thread::sleep(LOOK),
+            Decision::End(why) => {
+                if root {
+                    say(format_args!("evaluator: {why}"));
+                }
+                return Ok(Ending::Finished);
+            }
+            Decision::GiveUp(why) => {
+                return Err(Error::comm(why)
+                    .hint("start the trainer again with --resume auto, or give the evaluator more time with --timeout")
+                    .shared());
+            }
+            Decision::Evaluate(step, id, retries) => {
+                if let Some(ending) = sidecar.evaluate(step, &id, retries)? {
+                    return Ok(ending);
+                }
+                if let Some(waiting) = &mut waiting {
+                    waiting.evaluated();
+                }
+            }
+        }
+    }
+}
+
+/// The end of an evaluator that was asked to end, or whose trainer was.
+fn preempted() -> Ending {
+    Ending::Preempted(signals::came().map_or("the job was asked to end".into(), |signal| format!("{signal} came")))
+}
+
+/// Jobs that are submitted together do not start together: a watcher gives its trainer a moment to begin.
+fn await_run(request: &Request) -> Result<()> {
+    let run = &request.run;
+    let begun = Instant::now();
+    let root = run.parent().map(|parent| if parent.as_os_str().is_empty() { Path::new(".") } else { parent });
+    let may_come = request.watch && !run.exists() && root.is_some_and(Path::is_dir);
+    if may_come {
+        say(format_args!("evaluator: {} does not exist: waiting {} s for its trainer", run.display(), BEGIN.as_secs()));
+    }
+    while may_come && check_run(run).is_err() && begun.elapsed() < BEGIN && signals::came().is_none() {
+        std::thread::sleep(LOOK);
+    }
+    check_run(run)
+}
+
+/// Refuses a path that is not a run's directory.
+fn check_run(run: &Path) -> Result<()> {
+    if run.join("checkpoints").is_dir() || run.join("config.toml").is_file() {
+        return Ok(());
+    }
+    let what = if run.exists() { "is no run's directory" } else { "does not exist" };
+    Err(Error::input(format!("{} {what}", run.display()))
+        .hint("give the directory of a run, such as runs/gpt-char, once its trainer has begun"))
+}
+
+/// Exchanges the messages of all ranks: whether any was interrupted, and the decision of rank 0.
+fn exchange<B: Kernels>(world: &Group<B>, mine: &Told) -> Result<(bool, Decision)> {
+    let message = serde_json::to_vec(mine).map_err(|e| Error::internal(e.to_string()))?;
+    let (mut interrupted, mut decision) = (false, None);
+    for bytes in world.gather_bytes(message).wait()? {
+        let told: Told = serde_json::from_slice(&bytes).map_err(|e| Error::comm(format!("malformed note: {e}")))?;
+        interrupted |= told.interrupted;
+        decision = decision.or(told.decision);
+    }
+    Ok((interrupted, decision.ok_or_else(|| Error::internal("nobody decided"))?))
+}
+
+/// Rank 0 between two evaluations.
+struct Waiting<'a> {
+    queue: Queue,
+    checkpoints: Checkpoints,
+    run: RunDirectory,
+    request: &'a Request,
+    /// When a trainer last held the run, or something was done here.
+    since: Instant,
+    /// When the trainer was last looked for.
+    looked: Option<Instant>,
+    /// Last reason for waiting that was reported.
+    told: Option<&'static str>,
+    /// Consecutive failures to read the run's directory.
+    refused: usize,
+}
+
+impl<'a> Waiting<'a> {
+    fn new(checkpoints: Checkpoints, request: &'a Request) -> Self {
+        let queue = Queue::new(checkpoints.clone(), request.policy);
+        let run = RunDirectory::at(&request.run);
+        Self { queue, checkpoints, run, request, since: Instant::now(), looked: None, told: None, refused: 0 }
+    }
+
+    fn evaluated(&mut self) {
+        self.since = Instant::now();
+    }
+
+    /// Decides the next action; a checkpoint to be evaluated is left in `claim`. Reads that fail are tried again a few times.
+    fn decide(&mut self, marks: &Markers, claim: &mut Option<Claim>) -> Result<Decision> {
+        match self.look(marks, claim) {
+            Err(e) if e.kind() == Kind::Io && self.refused + 1 < ATTEMPTS => {
+                self.refused += 1;
+                log::warn!("trying again: {e}");
+                std::thread::sleep(BETWEEN);
+                Ok(Decision::Wait)
+            }
+            decided => {
+                self.refused = 0;
+                decided
+            }
+        }
+    }
+
+    /// Decides the next action from the files as they are now.
+    fn look(&mut self, marks: &Markers, claim: &mut Option<Claim>) -> Result<Decision> {
+        // The order matters: checkpoints published before the mark are seen after it.
+        let ended = marks.ended();
+        if let Some(next) = self.queue.next()? {
+            let retries = evaluations::retries(self.checkpoints.evaluated()?.known(), &next.id);
+            let decision = Decision::Evaluate(next.step, next.id.clone(), retries);
+            *claim = Some(next);
+            return Ok(decision);
+        }
+        let idle = self.queue.is_empty()?;
+        let nothing = self.checkpoints.steps()?.is_empty();
+        let waits_for = match ended {
+            Some(end) if idle && end.status != markers::Status::Preempted => {
+                return Ok(Decision::End(format!("the run has ended at step {}", end.step)));
+            }
+            _ if nothing && !self.request.watch => {
+                return Err(Error::input(format!("{} holds no checkpoint", self.request.run.display()))
+                    .hint("--watch waits for one"));
+            }
+            _ if idle && !self.request.watch && !nothing => {
+                return Ok(Decision::End("every checkpoint is evaluated".into()));
+            }
+            Some(_) if idle => "the trainer was interrupted: waiting for it to go on",
+            _ if nothing => "waiting for the first checkpoint",
+            _ if idle => "waiting for the next checkpoint",
+            _ => "waiting for another evaluator",
+        };
+        if self.told != Some(waits_for) {
+            self.told = Some(waits_for);
+            say(format_args!("evaluator: {waits_for} of {}", self.request.run.display()));
+        }
+        let Some(timeout) = self.request.timeout.filter(|_| self.request.watch && idle) else {
+            return Ok(Decision::Wait);
+        };
+        if !self.is_abandoned(timeout)? {
+            return Ok(Decision::Wait);
+        }
+        let (run, span) = (self.request.run.display(), humantime::format_duration(timeout));
+        let why = match ended {
+            Some(End { step, status: markers::Status::Failed, why }) => {
+                let why = why.map(|why| format!(": {why}")).unwrap_or_default();
+                format!("the last one failed at step {step}{why}")
+            }
+            Some(End { step, .. }) => format!("the last one was interrupted at step {step}"),
+            None if nothing => "none has saved anything".into(),
+            None => "the last one ended without a word".into(),
+        };
+        Ok(Decision::GiveUp(format!("no trainer has held {run} for {span} (--timeout): {why}")))
+    }
+
+    /// Whether no trainer has held the run for so long, and nothing was done here.
+    fn is_abandoned(&mut self, timeout: Duration) -> Result<bool> {
+        let pause = TRAINER.min(timeout / 10);
+        if self.looked.is_none_or(|looked| looked.elapsed() >= pause) {
+            self.looked = Some(Instant::now());
+            if self.run.has_trainer()? {
+                self.since = Instant::now();
+            }
+        }
+        Ok(self.since.elapsed() >= timeout)
+    }
+}
+
+/// A network in memory and the data it is evaluated on.
+struct Loaded<B: Kernels> {
+    plan: Plan,
+    /// Tokenizer and preprocessing of the checkpoint.
+    known: (Option<Tokenizer>, Option<Preprocessing>),
+    model: Model<B>,
+    evaluator: Evaluator,
+}
+
+/// Makes the device of a plan.
+type Make<B> = Box<dyn FnOnce(&Plan) -> Result<B>>;
+
+/// A rank's device, made when the first plan is known.
+enum Device<B: Kernels> {
+    Unmade(Make<B>),
+    Made(Result<B>),
+}
+
+impl<B: Kernels> Device<B> {
+    fn get(&mut self, plan: &Plan) -> Result<B> {
+        let unused = || Device::Made(Err(Error::internal("no device")));
+        let made = match std::mem::replace(self, unused()) {
+            Device::Unmade(make) => make(plan),
+            Device::Made(made) => made,
+        };
+        *self = Device::Made(made.clone());
+        made
+    }
+}
+
+/// An evaluator on one rank.
+struct Sidecar<'a, B: Kernels> {
+    comm: &'a Comm<B>,
+    request: &'a Request,
+    checkpoints: Checkpoints,
+    marks: Markers,
+    /// `eval.jsonl`.
+    evaluations: PathBuf,
+    backend: Device<B>,
+    /// One model at most.
+    loaded: Option<Loaded<B>>,
+    /// On rank 0, the checkpoint under evaluation.
+    claim: Option<Claim>,
+}
+
+impl<B: Kernels> Sidecar<'_, B> {
+    /// Evaluates one checkpoint and records it. Returns the ending if this rank or another is asked to end.
+    fn evaluate(&mut self, step: u64, id: &str, retries: usize) -> Result<Option<Ending>> {
+        let begun = Instant::now();
+        let outcome = match self.measure(step, id)? {
+            Ok(None) => return Ok(Some(preempted())),
+            Ok(Some(measures)) => Ok(measures),
+            Err(e) => Err(e),
+        };
+        let failed = outcome.is_err();
+        let recorded = match self.claim.take() {
+            Some(claim) => self.record(step, id, retries, outcome, begun).map(|()| claim.release()),
+            None => Ok(()),
+        };
+        self.comm.world().agree(recorded)?;
+        if failed {
+            std::thread::sleep(BETWEEN);
+        }
+        Ok(None)
+    }
+
+    /// Whether this rank was asked to end, or, on rank 0 of a job with a trainer, the trainer was: they end together.
+    fn is_interrupted(&self) -> bool {
+        let trainer = || self.marks.ended().is_some_and(|end| end.status == markers::Status::Preempted);
+        signals::came().is_some() || self.request.beside_trainer && self.comm.rank() == 0 && trainer()
+    }
+
+    /// The measures of a checkpoint, or the fault of the checkpoint; none if a rank was interrupted.
+    ///
+    /// # Errors
+    /// A fault of anything else: settings, data, the job.
+    fn measure(&mut self, step: u64, id: &str) -> Result<Result<Option<Measures>>> {
+        let world = self.comm.world();
+        let open = || self.checkpoints.open(step).and_then(|reader| is_save(reader, id));
+        let mut reader = match Reader::open_together(&world, &self.checkpoints.path(step), open) {
+            Ok(reader) => reader,
+            Err(e) => return Ok(Err(e)),
+        };
+        let configured = || {
+            let config = model::config(&reader.manifest().config, &self.request.overrides)?;
+            own::check(reader.manifest(), &config).map(|()| config)
+        };
+        let config = world.agree(configured())?;
+        self.comm.wait_at_most(Duration::from_secs(config.comm.timeout))?;
+        self.prepare(config, reader.manifest())?;
+        let Some(mut loaded) = self.loaded.take() else { return Err(Error::internal("no network")) };
+        if let Err(e) = model::load(&world, &mut loaded.model, &mut reader) {
+            return Ok(Err(e));
+        }
+        let measured = loaded.evaluator.measure(&mut loaded.model, &world, || self.is_interrupted())?;
+        self.loaded = Some(loaded);
+        Ok(Ok(measured))
+    }
+
+    /// Makes the network of a configuration and opens the data with the checkpoint's preprocessing, unless both are in
+    /// memory.
+    fn prepare(&mut self, config: Config, manifest: &Manifest) -> Result<()> {
+        let world = self.comm.world();
+        let plan = world.agree(model::plan(config, world.size(), self.request.threads, !B::ON_HOST))?;
+        let known = (manifest.tokenizer.clone(), manifest.preprocessing.clone());
+        if self.loaded.as_ref().is_some_and(|loaded| loaded.plan == plan && loaded.known == known) {
+            return Ok(());
+        }
+        // The one before goes first: there is room for one.
+        self.loaded = None;
+        let mut validation = feed::together(&world, |catalogue| feed::validation(catalogue, &plan.config))?;
+        let notes = world.agree(manifest.conform(&mut validation))?;
+        if world.rank() == 0 {
+            notes.iter().for_each(|note| log::warn!("data: {note}"));
+        }
+        let evaluator = Evaluator::new(validation, plan.config.eval.samples, plan.config.eval.batch);
+        let evaluator = evaluator.naming(Mix::names(&plan.config.data.mix));
+        let backend = world.agree(self.backend.get(&plan))?;
+        backend.trim();
+        let model = model::build(self.comm, &plan, backend)?;
+        self.loaded = Some(Loaded { plan, known, model, evaluator });
+        Ok(())
+    }
+
+    /// Records the outcome of an evaluation. On rank 0.
+    fn record(&self, step: u64, id: &str, retries: usize, outcome: Result<Measures>, begun: Instant) -> Result<()> {
+        if evaluations::is_settled(evaluations::read(&self.evaluations)?.known(), id) {
+            // This process stood still for so long that another took its claim.
+            log::warn!("step {step}: evaluated by another evaluator meanwhile");
+            return Ok(());
+        }
+        let on = |found: Evaluation| match &self.loaded {
+            Some(Loaded { evaluator, .. }) => found.on(evaluator.digest(), evaluator.samples()),
+            None => found,
+        };
+        let of = Evaluation {
+            checkpoint: Some(name_of(step)),
+            id: Some(id.into()),
+            ..outcome.as_ref().map_or_else(
+                |_| Evaluation { step, time: unix_time(), ..Evaluation::default() },
+                |found| on(found.evaluation(step)),
+            )
+        };
+        match outcome {
+            Ok(measures) => {
+                if !self.add(&of)? {
+                    return Ok(());
+                }
+                let seconds = begun.elapsed().as_secs_f64();
+                say(format_args!("evaluator: step {step:>6}  {measures}  ({seconds:.1} s)"));
+                let all = evaluations::read(&self.evaluations)?;
+                // An unreadable record of earlier evaluations does not end this one.
+                let best = self.checkpoints.point_to_best(&all);
+                best.unwrap_or_else(|e| log::warn!("the link to the best checkpoint stays: {e}"));
+                let eval = self.loaded.as_ref().map(|loaded| &loaded.plan.config.eval);
+                // The trainer decides anew about a checkpoint that it has passed over.
+                let last = self.checkpoints.last_step()?.unwrap_or(step);
+                let all = evaluations::until(all.known(), last);
+                let why = eval.and_then(|eval| evaluations::stop_reason(&all, eval.patience, eval.min_delta));
+                why.map_or(Ok(()), |why| self.marks.ask_to_stop(&why))
+            }
+            // The checkpoint may well be whole: another evaluator, or this one later, can do it.
+            Err(e) if e.kind() == Kind::Io && retries + 1 >= ATTEMPTS => Err(e),
+            Err(e) => {
+                let status = if retries + 1 < ATTEMPTS { Status::Retried } else { Status::Failed };
+                log::warn!("step {step}: cannot be evaluated ({status:?}): {e}");
+                let error = Some(e.to_string().replace('\n', "; "));
+                self.add(&Evaluation { status, error, ..of }).map(drop)
+            }
+        }
+    }
+
+    /// Adds a line to `eval.jsonl`, unless the run has gone back behind the save, or replaced it.
+    fn add(&self, evaluation: &Evaluation) -> Result<bool> {
+        let (checkpoints, step) = (&self.checkpoints, evaluation.step);
+        let look = || Ok((checkpoints.save(step), checkpoints.last_step()?.unwrap_or(step)));
+        let added = evaluations::append_of(&self.evaluations, evaluation, look)?;
+        if !added {
+            log::warn!("step {step}: evaluated, but the run has no longer this save: not recorded");
+        }
+        Ok(added)
+    }
+}
+
+/// A checkpoint must be the save that was claimed, not one that took its place.
+fn is_save(reader: Reader, id: &str) -> Result<Reader> {
+    let found = &reader.manifest().id;
+    if found != id {
+        return Err(Error::input(format!("{} is now another save, {found}", reader.dir().display())));
+    }
+    Ok(reader)
+}

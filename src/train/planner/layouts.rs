@@ -1,0 +1,287 @@
+//! Every layout of a configuration on so many ranks.
+
+use std::fmt;
+
+use super::on_host::OnHost;
+use hpctrain_config::{Config, Facts, LayoutChoice, Plan, resolve};
+use hpctrain_parallel::{PipelineSchedule, Zero};
+
+/// Most sizes of a micro-batch that are tried for each layout, the largest first.
+const MICROS: usize = 5;
+
+/// Tokens of a micro-batch beyond which products gain nothing more.
+const MOST_TOKENS: u64 = 16384;
+
+/// The keys that make a layout.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Keys {
+    /// Stages.
+    pub pipeline: usize,
+    /// The order of a pipeline's work.
+    pub schedule: PipelineSchedule,
+    /// Ranks that share blocks.
+    pub tensor: usize,
+    /// Whether those divide rows too.
+    pub sequence: bool,
+    /// ZeRO stage.
+    pub zero: Zero,
+    /// Ranks that share one copy of the parameters.
+    pub shard: usize,
+    /// Copies.
+    pub replica: usize,
+    /// Samples computed at once; left to the configuration's rule where a layout was refused.
+    pub micro: Option<u64>,
+    /// Whether blocks compute their inside again.
+    pub recompute: bool,
+    /// The parts of it on the host.
+    pub host: OnHost,
+}
+
+impl Keys {
+    /// One rank that has everything.
+    pub fn whole() -> Self {
+        Self {
+            pipeline: 1,
+            schedule: PipelineSchedule::default(),
+            tensor: 1,
+            sequence: false,
+            zero: Zero::Zero,
+            shard: 1,
+            replica: 1,
+            micro: None,
+            recompute: false,
+            host: OnHost::default(),
+        }
+    }
+
+    /// Properties that a rank by itself has not.
+    pub fn parts(&self) -> usize {
+        let Self { pipeline, schedule, tensor, sequence, zero, shard, replica, micro: _, recompute, host } = *self;
+        let axes = [pipeline, tensor, replica].into_iter().filter(|size| *size > 1).count();
+        let order = schedule != PipelineSchedule::default();
+        let switches = [sequence, order, recompute, shard > 1].into_iter().filter(|on| *on).count();
+        axes + switches + host.count() + usize::from(u8::from(zero))
+    }
+
+    /// The same layout on GPUs with more on the host, the fewest keys first, then the one that keeps most on the
+    /// GPU. Keys that `base` gives stay. Of one rank parameters leave with ZeRO 3, which divides nothing there. The configuration may
+    /// still refuse some.
+    pub(super) fn with_more_on_host(&self, base: &Config, may_recompute: bool) -> Vec<Self> {
+        let is_given = |key: &str| base.parallel.given.contains(key);
+        let whole = self.shard * self.replica == 1 && !is_given("zero");
+        let again = if may_recompute && !self.recompute { vec![false, true] } else { vec![self.recompute] };
+        let now = self.host;
+        let mut all = Vec::new();
+        for [optimizer, shards, activations] in (1..8).map(|bits| [1, 2, 4].map(|bit| bits & bit != 0)) {
+            // Nothing that the configuration moves comes back.
+            let changes = [
+                (now.optimizer, optimizer, "offload"),
+                (now.shards, shards, "offload_shards"),
+                (now.activations, activations, "offload_activations"),
+            ];
+            let may_change = changes.iter().all(|(before, after, key)| before == after || (*after && !is_given(key)));
+            let host = OnHost { optimizer, shards, activations };
+            if !may_change || host == now {
+                continue;
+            }
+            let zero = if shards && whole { Zero::Three } else { self.zero };
+            let has_owners = !shards || (zero == Zero::Three && optimizer);
+            let all_of_host = again.iter().filter(|recompute| has_owners && (**recompute || !activations));
+            all.extend(all_of_host.map(|&recompute| Self { zero, recompute, host, ..*self }));
+        }
+        all.sort_by_key(|keys| (keys.host.count(), keys.host.shards, keys.recompute));
+        all
+    }
+
+    /// Whether another layout differs in the micro-batch alone, or in recomputation and what is on the host for it.
+    pub fn same_but_micro(&self, other: &Self) -> bool {
+        let shape = |keys: &Self| Self { micro: None, recompute: false, host: OnHost::default(), ..*keys };
+        shape(self) == shape(other)
+    }
+
+    /// Whether another layout has the same axes, with or without ZeRO.
+    pub fn same_axes_but_zero(&self, other: &Self) -> bool {
+        let axes = |keys: &Self| (keys.pipeline, keys.tensor, keys.shard * keys.replica, keys.sequence, keys.schedule);
+        axes(self) == axes(other) && self.micro == other.micro
+    }
+
+    /// Whether another layout has the same axes.
+    pub fn same_axes(&self, other: &Self) -> bool {
+        let axes = |keys: &Self| (keys.pipeline, keys.tensor, keys.shard, keys.replica);
+        axes(self) == axes(other)
+    }
+
+    /// The configuration with this layout.
+    pub fn config(&self, base: &Config) -> Config {
+        let mut config = base.clone();
+        let parallel = &mut config.parallel;
+        parallel.layout = LayoutChoice::Given;
+        parallel.given.clear();
+        (parallel.pipeline, parallel.schedule) = (self.pipeline, self.schedule);
+        (parallel.tensor, parallel.sequence) = (self.tensor, self.sequence);
+        parallel.zero = self.zero;
+        (parallel.shard, parallel.replica) = (Some(self.shard), Some(self.replica));
+        parallel.recompute = self.recompute;
+        self.host.set(&mut config);
+        config.batch.micro = self.micro;
+        config
+    }
+
+    /// The keys to set, as TOML: those that are not the default.
+    pub fn toml(&self) -> String {
+        let mut lines = vec!["[parallel]".to_string()];
+        let mut line = |is_set: bool, text: String| lines.extend(is_set.then_some(text));
+        line(self.pipeline > 1, format!("pipeline = {}", self.pipeline));
+        line(self.schedule != PipelineSchedule::default(), format!("schedule = \"{}\"", self.schedule));
+        line(self.tensor > 1, format!("tensor = {}", self.tensor));
+        line(self.sequence, "sequence = true".into());
+        line(self.zero != Zero::Zero, format!("zero = {}", u8::from(self.zero)));
+        line(self.shard > 1, format!("shard = {}", self.shard));
+        line(self.replica > 1, format!("replica = {}", self.replica));
+        line(self.recompute, "recompute = true".into());
+        line(self.host.shards, "offload_shards = true".into());
+        line(self.host.activations, "offload_activations = true".into());
+        if self.host.optimizer {
+            lines.extend([String::new(), "[optimizer]".into(), "offload = true".into()]);
+        }
+        if let Some(micro) = self.micro {
+            lines.extend([String::new(), "[batch]".into(), format!("micro = {micro}")]);
+        }
+        lines.join("\n")
+    }
+}
+
+impl fmt::Display for Keys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let axes = [("pipeline", self.pipeline), ("tensor", self.tensor), ("shard", self.shard)];
+        let axes = axes.into_iter().chain([("replica", self.replica)]).filter(|(_, size)| *size > 1);
+        let mut parts: Vec<String> = axes.map(|(name, size)| format!("{name} {size}")).collect();
+        if parts.is_empty() {
+            parts.push("one rank".into());
+        }
+        let mut text = parts.join(" × ");
+        if self.zero != Zero::Zero {
+            text += &format!(", ZeRO {}", u8::from(self.zero));
+        }
+        if self.sequence {
+            text += ", sequence";
+        }
+        if self.schedule != PipelineSchedule::default() {
+            text += &format!(", {}", self.schedule);
+        }
+        if self.recompute {
+            text += ", recompute";
+        }
+        text += &self.host.to_string();
+        if let Some(micro) = self.micro {
+            text += &format!(", micro {micro}");
+        }
+        f.pad(&text)
+    }
+}
+
+/// A layout that cannot be, and the reason.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LeftOut {
+    /// The layout.
+    pub keys: Keys,
+    /// A line.
+    pub why: String,
+    /// Advice, where it is the configuration that refuses.
+    pub hint: Option<String>,
+}
+
+/// Every layout of `config` on the ranks of `facts`, `per_node` of them on each node. Keys that the configuration gives stay.
+/// Recomputation, and what is on the host, is as the configuration has it.
+pub fn layouts(config: &Config, facts: &Facts, per_node: usize) -> (Vec<(Keys, Plan)>, Vec<LeftOut>) {
+    let (mut legal, mut refused) = (Vec::new(), Vec::new());
+    for keys in shapes(config, facts.ranks, per_node) {
+        match resolve(keys.config(config), facts) {
+            Err(e) => refused.push(LeftOut { keys, why: e.message().into(), hint: e.advice().map(str::to_owned) }),
+            Ok(plan) => {
+                for micro in micros(config, &plan) {
+                    let keys = Keys { micro: Some(micro), ..keys };
+                    legal.extend(resolve(keys.config(config), facts).ok().map(|plan| (keys, plan)));
+                }
+            }
+        }
+    }
+    (legal, refused)
+}
+
+/// All keys but the micro-batch, which is the configuration's, if it has one.
+fn shapes(config: &Config, ranks: usize, per_node: usize) -> Vec<Keys> {
+    let parallel = &config.parallel;
+    let is_given = |key: &str| parallel.given.contains(key);
+    let one_or = |key: &str, given: usize, all: Vec<usize>| if is_given(key) { vec![given] } else { all };
+    let switch = |key: &str, given: bool| if is_given(key) { vec![given] } else { vec![false, true] };
+    let deep = if is_given("stages") { vec![parallel.pipeline] } else { divisors(ranks) };
+    let mut shapes = Vec::new();
+    for pipeline in one_or("pipeline", parallel.pipeline, deep) {
+        let of_stage = ranks / pipeline;
+        for tensor in one_or("tensor", parallel.tensor, divisors(of_stage)) {
+            let data = (of_stage / tensor).max(1);
+            // More than one rank is needed to divide anything.
+            let sequences =
+                if tensor == 1 && !parallel.sequence { vec![false] } else { switch("sequence", parallel.sequence) };
+            let schedules = match pipeline {
+                _ if is_given("schedule") => vec![parallel.schedule],
+                1 => vec![PipelineSchedule::default()],
+                _ => vec![PipelineSchedule::OneForwardOneBackward, PipelineSchedule::ZeroBubble],
+            };
+            for (zero, shard, replica) in shards(config, data, per_node / tensor.min(per_node)) {
+                for (&sequence, &schedule) in sequences.iter().flat_map(|s| schedules.iter().map(move |o| (s, o))) {
+                    let micro = config.batch.micro;
+                    let recompute = parallel.recompute;
+                    let host = OnHost::of(config);
+                    let keys =
+                        Keys { pipeline, schedule, tensor, sequence, zero, shard, replica, micro, recompute, host };
+                    shapes.push(keys);
+                }
+            }
+        }
+    }
+    shapes
+}
+
+/// ZeRO stages, with the ranks that share a copy and the copies: all of `data`, or those of one node.
+fn shards(config: &Config, data: usize, of_node: usize) -> Vec<(Zero, usize, usize)> {
+    let parallel = &config.parallel;
+    let is_given = |key: &str| parallel.given.contains(key);
+    let stages = match is_given("zero") {
+        true => vec![parallel.zero],
+        false => vec![Zero::Zero, Zero::One, Zero::Two, Zero::Three],
+    };
+    let mut all = Vec::new();
+    for zero in stages {
+        let mut sizes =
+            match (parallel.shard.filter(|_| is_given("shard")), parallel.replica.filter(|_| is_given("replica"))) {
+                (Some(shard), _) => vec![shard],
+                (None, Some(replica)) => vec![(data / replica).max(1)],
+                (None, None) if zero == Zero::Zero => vec![1],
+                (None, None) => vec![data, of_node],
+            };
+        sizes.dedup();
+        let copies =
+            |shard: usize| parallel.replica.filter(|_| is_given("replica")).unwrap_or((data / shard.max(1)).max(1));
+        // Several ranks shard something, or nobody does.
+        let divides =
+            |shard: &usize| zero == Zero::Zero || is_given("zero") || (*shard > 1 && data.is_multiple_of(*shard));
+        all.extend(sizes.into_iter().filter(divides).map(|shard| (zero, shard, copies(shard))));
+    }
+    all
+}
+
+/// Sizes of the micro-batch.
+fn micros(config: &Config, plan: &Plan) -> Vec<u64> {
+    if config.parallel.given.contains("micro") {
+        return vec![plan.micro];
+    }
+    let most = (MOST_TOKENS / plan.network.context() as u64).max(plan.micro);
+    let divides = |micro: &u64| plan.lane_samples.is_multiple_of(*micro);
+    (1..=most.min(plan.lane_samples)).rev().filter(divides).take(MICROS).collect()
+}
+
+fn divisors(number: usize) -> Vec<usize> {
+    (1..=number).filter(|divisor| number.is_multiple_of(*divisor)).collect()
+}

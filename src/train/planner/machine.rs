@@ -1,0 +1,294 @@
+//! A machine in numbers: one that is described by a file, or a rough look at this one.
+
+use std::path::Path;
+
+use serde::Deserialize;
+
+use super::costs::{Passes, Rates, Span};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::Cut;
+use hpctrain_comm::Operation;
+use hpctrain_config::{Compute, Plan, Size};
+use hpctrain_cpu::Cpu;
+use hpctrain_engine::memory::Room;
+use hpctrain_nn::Network;
+
+/// The descriptions that come with the program.
+const SHIPPED: [(&str, &str); 3] = [
+    ("a100x8", include_str!("machines/a100x8.toml")),
+    ("h100x8", include_str!("machines/h100x8.toml")),
+    ("h200x8", include_str!("machines/h200x8.toml")),
+];
+
+/// Part of the peak rate that products of usual sizes reach on a CPU.
+const REACHED: f64 = 0.75;
+
+/// Kernels of a transformer block's forward on a GPU; its backward has twice as many.
+const KERNELS: f64 = 12.0;
+
+/// Bytes that an update moves for an element: gradient, master, two moments, read and written.
+const UPDATE: f64 = 32.0;
+
+/// A machine.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Machine {
+    /// Its name, for people.
+    pub name: String,
+    /// The origin of its numbers.
+    pub source: String,
+    /// Whether ranks compute on GPUs.
+    pub gpu: bool,
+    /// Ranks on each node.
+    pub ranks_per_node: usize,
+    /// Memory that a rank may take: of its GPU, or of the host where there is none.
+    pub memory: Size,
+    /// Memory of a node's host.
+    pub host_memory: Size,
+    /// Products, in operations a second.
+    flops: Flops,
+    /// Bytes a second between a rank and its memory.
+    bandwidth: f64,
+    /// Seconds that a kernel takes at least.
+    #[serde(default)]
+    launch: f64,
+    /// Between ranks of a node.
+    node: Link,
+    /// Between ranks of different nodes.
+    network: Link,
+    /// Part of a collective's time that takes nothing from computations beside it.
+    beside: f64,
+    /// Bytes of an element in sums over the slices of a block.
+    #[serde(default = "four")]
+    sum_bytes: usize,
+    /// Bytes that a forward of attention moves for each of its scores; 0 where they stay on the chip.
+    #[serde(default)]
+    score_bytes: f64,
+}
+
+fn four() -> usize {
+    4
+}
+
+/// Operations a second by number format.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Flops {
+    bf16: f64,
+    f32: f64,
+    /// As f32, where it is not given.
+    tf32: Option<f64>,
+}
+
+/// A link of a rank.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Link {
+    /// Seconds of the smallest message.
+    latency: f64,
+    /// Bytes a second in each direction, while all other ranks send as well.
+    bandwidth: f64,
+}
+
+impl Machine {
+    /// A machine by the name of a shipped description, or by the path of a file.
+    ///
+    /// # Errors
+    /// There is neither, or the file is malformed.
+    pub fn named(name: &str) -> Result<Self> {
+        if let Some((_, text)) = SHIPPED.iter().find(|(known, _)| *known == name) {
+            return Self::parse(text, name);
+        }
+        let path = Path::new(name);
+        let text = std::fs::read_to_string(path).map_err(|e| {
+            let names = SHIPPED.map(|(name, _)| name).join(", ");
+            Error::io("read the machine", path, e).hint(format!("a file such as machine.toml, or one of {names}"))
+        })?;
+        Self::parse(&text, name)
+    }
+
+    /// A machine by a description; `origin` names it in errors.
+    ///
+    /// # Errors
+    /// The description is malformed.
+    pub(super) fn parse(text: &str, origin: &str) -> Result<Self> {
+        let machine: Self = toml::from_str(text).map_err(|e| {
+            let line = e.span().map_or(1, |span| text[..span.start.min(text.len())].matches('\n').count() + 1);
+            let message = e.message().lines().next().unwrap_or_default();
+            Error::input(format!("{origin}:{line}: {message}")).hint("docs/planning.md lists the keys of a machine")
+        })?;
+        machine.check(origin)?;
+        Ok(machine)
+    }
+
+    /// This machine as it looks from one process, with `ranks` ranks of `threads` threads on each node, each of
+    /// which may take so many bytes of `memory`: peaks of its cores and its memory; the network is a guess.
+    pub fn here(ranks: usize, threads: usize, memory: usize) -> Self {
+        let peak = Cpu::new(threads).peak();
+        let bandwidth = peak.bandwidth / ranks as f64;
+        let flops = REACHED * peak.flops;
+        Self {
+            name: format!("this machine, {ranks} × {threads} threads"),
+            source: "peak rates of its cores and memory; a network of 100 Gbit/s is assumed".into(),
+            gpu: false,
+            ranks_per_node: ranks,
+            memory: Size(memory),
+            host_memory: Size(memory.saturating_mul(ranks)),
+            flops: Flops { bf16: flops, f32: flops, tf32: None },
+            bandwidth,
+            launch: 0.0,
+            // A message is written once and read once more.
+            node: Link { latency: 1e-5, bandwidth: bandwidth / 3.0 },
+            network: Link { latency: 2e-5, bandwidth: 12.5e9 / ranks as f64 },
+            beside: 0.0,
+            sum_bytes: 4,
+            score_bytes: 0.0,
+        }
+    }
+
+    /// The memory that a rank may take.
+    pub fn room(&self) -> Room {
+        let host = self.host_memory.0 / self.ranks_per_node;
+        match self.gpu {
+            true => Room { host, gpu: self.memory.0 },
+            false => Room { host: self.memory.0.min(host), gpu: usize::MAX },
+        }
+    }
+
+    fn check(&self, origin: &str) -> Result<()> {
+        let Self { flops, bandwidth, launch, node, network, beside, .. } = self;
+        let positive = [
+            ("flops.bf16", flops.bf16),
+            ("flops.f32", flops.f32),
+            ("flops.tf32", flops.tf32.unwrap_or(1.0)),
+            ("bandwidth", *bandwidth),
+            ("node.bandwidth", node.bandwidth),
+            ("network.bandwidth", network.bandwidth),
+            ("ranks_per_node", self.ranks_per_node as f64),
+        ];
+        let from_zero = [
+            ("launch", *launch),
+            ("node.latency", node.latency),
+            ("network.latency", network.latency),
+            ("score_bytes", self.score_bytes),
+        ];
+        let wrong = |key: &str, value: f64, range: &str| {
+            Err(Error::input(format!("{origin}: {key} = {value}")).hint(format!("it is {range}")))
+        };
+        if let Some((key, value)) = positive.into_iter().find(|(_, value)| !(value.is_finite() && *value > 0.0)) {
+            return wrong(key, value, "more than 0");
+        }
+        if let Some((key, value)) = from_zero.into_iter().find(|(_, value)| !(value.is_finite() && *value >= 0.0)) {
+            return wrong(key, value, "at least 0");
+        }
+        if !(0.0..=1.0).contains(beside) {
+            return wrong("beside", *beside, "from 0 to 1");
+        }
+        Ok(())
+    }
+
+    fn flops(&self, plan: &Plan) -> f64 {
+        match plan.config.precision.compute {
+            Compute::Bf16 => self.flops.bf16,
+            Compute::Tf32 => self.flops.tf32.unwrap_or(self.flops.f32),
+            Compute::Auto | Compute::F32 => self.flops.f32,
+        }
+    }
+
+    /// Seconds of moving so many times the whole of a buffer over the links of a group: inside nodes first, then between ranks of
+    /// different nodes, each with its part (Thakur et al., "Optimization of collective communication operations in MPICH",
+    /// 2005).
+    fn moved(&self, span: Span, bytes: usize, times: f64) -> f64 {
+        let inside = span.ranks.div_ceil(span.nodes);
+        let part = |ranks: usize| (ranks - 1) as f64 / ranks as f64;
+        let hops = |ranks: usize| (ranks as f64).log2().ceil();
+        let bytes = bytes as f64;
+        let node = part(inside) * bytes / self.node.bandwidth + hops(inside) * self.node.latency;
+        let between =
+            part(span.nodes) * bytes / inside as f64 / self.network.bandwidth + hops(span.nodes) * self.network.latency;
+        times * (node + between)
+    }
+}
+
+impl Rates for Machine {
+    fn passes(&self, plan: &Plan) -> Result<Vec<Passes>> {
+        let slices = plan.slices(0);
+        let blocks = plan.network.sliced::<Cpu>(&slices);
+        let work = plan.network.blocks_summary();
+        let size = plan.config.precision.compute.size(!self.gpu);
+        let (samples, rows) = (plan.micro as f64, plan.micro as usize * plan.network.context());
+        let share = 1.0 / plan.mesh.tensor as f64;
+        let tensor = Span { ranks: plan.mesh.tensor, nodes: plan.mesh.tensor.div_ceil(self.ranks_per_node) };
+        let last = blocks.len() - 1;
+        let heads = match &plan.network {
+            Network::Gpt(gpt) => gpt.heads,
+            Network::Llama(llama) => llama.heads,
+            Network::Layers(_) | Network::Own(_) => 0,
+        };
+        let scores = share * samples * heads as f64 * (plan.network.context() as f64).powi(2) * self.score_bytes;
+        // Of the residual stream, which the head of a language model takes.
+        let width = blocks[last].input_per_row();
+        let of_block = |unit: usize| {
+            let (block, tensors) = (&blocks[unit], blocks[unit].tensors());
+            let parameters = share * tensors.iter().map(|tensor| tensor.len() as f64).sum::<f64>();
+            let products = share * samples * work[unit].flops as f64 / self.flops(plan);
+            // Each kept element is written, and read by the next kernel; so are those in between.
+            let kept = (block.saved_per_row() + block.input_per_row()) as f64;
+            let scores = if unit == 0 || unit == last { 0.0 } else { scores };
+            let forward = 2.0 * (kept + block.forward_scratch_per_row() as f64) * rows as f64 * size as f64 + scores;
+            let backward = 2.0 * (kept + block.scratch_per_row() as f64) * rows as f64 * size as f64 + 2.0 * scores;
+            // Weights are read, and gradients of f32 added to; small products wait for them.
+            let weights = parameters * size as f64 / self.bandwidth;
+            let gradients = 8.0 * parameters / self.bandwidth;
+            let launches = if unit == 0 || unit == last { 3.0 } else { KERNELS };
+            // Maps whose inputs are cut are summed: one exchange each way. So is a table that is cut; of the head, the gradient.
+            let sums =
+                tensors.iter().filter(|tensor| tensor.cut == Some(Cut::Columns) && tensor.shape.len() > 1).count();
+            let (ahead, back) = match unit {
+                _ if tensor.ranks == 1 => (0, 0),
+                0 => (1, 0),
+                unit if unit == last => (0, 1),
+                _ => (sums, sums),
+            };
+            let exchange = self.moved(tensor, rows * width * self.sum_bytes, 2.0);
+            Passes {
+                forward: products.max(weights)
+                    + forward / self.bandwidth
+                    + launches * self.launch
+                    + ahead as f64 * exchange,
+                backward: 2.0 * products.max(weights)
+                    + gradients
+                    + backward / self.bandwidth
+                    + 2.0 * launches * self.launch
+                    + back as f64 * exchange,
+                weights: products + gradients,
+            }
+        };
+        Ok((0..blocks.len()).map(of_block).collect())
+    }
+
+    fn micro(&self, plan: &Plan) -> Result<f64> {
+        // Logits are read twice, and their gradient is written.
+        let size = plan.config.precision.compute.size(!self.gpu);
+        let logits = plan.network.outputs().div_ceil(plan.mesh.tensor) * plan.micro as usize * plan.network.context();
+        Ok((3 * logits * size) as f64 / self.bandwidth + 2.0 * self.launch)
+    }
+
+    fn collective(&self, operation: Operation, span: Span, bytes: usize) -> f64 {
+        let times = if operation == Operation::AllReduce { 2.0 } else { 1.0 };
+        self.moved(span, bytes, times)
+    }
+
+    fn message(&self, span: Span, bytes: usize) -> f64 {
+        let link = if span.nodes > 1 { self.network } else { self.node };
+        link.latency + bytes as f64 / link.bandwidth
+    }
+
+    fn update(&self, _: &Plan, elements: usize) -> f64 {
+        UPDATE * elements as f64 / self.bandwidth + 2.0 * self.launch
+    }
+
+    fn beside(&self) -> f64 {
+        self.beside
+    }
+}

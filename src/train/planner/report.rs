@@ -1,0 +1,206 @@
+//! The choice for people and programs.
+
+use serde::Serialize;
+
+use super::choice::{Choice, Proposal};
+use super::layouts::{Keys, LeftOut};
+use super::tried::{COUNTED, Trial};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_config::telemetry::grouped;
+use hpctrain_data::inspect::table;
+use hpctrain_device::readable;
+
+/// Refusals that are shown to people.
+const SHOWN: usize = 8;
+
+/// All that `hpctrain plan` prints.
+pub struct Report<'a> {
+    /// Preset or file.
+    pub network: &'a str,
+    /// Ranks in all.
+    pub ranks: usize,
+    /// Consecutive ranks on each node.
+    pub per_node: usize,
+    /// The origin of the rates.
+    pub rates: String,
+    /// The choice.
+    pub choice: &'a Choice,
+    /// Results of the first proposals, where they were tried.
+    pub trials: &'a [Trial],
+}
+
+#[derive(Serialize)]
+struct Json<'a> {
+    network: &'a str,
+    ranks: usize,
+    nodes: usize,
+    rates: &'a str,
+    memory_limit_bytes: Option<usize>,
+    layouts: Vec<Row>,
+    left_out: Vec<Out<'a>>,
+    reasons: &'a [String],
+}
+
+#[derive(Serialize)]
+struct Row {
+    pipeline: usize,
+    schedule: String,
+    tensor: usize,
+    sequence: bool,
+    zero: u8,
+    shard: usize,
+    replica: usize,
+    micro: u64,
+    recompute: bool,
+    offload_optimizer: bool,
+    offload_shards: bool,
+    offload_activations: bool,
+    /// Without copies to the host and updates there.
+    step_ms: f64,
+    /// Tokens of text, samples else.
+    per_second: f64,
+    memory_bytes: usize,
+    host_bytes: usize,
+    bubble: f64,
+    exposed: f64,
+    toml: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tried: Option<Tried>,
+}
+
+/// A proposal in real steps.
+#[derive(Serialize)]
+struct Tried {
+    step_ms: f64,
+    /// Most bytes of parameters, gradients, optimizer state and activations: by the rank's count, and by the estimate.
+    counted_bytes: usize,
+    estimated_bytes: usize,
+}
+
+#[derive(Serialize)]
+struct Out<'a> {
+    layout: String,
+    why: &'a str,
+}
+
+impl Report<'_> {
+    /// One object.
+    ///
+    /// # Errors
+    /// None that is known.
+    pub fn json(&self) -> Result<String> {
+        let Self { network, ranks, per_node, rates, choice, trials } = self;
+        let on_gpu = choice.proposals.first().is_some_and(|one| one.memory.gpu.is_some());
+        let limit = if on_gpu { choice.room.gpu } else { choice.room.host };
+        let row = |(number, one): (usize, &Proposal)| Row {
+            pipeline: one.keys.pipeline,
+            schedule: one.keys.schedule.to_string(),
+            tensor: one.keys.tensor,
+            sequence: one.keys.sequence,
+            zero: one.keys.zero.into(),
+            shard: one.keys.shard,
+            replica: one.keys.replica,
+            micro: one.plan.micro,
+            recompute: one.keys.recompute,
+            offload_optimizer: one.keys.host.optimizer,
+            offload_shards: one.keys.host.shards,
+            offload_activations: one.keys.host.activations,
+            step_ms: one.time.step * 1e3,
+            per_second: one.per_second(),
+            memory_bytes: one.bytes(),
+            host_bytes: one.memory.host(),
+            bubble: one.time.bubble,
+            exposed: one.time.exposed,
+            toml: one.keys.toml(),
+            tried: trials.get(number).map(|trial| Tried {
+                step_ms: trial.step * 1e3,
+                counted_bytes: trial.allocated,
+                estimated_bytes: COUNTED.map(|kind| one.memory.categories()[kind as usize]).iter().sum(),
+            }),
+        };
+        let json = Json {
+            network,
+            ranks: *ranks,
+            nodes: ranks.div_ceil(*per_node),
+            rates,
+            memory_limit_bytes: (limit < usize::MAX).then_some(limit),
+            layouts: choice.proposals.iter().enumerate().map(row).collect(),
+            left_out: choice.left_out.iter().map(|out| Out { layout: out.keys.to_string(), why: &out.why }).collect(),
+            reasons: &choice.reasons,
+        };
+        serde_json::to_string_pretty(&json).map_err(|e| Error::internal(format!("report: {e}")))
+    }
+
+    /// Text: the first `most` layouts, each with its best micro-batch, the refusals, the reasons, and the keys to set. With `all`
+    /// every size of the micro-batch, and every refusal.
+    pub fn text(&self, most: usize, all: bool) -> String {
+        let Self { network, ranks, per_node, rates, choice, trials } = self;
+        let nodes = ranks.div_ceil(*per_node);
+        let many = |count: usize, one: &str| if count == 1 { format!("1 {one}") } else { format!("{count} {one}s") };
+        let mut out = format!("{network} on {}, {}; rates: {rates}\n\n", many(*ranks, "rank"), many(nodes, "node"));
+        let unit = choice.proposals.first().map_or("", |one| one.plan.network.predictions());
+        let mut heads = vec!["", "layout", "ms a step", "a second", "memory", "bubble", "exposed"];
+        heads.extend((!trials.is_empty()).then_some("measured"));
+        let mut rows = vec![heads.into_iter().map(str::to_owned).collect::<Vec<_>>()];
+        let mut seen: Vec<&Keys> = Vec::new();
+        for (number, one) in choice.proposals.iter().enumerate() {
+            let is_other_size = seen.iter().any(|keys| keys.host == one.keys.host && keys.same_but_micro(&one.keys))
+                && number >= trials.len();
+            if !all && (is_other_size || (rows.len() > most && number >= trials.len())) {
+                continue;
+            }
+            seen.push(&one.keys);
+            let share = |part: f64| format!("{:.0} %", 100.0 * part);
+            // The host's work takes more.
+            let (more, less) = if one.takes_more() { ("> ", "< ") } else { ("", "") };
+            let memory = match one.takes_more() {
+                true => format!("{}, host {}", readable(one.bytes()), readable(one.memory.host())),
+                false => readable(one.bytes()),
+            };
+            let mut row = vec![
+                (number + 1).to_string(),
+                one.keys.to_string(),
+                format!("{more}{:.2}", one.time.step * 1e3),
+                format!("{less}{}", grouped(one.per_second() as u64)),
+                memory,
+                share(one.time.bubble),
+                share(one.time.exposed),
+            ];
+            if !trials.is_empty() {
+                row.push(trials.get(number).map_or_else(|| "–".into(), |trial| format!("{:.2} ms", trial.step * 1e3)));
+            }
+            rows.push(row);
+        }
+        out += table(&rows).trim_end();
+        let rest = choice.proposals.len() + 1 - rows.len();
+        if rest > 0 {
+            out += &format!("\n… and {} that fit (--all)", many(rest, "layout"));
+        }
+        out += &format!("\na second: {unit}; bubble: waits for other stages; exposed: waits for collectives\n");
+        // A layout that fits with a smaller micro-batch is not left out.
+        let fits = |left: &&LeftOut| all || !choice.proposals.iter().any(|one| one.keys.same_but_micro(&left.keys));
+        let left: Vec<&LeftOut> = choice.left_out.iter().filter(fits).collect();
+        if !left.is_empty() {
+            out += "\nleft out:\n";
+            // Many layouts are refused for one reason.
+            let alike = |one: &&LeftOut, other: &&LeftOut| !all && one.why == other.why;
+            let groups: Vec<&[&LeftOut]> = left.chunk_by(alike).collect();
+            let shown = if all { groups.len() } else { SHOWN };
+            for group in groups.iter().take(shown) {
+                let others = if group.len() > 1 { format!(" and {} like it", group.len() - 1) } else { String::new() };
+                out += &format!("  {}{others}: {}\n", group[0].keys, group[0].why);
+            }
+            let rest: usize = groups.iter().skip(shown).map(|group| group.len()).sum();
+            if rest > 0 {
+                out += &format!("  … and {rest} more (--all)\n");
+            }
+        }
+        for reason in &choice.reasons {
+            out += &format!("\n{reason}");
+        }
+        if let Some(best) = choice.proposals.first() {
+            out += &format!("\n\n{}", best.keys.toml());
+        }
+        out
+    }
+}

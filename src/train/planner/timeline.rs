@@ -1,0 +1,368 @@
+//! A step on the clock: the actions of every stage with the seconds of their pieces.
+//!
+//! A rank computes one thing at a time, and its communication thread does one collective at a time beside it. All ranks of a
+//! stage do the same; so there is one clock for each stage. Two steps are played, since the gathers of one reach into the
+//! next; the second counts.
+
+use std::collections::HashMap;
+
+use hpctrain_parallel::{Action, Flow, Life, Prefetch, Residency, Stage, StepSchedule, turns};
+
+/// Seconds of a block on a rank.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct UnitTimes {
+    /// Forward of a micro-batch.
+    pub forward: f64,
+    /// Backward of a micro-batch, with all that is computed again.
+    pub backward: f64,
+    /// Part of that: the gradients of weights, which can be put off.
+    pub weights: f64,
+    /// Gather of its parameters over the shards.
+    pub gather: f64,
+    /// Reduction of its gradients over shards and replicas.
+    pub reduce: f64,
+    /// Update of the part that a rank owns.
+    pub update: f64,
+}
+
+/// Seconds of a stage on a rank.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StageTimes {
+    /// The stage.
+    pub stage: Stage,
+    /// Its blocks.
+    pub units: Vec<UnitTimes>,
+    /// A micro-batch that is brought to the device, and its loss in the last stage.
+    pub micro: f64,
+    /// A message to the next stage, or from it.
+    pub message: f64,
+}
+
+/// All that a step depends on.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepTimes {
+    /// The stages in order.
+    pub stages: Vec<StageTimes>,
+    /// The order of work; of any stage.
+    pub schedule: StepSchedule,
+    /// Lifetime of full buffers.
+    pub keep: Residency,
+    /// Whether there are several shards.
+    pub shards: bool,
+    /// The message about loss and norm that all ranks wait for.
+    pub summary: f64,
+    /// Part of a collective's time that takes nothing from computations beside it: 1 where others do the work, 0 where the same
+    /// cores do.
+    pub beside: f64,
+    /// The same for gathers of parameters that live for their use, which computations also read anew.
+    pub beside_uses: f64,
+}
+
+/// A step on the clock.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Timeline {
+    /// Seconds of the step.
+    pub step: f64,
+    /// Part of it that a rank waits for other stages, on average.
+    pub bubble: f64,
+    /// Part of it that a rank waits for collectives or computes slower beside them, on average.
+    pub exposed: f64,
+}
+
+/// The clocks of a rank.
+struct Rank {
+    now: f64,
+    /// When its communication thread is done with all requests.
+    requests: f64,
+    /// When the parameters of each slot are here; none where they are neither here nor on their way.
+    arrivals: Vec<Option<f64>>,
+    prefetch: Prefetch,
+    waited_for_stages: f64,
+    waited_for_messages: f64,
+    /// The step's actions, and the number of the next one.
+    actions: Vec<Action>,
+    next: usize,
+}
+
+impl Rank {
+    /// Requests a collective of so many seconds; returns when it is done.
+    fn request(&mut self, seconds: f64, beside: f64) -> f64 {
+        self.requests = self.requests.max(self.now) + seconds;
+        let taken = seconds * (1.0 - beside);
+        self.now += taken;
+        self.waited_for_messages += taken;
+        self.requests
+    }
+
+    fn wait_for_message(&mut self, until: f64) {
+        self.waited_for_messages += (until - self.now).max(0.0);
+        self.now = self.now.max(until);
+    }
+
+    fn wait_for_stage(&mut self, until: f64) {
+        self.waited_for_stages += (until - self.now).max(0.0);
+        self.now = self.now.max(until);
+    }
+}
+
+impl StepTimes {
+    /// The step on the clock. None if its stages wait for each other.
+    pub fn play(&self) -> Option<Timeline> {
+        let of_stage = |index: usize| StepSchedule { stage: index, ..self.schedule };
+        let mut ranks: Vec<Rank> = self.stages.iter().map(|times| self.begin(times)).collect();
+        let mut starts = vec![0.0; 2];
+        for start in &mut starts {
+            for (index, rank) in ranks.iter_mut().enumerate() {
+                let turns = turns(&self.stages[index].stage.borrows(), of_stage(index));
+                rank.prefetch = Prefetch::new(turns);
+                (rank.actions, rank.next) = (of_stage(index).actions(), 0);
+                (rank.waited_for_stages, rank.waited_for_messages) = (0.0, 0.0);
+            }
+            *start = ranks.iter().map(|rank| rank.now).fold(0.0, f64::max);
+            self.computations(&mut ranks)?;
+            self.end(&mut ranks);
+        }
+        let end = ranks.iter().map(|rank| rank.now).fold(0.0, f64::max);
+        let step = end - starts[1];
+        let mean = |of: fn(&Rank) -> f64| ranks.iter().map(of).sum::<f64>() / ranks.len() as f64 / step;
+        let (bubble, exposed) = (mean(|rank| rank.waited_for_stages), mean(|rank| rank.waited_for_messages));
+        Some(Timeline { step, bubble, exposed })
+    }
+
+    fn begin(&self, times: &StageTimes) -> Rank {
+        let slots = times.stage.slots().count();
+        let here = if self.keep.params == Life::Use { None } else { Some(0.0) };
+        Rank {
+            now: 0.0,
+            requests: 0.0,
+            arrivals: vec![here; slots],
+            prefetch: Prefetch::default(),
+            waited_for_stages: 0.0,
+            waited_for_messages: 0.0,
+            actions: vec![],
+            next: 0,
+        }
+    }
+
+    /// All actions of a step.
+    fn computations(&self, ranks: &mut [Rank]) -> Option<()> {
+        // When a message is there, by its receiver.
+        let mut there: HashMap<(usize, Flow, usize), f64> = HashMap::new();
+        while ranks.iter().any(|rank| rank.next < rank.actions.len()) {
+            let mut moved = false;
+            for index in 0..ranks.len() {
+                while let Some(&action) = ranks[index].actions.get(ranks[index].next) {
+                    let needed = self.needs(index, action);
+                    let arrival = needed.map(|(flow, k)| there.get(&(index, flow, k)).copied());
+                    match arrival {
+                        Some(None) => break,
+                        Some(Some(time)) => ranks[index].wait_for_stage(time),
+                        None => {}
+                    }
+                    self.act(index, &mut ranks[index], action, &mut there);
+                    ranks[index].next += 1;
+                    moved = true;
+                }
+            }
+            if !moved {
+                return None;
+            }
+        }
+        Some(())
+    }
+
+    /// The message that a computation of a stage needs from another one.
+    fn needs(&self, stage: usize, action: Action) -> Option<(Flow, usize)> {
+        match action {
+            Action::Forward(k) if stage > 0 => Some((Flow::Activations, k)),
+            Action::Backward(k) | Action::BackwardInput(k) if stage + 1 < self.stages.len() => {
+                Some((Flow::Gradients, k))
+            }
+            _ => None,
+        }
+    }
+
+    fn act(&self, index: usize, rank: &mut Rank, action: Action, there: &mut HashMap<(usize, Flow, usize), f64>) {
+        let times = &self.stages[index];
+        let units = 0..times.units.len();
+        match action {
+            // A receive that is under way takes no time; the computation that needs the message waits.
+            Action::Receive(..) => {}
+            Action::Send(flow, k) => {
+                let (to, seconds) = match flow {
+                    Flow::Activations => (index + 1, times.message),
+                    Flow::Gradients => (index - 1, self.stages[index - 1].message),
+                };
+                there.insert((to, flow, k), rank.now + seconds);
+                // The copy into the message is this rank's work where nobody else does it.
+                rank.now += seconds * (1.0 - self.beside);
+            }
+            Action::Forward(_) => {
+                rank.now += times.micro;
+                for unit in units {
+                    self.turn(times, rank);
+                    rank.now += times.units[unit].forward;
+                    self.release(rank);
+                }
+            }
+            Action::Backward(k) => {
+                for unit in units.rev() {
+                    self.turn(times, rank);
+                    rank.now += times.units[unit].backward;
+                    self.release(rank);
+                    self.lane_ends(times, rank, unit, k);
+                }
+            }
+            Action::BackwardInput(_) => {
+                for unit in units.rev() {
+                    self.turn(times, rank);
+                    rank.now += times.units[unit].backward - times.units[unit].weights;
+                    self.release(rank);
+                }
+            }
+            Action::BackwardWeight(k) => {
+                for unit in units.rev() {
+                    rank.now += times.units[unit].weights;
+                    self.lane_ends(times, rank, unit, k);
+                }
+            }
+        }
+    }
+
+    /// A block's turn begins: its parameters are here.
+    fn turn(&self, times: &StageTimes, rank: &mut Rank) {
+        let wanted: Vec<usize> = rank.prefetch.wanted(self.keep.ahead).collect();
+        if self.keep.params == Life::Use {
+            for slot in wanted {
+                if rank.arrivals[slot].is_none() {
+                    let seconds = times.units.get(slot).map_or(0.0, |unit| unit.gather);
+                    rank.arrivals[slot] = Some(rank.request(seconds, self.beside_uses));
+                }
+            }
+        }
+        let Some(visit) = rank.prefetch.turn() else { return };
+        for slot in visit.units() {
+            let arrival = rank.arrivals[slot].unwrap_or(0.0);
+            rank.wait_for_message(arrival);
+        }
+    }
+
+    fn release(&self, rank: &mut Rank) {
+        for slot in rank.prefetch.pass(self.keep.ahead) {
+            if self.keep.params == Life::Use {
+                rank.arrivals[slot] = None;
+            }
+        }
+    }
+
+    /// The gradient of a unit is reduced when the rank's last lane ends.
+    fn lane_ends(&self, times: &StageTimes, rank: &mut Rank, unit: usize, k: usize) {
+        if self.schedule.lane_end(k) == Some(true) {
+            rank.request(times.units[unit].reduce, self.beside);
+        }
+    }
+
+    /// All reductions, the exchange of loss and norm, the update, and the way of new parameters to the other shards.
+    fn end(&self, ranks: &mut [Rank]) {
+        for rank in ranks.iter_mut() {
+            let reduced = rank.requests;
+            rank.wait_for_message(reduced);
+        }
+        let all = ranks.iter().map(|rank| rank.now).fold(0.0, f64::max);
+        for (times, rank) in self.stages.iter().zip(ranks) {
+            rank.wait_for_stage(all);
+            let told = all + self.summary;
+            rank.wait_for_message(told);
+            for (unit, seconds) in times.units.iter().enumerate() {
+                rank.now += seconds.update;
+                if self.shards && self.keep.params == Life::Step {
+                    rank.arrivals[unit] = Some(rank.request(seconds.gather, self.beside));
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hpctrain_parallel::{PipelineSchedule, Zero};
+
+    const UNIT: UnitTimes =
+        UnitTimes { forward: 1.0, backward: 2.0, weights: 1.0, gather: 0.0, reduce: 0.0, update: 0.0 };
+
+    /// Stages of one block each.
+    fn pipeline(stages: usize, micros: usize, order: PipelineSchedule) -> StepTimes {
+        let cut: Vec<_> = (0..stages).map(|unit| unit..unit + 1).collect();
+        let loans = vec![None; stages];
+        let times =
+            |index| StageTimes { stage: Stage::new(&cut, index, &loans), units: vec![UNIT], micro: 0.0, message: 0.0 };
+        StepTimes {
+            stages: (0..stages).map(times).collect(),
+            schedule: StepSchedule { stages, order, ..StepSchedule::alone(1, micros) },
+            keep: Zero::Zero.residency(),
+            shards: false,
+            summary: 0.0,
+            beside: 1.0,
+            beside_uses: 1.0,
+        }
+    }
+
+    /// One stage of three blocks.
+    fn blocks(zero: Zero, beside: f64) -> StepTimes {
+        let unit = UnitTimes { gather: 0.5, reduce: 1.5, update: 0.125, ..UNIT };
+        let stage = Stage::whole(&[None; 3]);
+        let alone = pipeline(1, 2, PipelineSchedule::default());
+        let stages = vec![StageTimes { stage, units: vec![unit; 3], micro: 0.0, message: 0.0 }];
+        StepTimes { stages, keep: zero.residency(), shards: zero != Zero::Zero, beside, beside_uses: beside, ..alone }
+    }
+
+    #[test]
+    fn idle_time_is_that_of_the_schedule() {
+        for order in [PipelineSchedule::OneForwardOneBackward, PipelineSchedule::ZeroBubble] {
+            for (stages, micros) in [(1, 3), (2, 8), (4, 4), (4, 16), (8, 32)] {
+                let times = pipeline(stages, micros, order);
+                let (played, schedule) = (times.play().unwrap(), times.schedule.bubble());
+                assert!((played.bubble - schedule).abs() < 1e-9, "{stages}, {micros}: {played:?}, not {schedule}");
+                assert_eq!(played.exposed, 0.0);
+            }
+        }
+        let played = pipeline(4, 16, PipelineSchedule::default()).play().unwrap();
+        assert!((played.step - 3.0 * 19.0).abs() < 1e-9, "{played:?}");
+    }
+
+    #[test]
+    fn messages_between_stages_take_time() {
+        let mut times = pipeline(2, 1, PipelineSchedule::default());
+        let without = times.play().unwrap().step;
+        times.stages[0].message = 0.5;
+        // There and back.
+        assert!((times.play().unwrap().step - without - 1.0).abs() < 1e-9, "{:?}", times.play());
+        // Ranks that copy messages themselves do so in time that would be idle, or not.
+        let step = |micros, beside| {
+            let mut times = StepTimes { beside, ..pipeline(2, micros, PipelineSchedule::default()) };
+            times.stages[0].message = 0.5;
+            times.play().unwrap().step
+        };
+        assert_eq!(step(1, 0.0), step(1, 1.0));
+        assert!(step(8, 0.0) > step(8, 1.0), "{} and {}", step(8, 0.0), step(8, 1.0));
+    }
+
+    #[test]
+    fn collectives_hide_beside_computations() {
+        let work = 2.0 * 3.0 * 3.0 + 3.0 * 0.125;
+        let step = |zero, beside| blocks(zero, beside).play().unwrap();
+        // Only the last reduction has nothing beside it.
+        assert!((step(Zero::Zero, 1.0).step - work - 1.5).abs() < 1e-9, "{:?}", step(Zero::Zero, 1.0));
+        let busy = step(Zero::Zero, 0.0);
+        assert!((busy.step - work - 4.5).abs() < 1e-9, "{busy:?}");
+        assert!((busy.exposed - 4.5 / busy.step).abs() < 1e-9, "{busy:?}");
+        // Of the gathers that follow updates the first is waited for, and the others come beside the next forward.
+        let sharded = step(Zero::One, 1.0);
+        assert!((sharded.step - work - 1.5 - (0.5 - 2.0 * 0.125)).abs() < 1e-9, "{sharded:?}");
+        // Parameters that live for their use are gathered for every turn.
+        let gathers = |zero| step(zero, 0.0).step - busy.step;
+        assert!((gathers(Zero::One) - 3.0 * 0.5).abs() < 1e-9, "{}", gathers(Zero::One));
+        assert!(gathers(Zero::Three) > 3.0 * 0.5 + 1.0, "{}", gathers(Zero::Three));
+    }
+}
