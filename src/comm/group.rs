@@ -365,7 +365,7 @@ impl<B: Backend> Group<B> {
         }
     }
 
-    /// What [`Self::agree`] does with any type of result: the error that all return, if a rank has one.
+    /// The error that all ranks of [`Self::agree`] return, if one of them has one. Not generic: it is compiled once.
     fn first_error(&self, mine: Option<&Error>) -> Option<Error> {
         let report = match serde_json::to_vec(&mine) {
             Ok(report) => report,

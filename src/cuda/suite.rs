@@ -60,8 +60,8 @@ fn simulated(test: &str, settings: &[(&str, &str)]) {
     command.env("XDG_CACHE_HOME", out.join("cache")).env_remove("CUDA_VISIBLE_DEVICES");
     let output = command.envs(settings.iter().copied()).output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    let told = text(&output.stdout) + &text(&output.stderr);
-    assert!(output.status.success() && told.contains("1 passed"), "{settings:?}: {told}");
+    let output_text = text(&output.stdout) + &text(&output.stderr);
+    assert!(output.status.success() && output_text.contains("1 passed"), "{settings:?}: {output_text}");
 }
 
 macro_rules! on_cuda {

@@ -1,4 +1,4 @@
-//! What the tests of operations share: operands, results, comparison with f64.
+//! Operands, results, and comparison with f64, for the tests of operations.
 
 use hpctrain_base::random::Stream;
 use hpctrain_device::{Kernels, MemoryKind};

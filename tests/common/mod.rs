@@ -1,4 +1,4 @@
-//! What the programs of `tests/` share: jobs and their ends, small networks, golden files, comparisons.
+//! Code of the programs of `tests/`: jobs and their ends, small networks, golden files, comparisons.
 
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests: a failure is the test's failure")]
 
