@@ -18,7 +18,7 @@ use hpctrain_cpu::Cpu;
 ///
 /// ```no_run
 /// fn main() -> std::process::ExitCode {
-///     hpctrain::job::start(|comm| {
+///     hpctrain_config::job::start(|comm| {
 ///         println!("rank {} of {}", comm.rank(), comm.size());
 ///         Ok(())
 ///     })

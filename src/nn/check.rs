@@ -95,14 +95,14 @@ pub fn derivatives(
 /// should, that decayed tensors come first, and that no more is kept for the backward than the block says.
 ///
 /// ```
-/// use hpctrain::nn::check;
-/// use hpctrain::nn::gpt::Gpt;
+/// use hpctrain_nn::check;
+/// use hpctrain_nn::gpt::Gpt;
 ///
 /// let gpt = Gpt { layers: 1, heads: 2, width: 8, context: 5, vocabulary: 10, bias: true, dropout: 0.1 };
 /// // The first is the embedding, which has no input; the second a transformer block.
 /// let found = check::block(&*gpt.blocks()[1], 3, 5)?;
 /// assert!(found.iter().any(|derivative| derivative.tensor == "h.0.mlp.c_fc.weight"));
-/// # Ok::<(), hpctrain::error::Error>(())
+/// # Ok::<(), hpctrain_base::error::Error>(())
 /// ```
 ///
 /// # Errors

@@ -98,8 +98,8 @@ struct Shared {
 /// ```
 /// use std::time::Duration;
 ///
-/// use hpctrain::error::Result;
-/// use hpctrain::servers::{Coordinator, Functions, work_on_calls};
+/// use hpctrain_base::error::Result;
+/// use hpctrain_parameter_server::{Coordinator, Functions, work_on_calls};
 ///
 /// # fn main() -> Result<()> {
 /// let folder = tempfile::tempdir().unwrap();

@@ -24,9 +24,9 @@ use hpctrain_config::telemetry::metrics::Step;
 /// ```
 /// use std::ops::ControlFlow;
 ///
-/// use hpctrain::error::Result;
-/// use hpctrain::telemetry::metrics::Step;
-/// use hpctrain::train::Hook;
+/// use hpctrain_base::error::Result;
+/// use hpctrain_config::telemetry::metrics::Step;
+/// use hpctrain_train::Hook;
 ///
 /// /// Ends a run once its loss is low enough.
 /// struct Enough(f64);
