@@ -216,7 +216,7 @@ fn what_takes_less_memory_is_told() {
     // Too little even without the copy of the state, which a save beside training takes: 36 MiB.
     let limit = format!("run.memory_limit={}MiB", needed(Alone, &[]) - 40);
     let words = [
-        "a rank needs 1",
+        "a rank needs ",
         "activations 67.1 MiB",
         &format!("more than {}", limit.replace('=', " = ")),
         "\nhint: batch.micro=2",
