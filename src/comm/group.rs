@@ -369,7 +369,7 @@ impl<B: Backend> Group<B> {
     fn first_error(&self, mine: Option<&Error>) -> Option<Error> {
         let report = match serde_json::to_vec(&mine) {
             Ok(report) => report,
-            Err(error) => return Some(Error::internal(format!("an error cannot be told: {error}"))),
+            Err(error) => return Some(Error::internal(format!("cannot serialize an error: {error}"))),
         };
         let reports = match self.gather_as("agree", report).wait() {
             Ok(reports) => reports,

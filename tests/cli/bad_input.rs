@@ -209,8 +209,8 @@ fn what_takes_less_memory_is_told() {
     let command = |transport, more: &[&str]| Run::new(transport, root.path(), "x", &[&big, more].concat()).command();
     // The program counts, too, and is larger where it is not optimised.
     let needed = |transport, more: &[&str]| {
-        let told = finish(&mut command(transport, &[more, &["run.memory_limit=8MiB"]].concat())).stderr;
-        let (_, rest) = told.split_once("a rank needs ").unwrap();
+        let stderr = finish(&mut command(transport, &[more, &["run.memory_limit=8MiB"]].concat())).stderr;
+        let (_, rest) = stderr.split_once("a rank needs ").unwrap();
         rest.split_once(" MiB").unwrap().0.parse::<f64>().unwrap() as u64
     };
     // Too little even without the copy of the state, which a save beside training takes: 36 MiB.
