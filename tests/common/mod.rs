@@ -10,6 +10,7 @@ pub mod python;
 pub mod ranks;
 pub mod runs;
 pub mod sealed;
+pub mod shards;
 pub mod simulator;
 
 use std::path::{Path, PathBuf};

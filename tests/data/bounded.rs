@@ -9,6 +9,7 @@ use flate2::write::GzEncoder;
 use hpctrain::data::{DataSpec, Dataset, Split};
 
 use hpctrain_testkit::launch::{Ended, finish, inherits_nothing};
+use hpctrain_testkit::shards;
 
 /// KiB that an import may take for data of its own: a third of what it would hold if it read all at once.
 const LIMIT: usize = 96 << 10;
@@ -58,7 +59,7 @@ fn a_text_is_imported_a_piece_at_a_time() {
             // The first line, by its characters.
             if split == Split::Train {
                 let tokenizer = data.tokenizer().unwrap().clone();
-                let shard = hdf5::File::open(Path::new(out).join("train-00000.h5")).unwrap();
+                let shard = shards::open(Path::new(out).join("train-00000.h5"));
                 let ids: Vec<u32> = shard.dataset("tokens").unwrap().read_slice_1d(..14).unwrap().to_vec();
                 assert_eq!(tokenizer.decode(&ids), "line 00000000:");
             }
@@ -84,7 +85,7 @@ fn a_table_is_imported_a_line_at_a_time() {
     import(&arguments).succeeded();
     only_shards(Path::new(out));
     let read = |name: &str, row: usize| {
-        let file = hdf5::File::open(Path::new(out).join(name)).unwrap();
+        let file = shards::open(Path::new(out).join(name));
         let inputs: Vec<f32> = file.dataset("inputs").unwrap().read_slice_1d(ndarray::s![row, ..]).unwrap().to_vec();
         let class: Vec<u32> = file.dataset("targets").unwrap().read_slice_1d(row..row + 1).unwrap().to_vec();
         (inputs, class[0])
@@ -127,7 +128,7 @@ fn imported(command: &str, features: &Path, labels: &Path, out: &Path) {
     let [features, labels, out_text] = [features, labels, out].map(|path| path.to_str().unwrap());
     import(&[command, features, labels, "--raw", "--val-every", "0", "--out", out_text]).succeeded();
     only_shards(out);
-    let inputs = hdf5::File::open(out.join("train-00000.h5")).unwrap().dataset("inputs").unwrap();
+    let inputs = shards::open(out.join("train-00000.h5")).dataset("inputs").unwrap();
     for row in [0, 1, 31_415, ROWS - 1] {
         let found: Vec<u8> = match inputs.ndim() {
             2 => inputs.read_slice_1d(ndarray::s![row, ..]).unwrap().to_vec(),

@@ -7,6 +7,7 @@ use hdf5::types::VarLenUnicode;
 use hpctrain::data::import::{Categories, ImportCsv, ImportText, Kept, NotFinite, import_csv, import_text};
 use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, SampleSpec, Split, Target, TokenizerKind, inspect, verify};
 use hpctrain::error::{Error, Kind};
+use hpctrain_testkit::shards;
 
 /// Asserts the kind, that the first line holds every one of `parts`, and the hint `hint`.
 #[track_caller]
@@ -280,8 +281,8 @@ fn a_shard_is_of_another_import() {
     Dataset::open(&raw, Split::Train, 1).unwrap();
     std::fs::copy(out.join("train-00003.h5"), spec.path.join("train-00003.h5")).unwrap();
     // Without a scale it would not even fit; with one it does.
-    let file = File::open_rw(spec.path.join("train-00003.h5")).unwrap();
-    let scale = File::open(spec.path.join("train-00000.h5")).unwrap().dataset("inputs").unwrap();
+    let file = shards::edit(spec.path.join("train-00003.h5"));
+    let scale = shards::open(spec.path.join("train-00000.h5")).dataset("inputs").unwrap();
     for name in ["mean", "std"] {
         let numbers: Vec<f32> = scale.attr(name).unwrap().read_raw().unwrap();
         let attribute = file.dataset("inputs").unwrap().new_attr::<f32>().shape(numbers.len()).create(name).unwrap();
@@ -297,7 +298,7 @@ fn older_shards_of_rows_say_nothing_of_others() {
     let dir = tempfile::tempdir().unwrap();
     let [_, spec] = imports(dir.path());
     for number in 0..4 {
-        let file = File::open_rw(spec.path.join(format!("train-0000{number}.h5"))).unwrap();
+        let file = shards::edit(spec.path.join(format!("train-0000{number}.h5")));
         file.attr("format_version").unwrap().write_scalar(&1u32).unwrap();
         for name in ["shard", "num_shards", "import"] {
             file.delete_attr(name).unwrap();
@@ -318,7 +319,7 @@ fn older_shards_of_rows_say_nothing_of_others() {
 fn the_format_is_of_the_future() {
     let shards = Shards::new();
     let path = shards.imported("train-0.h5", "abcabc", TokenizerKind::Char);
-    let file = File::open_rw(&path).unwrap();
+    let file = shards::edit(&path);
     file.attr("format_version").unwrap().write_scalar(&2u32).unwrap();
     file.close().unwrap();
     assert_told(&shards.open(2), &["train-0.h5: format_version is 2", "knows up to 1"], "newer hpctrain");
@@ -328,7 +329,7 @@ fn the_format_is_of_the_future() {
 fn the_tokenizer_is_damaged() {
     let shards = Shards::new();
     let path = shards.imported("train-0.h5", "abcabc", TokenizerKind::Char);
-    let file = File::open_rw(&path).unwrap();
+    let file = shards::edit(&path);
     let json: VarLenUnicode = r#"{"kind":"char","chars":["a"]}"#.parse().unwrap();
     file.dataset("tokenizer").unwrap().write_scalar(&json).unwrap();
     file.close().unwrap();

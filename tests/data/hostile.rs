@@ -14,6 +14,7 @@ use hpctrain::data::import::{
 };
 use hpctrain::data::{DataSpec, Dataset, Ids, SampleSpec, Split, Target, inspect, verify};
 use hpctrain::error::Error;
+use hpctrain_testkit::shards;
 use image::GrayImage;
 use image::codecs::png::{CompressionType, FilterType, PngEncoder};
 use rustix::fs::{CWD, FileType, mknodat};
@@ -289,7 +290,7 @@ fn a_table_like_one_with_impossible_ids_is_refused() {
     import(Categories::Named { columns: vec!["site".into()], hash: Some(5) }, "first").unwrap();
     import(Categories::Like(first.clone()), "again").unwrap();
     for ids in [0, 1] {
-        let file = hdf5::File::open_rw(first.join("train-00000.h5")).unwrap();
+        let file = shards::edit(first.join("train-00000.h5"));
         let columns = file.dataset("columns").unwrap();
         let text = columns.read_scalar::<VarLenUnicode>().unwrap().replace("\"hash\":5", &format!("\"hash\":{ids}"));
         let text = text.replace("\"hash\":0", &format!("\"hash\":{ids}"));

@@ -10,6 +10,7 @@ use hpctrain::error::Error;
 use image::{DynamicImage, GrayImage, ImageFormat, Luma, LumaA, Rgb, RgbImage, Rgba};
 
 use hpctrain_testkit::launch::{finish, program};
+use hpctrain_testkit::shards;
 
 fn kept(out: PathBuf) -> Kept {
     Kept { not_finite: NotFinite::Error, every: 5, shards: 1, normalize: false, out }
@@ -52,7 +53,7 @@ fn read(out: &Path, split: Split, input: usize) -> (Vec<f32>, Vec<u32>) {
 }
 
 fn texts(path: &Path, name: &str) -> Vec<String> {
-    let texts: Vec<VarLenUnicode> = hdf5::File::open(path).unwrap().dataset(name).unwrap().read_raw().unwrap();
+    let texts: Vec<VarLenUnicode> = shards::open(path).dataset(name).unwrap().read_raw().unwrap();
     texts.iter().map(ToString::to_string).collect()
 }
 
@@ -293,7 +294,7 @@ fn images_in_no_class_are_rows_in_the_order_of_their_names() {
     );
     let shard = out.join("train-00000.h5");
     assert_eq!(texts(&shard, "files"), ["1.png", "2.png", "3.png"]);
-    let file = hdf5::File::open(&shard).unwrap();
+    let file = shards::open(&shard);
     assert!(!file.link_exists("classes") && !file.link_exists("targets"));
     let found: Vec<u8> = file.dataset("inputs").unwrap().read_raw().unwrap();
     assert_eq!(found, [1, 2, 3].map(|image| pixels(image).into_raw()).concat());

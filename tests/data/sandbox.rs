@@ -10,6 +10,7 @@ use hpctrain::data::import::{ImportText, import_text};
 use hpctrain_testkit::launch::Transport::{Alone, Mpirun};
 use hpctrain_testkit::launch::{Ended, finish, program};
 use hpctrain_testkit::runs::Run;
+use hpctrain_testkit::shards;
 
 /// A library whose processes end when they open a dataset; none where HDF5 is a part of the program.
 fn crashing(root: &Path) -> Option<PathBuf> {
@@ -78,7 +79,7 @@ fn no_byte_of_a_files_structure_ends_the_program() {
     let root = tempfile::tempdir().unwrap();
     let shard = import(root.path()).join("train-00000.h5");
     let whole = std::fs::read(&shard).unwrap();
-    let offset = hdf5::File::open(&shard).unwrap().dataset("tokens").unwrap().offset().unwrap() as usize;
+    let offset = shards::open(&shard).dataset("tokens").unwrap().offset().unwrap() as usize;
     for at in (0..offset).step_by(offset / 60) {
         let mut bytes = whole.clone();
         bytes[at] ^= 1 << (at % 8);

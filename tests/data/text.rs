@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::slice::from_ref;
 
-use hdf5::File;
 use hpctrain::data::import::{ImportIds, ImportText, Meaning, StreamShards, import_ids, import_text};
 use hpctrain::data::{DataSpec, Dataset, SampleMut, Split, Tokenizer, TokenizerKind, inspect, verify};
 use hpctrain::error::Result;
 
 use hpctrain_testkit::launch::{finish, program};
+use hpctrain_testkit::shards;
 
 /// All ids of the training shards below `out`.
 fn ids(out: &Path) -> Vec<u32> {
@@ -18,7 +18,7 @@ fn ids(out: &Path) -> Vec<u32> {
         if !path.exists() {
             break;
         }
-        all.extend(File::open(path).unwrap().dataset("tokens").unwrap().read_raw::<u32>().unwrap());
+        all.extend(shards::open(path).dataset("tokens").unwrap().read_raw::<u32>().unwrap());
     }
     all
 }
@@ -215,7 +215,7 @@ fn documents_of_equal_length_are_read_as_they_are() {
     let path = root.path().join("packed.h5");
     // Three documents of nine ids; each has two windows of four ids and the ones after them.
     let all: Vec<i64> = (0..27).collect();
-    let file = File::create(&path).unwrap();
+    let file = hdf5::File::create(&path).unwrap();
     file.new_dataset::<i64>().shape((3, 9)).create("input_ids").unwrap().write_raw(&all).unwrap();
     file.close().unwrap();
     let mut spec = DataSpec::new(&path);
@@ -253,7 +253,7 @@ fn ids_of_other_programs_become_a_stream() {
     let elements: Vec<u8> = rows.iter().flat_map(|id| id.to_le_bytes()).collect();
     let npy = [b"\x93NUMPY\x01\x00", &(header.len() as u16).to_le_bytes()[..], header.as_bytes(), &elements].concat();
     std::fs::write(at("packed.npy"), npy).unwrap();
-    let file = File::create(at("packed.h5")).unwrap();
+    let file = hdf5::File::create(at("packed.h5")).unwrap();
     file.new_dataset::<u16>().shape((3, 4)).create("ids").unwrap().write_raw(&rows).unwrap();
     file.new_dataset::<u16>().shape(12).create("stream").unwrap().write_raw(&rows).unwrap();
     file.close().unwrap();

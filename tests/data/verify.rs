@@ -9,6 +9,7 @@ use hpctrain::data::import::{
 use hpctrain::data::{
     DataSpec, Dataset, Ids, SampleMut, SampleSpec, Sampler, Split, Target, TokenizerKind, Verify, inspect, verify,
 };
+use hpctrain_testkit::shards;
 
 /// Two training shards of 100,000 tokens and a validation shard of 50,000, vocabulary 26.
 fn import(dir: &Path, compress: Option<u8>) -> PathBuf {
@@ -31,7 +32,7 @@ fn problems(path: &Path) -> Vec<String> {
 
 /// Overwrites one byte of a contiguous shard: the id at `at`.
 fn set_id(path: &Path, at: usize, id: u8) {
-    let offset = File::open(path).unwrap().dataset("tokens").unwrap().offset().unwrap() as usize;
+    let offset = shards::open(path).dataset("tokens").unwrap().offset().unwrap() as usize;
     let mut bytes = std::fs::read(path).unwrap();
     assert_ne!(bytes[offset + at], id);
     bytes[offset + at] = id;
@@ -57,7 +58,7 @@ fn a_changed_id_breaks_its_block() {
     let out = import(dir.path(), None);
     let shard = out.join("train-00001.h5");
     let at = 70_000;
-    let id = File::open(&shard).unwrap().dataset("tokens").unwrap().read_raw::<u8>().unwrap()[at];
+    let id = shards::open(&shard).dataset("tokens").unwrap().read_raw::<u8>().unwrap()[at];
     set_id(&shard, at, (id + 1) % 26);
     let problems = problems(&out);
     assert_eq!(problems[0], format!("1 problem in 3 files of {}", out.display()));
@@ -85,7 +86,7 @@ fn a_broken_compressed_block_leaves_the_others_to_be_checked() {
     let dir = tempfile::tempdir().unwrap();
     let out = import(dir.path(), Some(6));
     let shard = out.join("train-00000.h5");
-    let file = File::open(&shard).unwrap();
+    let file = shards::open(&shard);
     let chunk = file.dataset("tokens").unwrap().chunk_info(0).unwrap();
     drop(file);
     let mut bytes = std::fs::read(&shard).unwrap();
@@ -180,7 +181,7 @@ fn rows_have_checksums() {
     {
         let path = out.join("train-00001.h5");
         let whole = std::fs::read(&path).unwrap();
-        let offset = File::open(&path).unwrap().dataset(dataset).unwrap().offset().unwrap() as usize;
+        let offset = shards::open(&path).dataset(dataset).unwrap().offset().unwrap() as usize;
         let mut bytes = whole.clone();
         // The lowest bit of a number: nothing but a checksum tells.
         bytes[offset + 4 * at] ^= 1;
@@ -190,7 +191,7 @@ fn rows_have_checksums() {
         assert_eq!(problems.len(), 2);
         std::fs::write(&path, whole).unwrap();
     }
-    let file = File::open_rw(out.join("val-00000.h5")).unwrap();
+    let file = shards::edit(out.join("val-00000.h5"));
     file.unlink("checksums/targets").unwrap();
     file.close().unwrap();
     assert!(problems(&out)[1].contains("val-00000.h5: /targets has no checksums"));
@@ -229,13 +230,13 @@ fn what_is_read_is_compared() {
     let plain = DataSpec { path: dir.path().join("plain"), ..plain };
     // The same in chunks, which go through the library.
     let chunked = DataSpec::new(import(dir.path(), None));
-    let file = File::open_rw(chunked.path.join("train-00001.h5")).unwrap();
+    let file = shards::edit(chunked.path.join("train-00001.h5"));
     let ids: Vec<u8> = file.dataset("tokens").unwrap().read_raw().unwrap();
     file.unlink("tokens").unwrap();
     file.new_dataset::<u8>().shape(ids.len()).chunk(1000).create("tokens").unwrap().write_raw(&ids).unwrap();
     file.close().unwrap();
     let classes: Vec<u32> =
-        File::open(rows.path.join("train-00001.h5")).unwrap().dataset("targets").unwrap().read_raw().unwrap();
+        shards::open(rows.path.join("train-00001.h5")).dataset("targets").unwrap().read_raw().unwrap();
     // Another class that there is.
     let row = classes.iter().position(|class| *class == 0).unwrap();
     for (spec, dataset, at, place) in [
@@ -253,7 +254,7 @@ fn what_is_read_is_compared() {
 
         let path = spec.path.join("train-00001.h5");
         let whole = std::fs::read(&path).unwrap();
-        let stored = File::open(&path).unwrap().dataset(dataset).unwrap();
+        let stored = shards::open(&path).dataset(dataset).unwrap();
         let in_chunk = || stored.chunk_info(at / 1000).unwrap().addr as usize + at % 1000;
         let offset = stored.offset().map_or_else(in_chunk, |offset| offset as usize + at);
         drop(stored);
@@ -272,7 +273,7 @@ fn what_is_read_is_compared() {
         std::fs::write(&path, whole).unwrap();
     }
     let path = rows.path.join("train-00001.h5");
-    let file = File::open_rw(&path).unwrap();
+    let file = shards::edit(&path);
     file.unlink("checksums/targets").unwrap();
     file.close().unwrap();
     let error = samples(&rows, 1).unwrap_err().to_string();
@@ -319,7 +320,7 @@ fn blocks_of_rows_are_small_and_files_the_same_each_time() {
         out.join("train-00000.h5")
     });
     assert!(std::fs::read(&first).unwrap() == std::fs::read(&again).unwrap());
-    let file = File::open(&first).unwrap();
+    let file = shards::open(&first);
     let sums = file.dataset("checksums/inputs").unwrap();
     // 21 images of 784 bytes are the first to fill 16 KiB; the last block has 16.
     assert_eq!(sums.attr("checksum_block").unwrap().read_scalar::<u64>().unwrap(), 21);
@@ -332,7 +333,7 @@ fn removed_checksums_are_a_problem_only_for_own_files() {
     let dir = tempfile::tempdir().unwrap();
     let out = import(dir.path(), None);
     let shard = out.join("val-00000.h5");
-    let file = File::open_rw(&shard).unwrap();
+    let file = shards::edit(&shard);
     file.unlink("checksums").unwrap();
     file.close().unwrap();
     assert!(problems(&out)[1].contains("val-00000.h5: has no checksums"));
@@ -343,7 +344,7 @@ fn removed_checksums_are_a_problem_only_for_own_files() {
     file.close().unwrap();
     let report = verify::verify(&foreign).unwrap();
     assert_eq!((report.ids, report.checksums, report.notes.len()), (3, 0, 2));
-    let file = File::open_rw(&foreign).unwrap();
+    let file = shards::edit(&foreign);
     file.dataset("tokens").unwrap().write_raw(&[1, -2, 300]).unwrap();
     file.close().unwrap();
     assert!(problems(&foreign)[1].contains("/tokens[1] is token id -2"));
