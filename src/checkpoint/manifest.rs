@@ -59,6 +59,7 @@ pub struct Manifest {
     /// `position` this is the generators' whole state.
     pub seed: u64,
     /// The resolved configuration.
+    #[serde(deserialize_with = "hpctrain_config::deserialize_json")]
     pub config: Config,
     /// Tokenizer from text to token ids, if the data names one.
     pub tokenizer: Option<Tokenizer>,

@@ -74,7 +74,7 @@ impl Reader {
         }
         let opened = || {
             let reader = open()?;
-            let outline = serde_json::to_vec(&outline(&reader.manifest)).map_err(unencoded)?;
+            let outline = reader.outline()?;
             Ok((Some(reader), outline))
         };
         let opened = if world.rank() == 0 { opened() } else { Ok((None, vec![])) };
@@ -82,12 +82,22 @@ impl Reader {
         let received = world.broadcast_bytes(mine).wait()?;
         world.agree(match reader {
             Some(reader) => Ok(reader),
-            None => {
-                excerpt::count(received.len());
-                let manifest = serde_json::from_slice(&received).map_err(malformed);
-                manifest.map(|manifest| Self { received: received.len(), ..Self::of(dir, manifest, vec![]) })
-            }
+            None => Self::of_outline(dir, &received),
         })
+    }
+
+    // What follows is not generic: messages in JSON are read and written by code that is compiled once.
+
+    /// The manifest without files and pieces, as a message.
+    fn outline(&self) -> Result<Vec<u8>> {
+        serde_json::to_vec(&outline(&self.manifest)).map_err(unencoded)
+    }
+
+    /// The reader of a rank that has received the outline.
+    fn of_outline(dir: &Path, received: &[u8]) -> Result<Self> {
+        excerpt::count(received.len());
+        let manifest = serde_json::from_slice(received).map_err(malformed)?;
+        Ok(Self { received: received.len(), ..Self::of(dir, manifest, vec![]) })
     }
 
     /// Brings the entries of the manifest for the ranges `wanted` of this rank, and for its share of the files, which
@@ -99,13 +109,21 @@ impl Reader {
         if world.size() == 1 {
             return Ok(());
         }
-        let request = serde_json::to_vec(wanted).map_err(unencoded)?;
-        let requests = world.gather_bytes_to_root(request).wait()?;
+        let requests = world.gather_bytes_to_root(Self::request(wanted)?).wait()?;
         let answers = world.agree(self.excerpts(&requests))?;
         let received = world.scatter_bytes(answers).wait()?;
-        let excerpt: Excerpt = world.agree(serde_json::from_slice(&received).map_err(malformed))?;
+        world.agree(self.enter(&received, world.rank() == 0))
+    }
+
+    fn request(wanted: &[TensorRange]) -> Result<Vec<u8>> {
+        serde_json::to_vec(wanted).map_err(unencoded)
+    }
+
+    /// Takes what the root has sent, which has the whole manifest already.
+    fn enter(&mut self, received: &[u8], is_root: bool) -> Result<()> {
+        let excerpt: Excerpt = serde_json::from_slice(received).map_err(malformed)?;
         self.checked.clone_from(&excerpt.checked);
-        if world.rank() > 0 {
+        if !is_root {
             excerpt::count(self.received + received.len());
             excerpt.enter(&mut self.manifest);
         }

@@ -226,8 +226,7 @@ impl<B: Kernels> Saver<B> {
                 return Err(e);
             }
         };
-        let message = serde_json::to_vec(written.written()).map_err(|e| Error::internal(e.to_string()))?;
-        let everyone = self.world.gather_bytes_to_root(message).wait()?;
+        let everyone = self.world.gather_bytes_to_root(written.table()?).wait()?;
         let job = self.job.clone();
         Ok(self.thread.begin(move || {
             if root {

@@ -121,6 +121,14 @@ impl ShardFile {
         &self.written
     }
 
+    /// The same as a message.
+    ///
+    /// # Errors
+    /// It cannot be encoded.
+    pub fn table(&self) -> Result<Vec<u8>> {
+        serde_json::to_vec(&self.written).map_err(|e| Error::internal(e.to_string()))
+    }
+
     /// Reads all of it again, past the kernel's copy: older checkpoints are removed only once the file system gives back
     /// the bytes written.
     ///

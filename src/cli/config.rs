@@ -12,7 +12,7 @@ use crate::backend::cuda::Cuda;
 use crate::config::{Config, Facts, ModelKind, Parallel, described, network, resolve};
 use crate::data::inspect::table;
 use crate::engine::{feed, memory, vocabulary};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::nn::Summary;
 use crate::nn::layers::shown;
 use crate::telemetry::{bytes, grouped, say};
@@ -190,7 +190,7 @@ fn show(sources: &SourceArgs, ranks: u16, as_json: bool) -> Result<()> {
     if as_json {
         return json(&plan.config);
     }
-    let text = toml::to_string(&plan.config).map_err(|e| Error::internal(format!("configuration: {e}")))?;
+    let text = plan.config.to_toml()?;
     say(text.trim_end());
     Ok(())
 }

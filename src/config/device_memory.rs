@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     fn its_earlier_name_is_known() {
-        let earlier = toml::from_str::<crate::Config>("[device]\nmemory_fraction = 0.25\n").unwrap();
+        let earlier = "[device]\nmemory_fraction = 0.25\n".parse::<crate::Config>().unwrap();
         assert_eq!(earlier.device.memory, DeviceMemory::Part(0.25));
     }
 }

@@ -50,6 +50,13 @@ pub fn name_console(launch: Option<&Launch>) {
 /// end; zero waits for ever.
 #[doc(hidden)]
 pub fn run(launch: Option<&Launch>, patience: Duration, work: impl FnOnce(&Comm<Cpu>) -> Result<i32>) -> i32 {
+    run_boxed(launch, patience, Box::new(work))
+}
+
+type Work<'a> = Box<dyn FnOnce(&Comm<Cpu>) -> Result<i32> + 'a>;
+
+/// Is compiled once, not for every command.
+fn run_boxed(launch: Option<&Launch>, patience: Duration, work: Work<'_>) -> i32 {
     if launch.is_some_and(|launch| launch.meeting.is_some()) {
         // Ranks do not outlive the program that has started them; a system that refuses this loses no more than that.
         let _ = set_parent_process_death_signal(Some(Signal::KILL));

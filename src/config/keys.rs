@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use toml::{Table, Value};
 
-use super::load::{did_you_mean, written};
+use super::load::did_you_mean;
 use super::raw::Key;
 use super::*;
 use hpctrain_base::error::{Error, Result};
@@ -44,7 +44,7 @@ pub fn described(section: Option<&str>) -> Result<String> {
         let hint = format!("{}sections are {}", did_you_mean(unknown, &names), names.join(", "));
         return Err(Error::input(format!("there is no section {unknown}")).hint(hint));
     }
-    let defaults = written(&Config::default())?;
+    let defaults = Config::default().to_table()?;
     let mut text = String::new();
     for key in Config::KEYS.iter().filter(|key| section.is_none_or(|section| section == key.name)) {
         explain(&mut text, key);

@@ -7,7 +7,6 @@ use super::{Config, Every, ModelKind, Parallel};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::Slices;
 use hpctrain_base::mesh::Mesh;
-use hpctrain_cpu::Cpu;
 use hpctrain_nn::Network;
 use hpctrain_parallel::{Averaging, Outer, PipelineSchedule, Storage, Zero, partition};
 
@@ -169,7 +168,7 @@ pub fn averaging(config: &Config, mesh: &Mesh) -> Result<Option<Averaging>> {
 pub fn logit_rows(config: &Config, network: &Network, mesh: &Mesh, tensor_lanes: usize, on_gpu: bool) -> Result<usize> {
     let Parallel { logit_rows, sequence, schedule, .. } = config.parallel;
     let slices = Slices::of_rank(tensor_lanes, 0, mesh.tensor, sequence);
-    let is_row_by_row = || network.sliced::<Cpu>(&slices).last().is_some_and(|last| last.is_row_by_row());
+    let is_row_by_row = || network.cpu_blocks(&slices).last().is_some_and(|last| last.is_row_by_row());
     let why = match () {
         () if !network.is_language() => "but the network is no language model",
         () if sequence => "but parallel.sequence = true divides rows among ranks",

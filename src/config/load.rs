@@ -3,9 +3,12 @@
 //! Each layer is checked by itself first, so that an error names the layer it came from.
 
 use std::collections::BTreeSet;
+use std::fmt::Display;
 use std::path::Path;
+use std::str::FromStr;
 
-use serde::Serialize;
+use serde::de::Error as _;
+use serde::{Deserialize as _, Deserializer, Serialize};
 use toml::Table;
 
 use super::Config;
@@ -101,27 +104,79 @@ fn layout_keys(layer: &Table) -> impl Iterator<Item = String> + '_ {
 /// # Errors
 /// As [`load`].
 pub fn overlay(config: &Config, overrides: &[String]) -> Result<Config> {
-    let mut merged = Table::try_from(config).map_err(|e| Error::internal(format!("configuration: {e}")))?;
+    let mut merged = config.to_table()?;
     merge(&mut merged, overriding(overrides)?);
     Config::deserialize_table(merged)
 }
 
-/// A section, or all of a configuration, as a file has it: numbers of 32 bits have no more digits than they need.
+/// A section as a file has it: numbers of 32 bits have no more digits than they need.
 ///
 /// # Errors
 /// It cannot be written.
 pub fn written(section: &impl Serialize) -> Result<Table> {
-    let internal = |e: String| Error::internal(format!("configuration: {e}"));
-    let text = toml::to_string(section).map_err(|e| internal(e.to_string()))?;
-    toml::from_str(&text).map_err(|e| internal(e.to_string()))
+    let text = toml::to_string(section).map_err(|e| internal(&e))?;
+    toml::from_str(&text).map_err(|e| internal(&e))
+}
+
+fn internal(error: &impl Display) -> Error {
+    Error::internal(format!("configuration: {error}"))
+}
+
+/// Reads a configuration that is a part of a record in JSON, for `#[serde(deserialize_with)]`.
+///
+/// By way of its text in TOML: readers of all keys for another format would be a third of a megabyte of machine code.
+///
+/// # Errors
+/// Unknown keys, and values that a configuration cannot have.
+pub fn deserialize_json<'de, D: Deserializer<'de>>(json: D) -> Result<Config, D::Error> {
+    let mut value = serde_json::Value::deserialize(json)?;
+    remove_nulls(&mut value);
+    let text = toml::to_string(&value).map_err(D::Error::custom)?;
+    text.parse::<Config>().map_err(|e| D::Error::custom(e.message()))
+}
+
+/// Removes the keys that have no value: TOML leaves them out.
+fn remove_nulls(value: &mut serde_json::Value) {
+    match value {
+        serde_json::Value::Object(members) => {
+            members.retain(|_, member| !member.is_null());
+            members.values_mut().for_each(remove_nulls);
+        }
+        serde_json::Value::Array(items) => items.iter_mut().for_each(remove_nulls),
+        _ => {}
+    }
+}
+
+/// Reads the text of a file, which may leave out any key. Nothing is looked up or resolved, as [`load`] does.
+impl FromStr for Config {
+    type Err = toml::de::Error;
+
+    fn from_str(text: &str) -> std::result::Result<Self, Self::Err> {
+        toml::from_str(text)
+    }
 }
 
 impl Config {
+    /// The text of a file, with all keys that have values.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn to_toml(&self) -> Result<String> {
+        toml::to_string(self).map_err(|e| internal(&e))
+    }
+
+    /// As a file has it: numbers of 32 bits have no more digits than they need.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn to_table(&self) -> Result<Table> {
+        toml::from_str(&self.to_toml()?).map_err(|e| internal(&e))
+    }
+
     fn deserialize_table(mut table: Table) -> Result<Config> {
         expand_paths(&mut table, &|name| std::env::var(name).ok())?;
         // By way of its text: reading a configuration from a table is as much code again.
-        let text = table.to_string();
-        toml::from_str(&text).map_err(|e| explain(&e, "", "configuration"))
+        table.to_string().parse::<Config>().map_err(|e| explain(&e, "", "configuration"))
     }
 }
 
@@ -136,7 +191,7 @@ fn preset(name: &str) -> Result<&'static str> {
 
 /// Parses one layer, refusing keys and values that the schema does not know.
 fn parse_layer(text: &str, origin: &str) -> Result<Table> {
-    toml::from_str::<Config>(text).map_err(|e| explain(&e, text, origin))?;
+    text.parse::<Config>().map_err(|e| explain(&e, text, origin))?;
     let layer: Table = toml::from_str(text).map_err(|e| explain(&e, text, origin))?;
     layer.iter().try_for_each(|(key, value)| check_finite(key, value)).map_err(|e| e.at(origin))?;
     Ok(layer)
@@ -309,6 +364,20 @@ mod tests {
     }
 
     #[test]
+    fn a_configuration_in_json_is_read_with_every_digit() {
+        let read = |text: &str| deserialize_json(&mut serde_json::Deserializer::from_str(text));
+        let odd = ["optimizer.lr=0.1", "model.dropout=1e-9", "run.seed=9223372036854775807", "run.root=a = \"b\"\nc"];
+        for preset in PRESETS.map(|(name, _)| Some(name)) {
+            for overrides in [vec![], odd.map(str::to_string).to_vec()] {
+                let (config, _) = load(&Sources { preset, overrides: &overrides, ..Sources::default() }).unwrap();
+                assert_eq!(read(&serde_json::to_string(&config).unwrap()).unwrap(), config);
+            }
+        }
+        let error = read("{\"run\": {\"stepz\": 1}}").unwrap_err().to_string();
+        assert!(error.contains("unknown field `stepz`"), "{error}");
+    }
+
+    #[test]
     fn unknown_keys_name_the_nearest() {
         let error = set(&["run.stps=5"]).unwrap_err().to_string();
         assert!(error.contains("--set run.stps=5: unknown key `stps`"), "{error}");
@@ -359,7 +428,7 @@ mod tests {
         let mut config = Config::default();
         config.model.dropout = 0.1;
         assert_eq!(written(&config.model).unwrap()["dropout"].to_string(), "0.1");
-        assert_eq!(written(&config).unwrap()["optimizer"]["beta2"].to_string(), "0.99");
+        assert_eq!(config.to_table().unwrap()["optimizer"]["beta2"].to_string(), "0.99");
     }
 
     #[test]

@@ -32,7 +32,7 @@ pub use epochs::ended;
 pub use every::Every;
 pub use keys::described;
 pub use layout::check_ranks;
-pub use load::{DEFAULT_PRESET, PRESETS, Sources, load, overlay, written};
+pub use load::{DEFAULT_PRESET, PRESETS, Sources, deserialize_json, load, overlay, written};
 pub use network::{network, sample_spec};
 pub use raw::*;
 pub use resolve::{Facts, Plan, resolve};

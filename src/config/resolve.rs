@@ -15,7 +15,6 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::part;
 use hpctrain_base::layout::{Slices, Tensor};
 use hpctrain_base::mesh::{Axis, Mesh};
-use hpctrain_cpu::Cpu;
 use hpctrain_data::SampleSpec;
 use hpctrain_device::{Elementwise, Kernels};
 use hpctrain_nn::layers::Layer;
@@ -443,7 +442,7 @@ fn check_groups(groups: &[Group], network: &Network) -> Result<()> {
     if groups.is_empty() {
         return Ok(());
     }
-    let tensors: Vec<Tensor> = network.blocks::<Cpu>().iter().flat_map(|block| block.tensors()).collect();
+    let tensors: Vec<Tensor> = network.cpu_blocks(&Slices::whole()).iter().flat_map(|block| block.tensors()).collect();
     for (i, group) in groups.iter().enumerate() {
         let key = format!("optimizer.groups[{i}]");
         if !(group.lr_factor >= 0.0 && group.lr_factor.is_finite()) {

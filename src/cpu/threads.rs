@@ -153,6 +153,11 @@ impl Threads {
     /// # Panics
     /// When a task panics. Must not be called from inside a task.
     pub fn run(&self, tasks: usize, task: impl Fn(usize, usize) + Sync) {
+        self.run_dyn(tasks, &task);
+    }
+
+    /// Is compiled once, not for every kernel.
+    fn run_dyn(&self, tasks: usize, task: Task<'_>) {
         if self.workers.is_empty() || tasks <= 1 {
             (0..tasks).for_each(|index| task(0, index));
             return;
@@ -161,7 +166,6 @@ impl Threads {
         let shared = &*self.shared;
         let mut job_number = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         *job_number += 1;
-        let task: Task<'_> = &task;
         // SAFETY: only the lifetime changes; every use of the reference ends before this function returns,
         // because it waits for all claimed tasks and the claim word offers no more.
         let task: Task<'static> = unsafe { std::mem::transmute(task) };

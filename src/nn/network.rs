@@ -174,6 +174,12 @@ impl Network {
         }
     }
 
+    /// The blocks of a rank with `slices` on a CPU, for questions about their tensors and sizes. Not generic: a crate that asks
+    /// compiles no copy of what blocks compute.
+    pub fn cpu_blocks(&self, slices: &Slices) -> Blocks<Cpu> {
+        self.sliced(slices)
+    }
+
     /// Predictions a sample; of language models, positions of a sequence.
     pub fn context(&self) -> usize {
         match self {

@@ -7,7 +7,6 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_checkpoint::Progress;
 use hpctrain_config::{Config, Facts, Plan, Staleness, resolve};
-use hpctrain_cpu::Cpu;
 use hpctrain_data::Preprocessing;
 use hpctrain_parallel::{Storage, Zero};
 
@@ -17,6 +16,7 @@ pub struct Terms {
     /// The number of this start of the run's servers: messages of earlier ones do not count.
     pub generation: u64,
     /// The configuration as it was given: number formats are those of each worker's device.
+    #[serde(deserialize_with = "hpctrain_config::deserialize_json")]
     pub config: Config,
     /// Workers that the run is meant for.
     pub workers: usize,
@@ -128,7 +128,7 @@ pub fn batch_of_worker(config: &Config, workers: usize) -> u64 {
 /// The units of a plan's network, as servers and workers lay them out.
 pub fn layouts(plan: &Plan) -> Vec<UnitLayout> {
     let slices = plan.slices(0);
-    let blocks = plan.network.sliced::<Cpu>(&slices);
+    let blocks = plan.network.cpu_blocks(&slices);
     let lanes = if plan.config.servers.staleness == Staleness::Bound(0) { plan.lanes } else { 1 };
     blocks.iter().map(|block| UnitLayout::sliced(block.name(), block.tensors(), lanes, &slices)).collect()
 }

@@ -5,7 +5,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_checkpoint::run_dir::differences;
 use hpctrain_comm::Group;
-use hpctrain_config::{Config, written};
+use hpctrain_config::Config;
 use hpctrain_device::Backend;
 
 /// Keys that ranks may have each to themselves: they change no number.
@@ -23,7 +23,7 @@ pub fn check_alike<B: Backend>(world: &Group<B>, config: &Config) -> Result<()> 
     let Some(rank) = hashes.iter().position(|hash| *hash != hashes[0]) else { return Ok(()) };
     let all = world.gather_bytes(text.into_bytes()).wait()?;
     let of = |rank: usize| {
-        let config = toml::from_str::<Config>(&String::from_utf8_lossy(&all[rank]));
+        let config = String::from_utf8_lossy(&all[rank]).parse::<Config>();
         config.map_err(|e| Error::comm(format!("rank {rank} sent a malformed configuration: {}", e.message())))
     };
     let first = differences(&of(0)?, &of(rank)?, |_, _| true).into_iter().next();
@@ -37,7 +37,7 @@ pub fn check_alike<B: Backend>(world: &Group<B>, config: &Config) -> Result<()> 
 
 /// The file of a configuration without the keys of a rank's own.
 fn shared_keys(config: &Config) -> Result<String> {
-    let mut file = written(config)?;
+    let mut file = config.to_table()?;
     for (section, key) in OWN.iter().filter_map(|own| own.split_once('.')) {
         file.get_mut(section).and_then(toml::Value::as_table_mut).map(|section| section.remove(key));
     }

@@ -75,7 +75,7 @@ impl Records {
         let begin = || TensorBoard::begin(&directory.tensorboard_path(), step, plan.network.is_language());
         let mut tensorboard = plan.config.log.tensorboard.then(begin).transpose()?;
         if let Some(board) = &mut tensorboard {
-            let settings = toml::to_string(&plan.config).map_err(|e| Error::internal(format!("configuration: {e}")))?;
+            let settings = plan.config.to_toml()?;
             // Texts of a start are of the first step that it takes, which a later start may take again.
             board.text(step + 1, "texts/configuration", &settings);
             match restarts::of_run(directory.path())? {

@@ -98,6 +98,7 @@ fn settings() {
         ("run.steps=many", ONE, &["--set run.steps=many", "many"]),
         ("run.steps=1.5", ONE, &["--set run.steps=1.5", "1.5"]),
         ("run.steps=-1", ONE, &["--set run.steps=-1", "-1"]),
+        ("run.time_limit=soon", ONE, &["--set run.time_limit=soon", "run.time_limit", "soon"]),
         ("data.augment.flop=true", ONE, &["unknown key `flop`", "did you mean `flip`"]),
         ("data.augment.shift=-1", ONE, &["--set data.augment.shift=-1", "-1"]),
         ("data.augment.flip=true", ALL, &["data.augment is for images, but samples have ids"]),
@@ -188,7 +189,9 @@ fn ranks_with_different_settings() {
 #[test]
 fn options_that_would_do_nothing() {
     for (args, words) in [
-        (&["eval", "--run", "runs/x", "--json"][..], &["--run", "--json"]),
+        (&["eval"][..], &["--run", "--checkpoint"]),
+        (&["eval", "--run", "runs/x", "--checkpoint", "runs/y"], &["--run", "--checkpoint"]),
+        (&["eval", "--run", "runs/x", "--json"], &["--run", "--json"]),
         (&["eval", "--run", "runs/x", "--data", "d"], &["--run", "--data"]),
         (&["eval", "--run", "runs/x", "--split", "train"], &["--run", "--split"]),
         (&["eval", "--checkpoint", "runs/x", "--watch"], &["--checkpoint", "--watch"]),

@@ -159,6 +159,7 @@ fn without_a_subcommand_it_trains_the_default_wherever_it_is() {
         "samples.jsonl",
     ];
     assert_eq!(listing(&run), files);
+    assert!(!run.join("tensorboard").exists());
     assert_eq!(std::fs::read_link(run.join("checkpoints/best")).unwrap().to_str(), Some("step-00000003"));
     assert_eq!(std::fs::read_link(run.join("checkpoints/latest")).unwrap().to_str(), Some("step-00000003"));
 

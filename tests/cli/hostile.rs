@@ -1,7 +1,6 @@
 //! Checkpoints that were made to do harm: that name files elsewhere, wait for ever, overflow, or take over a terminal.
 
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 
 use rustix::fs::{CWD, FileType, mknodat};
 use serde_json::{Value, json};
@@ -12,16 +11,8 @@ use hpctrain_testkit::runs::{Run, RunFiles, copy};
 
 /// A run with one checkpoint, at step 2.
 fn run(to: &Path) -> RunFiles {
-    static RUN: OnceLock<(tempfile::TempDir, RunFiles)> = OnceLock::new();
-    let (_, files) = RUN.get_or_init(|| {
-        let root = tempfile::tempdir().unwrap();
-        let files = Run::new(Alone, root.path(), "x", &["run.steps=2"]).succeeds();
-        (root, files)
-    });
-    let path = to.join("x");
-    let _ = std::fs::remove_dir_all(&path);
-    copy(&files.0, &path);
-    RunFiles(path)
+    let _ = std::fs::remove_dir_all(to.join("x"));
+    Run::new(Alone, to, "x", &["run.steps=2"]).copied()
 }
 
 /// Changes the manifest in `dir`, and seals it again.

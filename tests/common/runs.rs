@@ -1,10 +1,13 @@
 //! Small runs and what they leave on the disk.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use hpctrain::checkpoint::Reader;
 use serde_json::Value;
+use tempfile::TempDir;
 
 use super::launch::{Ended, Transport, finish};
 
@@ -73,11 +76,37 @@ impl Run {
         self.files()
     }
 
+    /// What it leaves when it succeeds, of one start for all tests of a program that ask for the same ranks and settings: it is theirs to
+    /// read, not to change. The root and the name that they give do not matter.
+    #[track_caller]
+    pub fn shared(&self) -> RunFiles {
+        let key = format!("{:?} {:?}", self.transport, self.settings);
+        let cell = SHARED.lock().unwrap_or_else(PoisonError::into_inner).entry(key).or_default().clone();
+        let run = cell.get_or_init(|| {
+            let root = super::target().join("shared");
+            std::fs::create_dir_all(&root).unwrap();
+            let root = tempfile::tempdir_in(root).unwrap();
+            let files = Self { root: root.path().to_path_buf(), name: "shared".into(), ..self.clone() }.succeeds();
+            (root, files)
+        });
+        run.1.clone()
+    }
+
+    /// As [`Run::shared`], a copy of it in this run's own directory.
+    #[track_caller]
+    pub fn copied(&self) -> RunFiles {
+        copy(&self.shared().0, &self.files().0);
+        self.files()
+    }
+
     /// The files that it leaves.
     pub fn files(&self) -> RunFiles {
         RunFiles(self.root.join(&self.name))
     }
 }
+
+/// Runs by ranks and settings; their directories are the build's to remove.
+static SHARED: Mutex<BTreeMap<String, Arc<OnceLock<(TempDir, RunFiles)>>>> = Mutex::new(BTreeMap::new());
 
 /// A run's directory.
 #[derive(Debug, Clone)]

@@ -74,7 +74,7 @@ const WAYS: [(Transport, &[&str]); 4] = [
 #[test]
 fn a_full_disk_ends_the_run_and_costs_no_checkpoint() {
     let root = tempfile::tempdir().unwrap();
-    let reference = large(Alone, root.path(), "reference", &[]).succeeds();
+    let reference = large(Alone, root.path(), "", &[]).shared();
     for (i, (transport, way)) in WAYS.into_iter().enumerate() {
         let asked = large(transport, root.path(), &format!("x-{i}"), way);
         let files = asked.files();
@@ -109,7 +109,7 @@ fn log(files: &RunFiles) -> String {
 #[test]
 fn a_disk_that_is_full_for_a_while_costs_nothing() {
     let root = tempfile::tempdir().unwrap();
-    let reference = large(Alone, root.path(), "reference", &[]).succeeds();
+    let reference = large(Alone, root.path(), "", &[]).shared();
     for (i, (transport, way)) in WAYS.into_iter().enumerate() {
         let asked = large(transport, root.path(), &format!("x-{i}"), &[way, &["checkpoint.tolerate=600"]].concat());
         let files = asked.files();
@@ -166,7 +166,7 @@ fn a_limit_on_the_size_of_files_is_an_error() {
         let run = large(transport, root.path(), &format!("x-{i}"), &[way]);
         refused(&limited(&run.command()), &["File too large", "ulimit -f"]);
     }
-    let whole = large(Alone, root.path(), "whole", &[]).succeeds();
+    let whole = large(Alone, root.path(), "", &[]).shared();
     let out = root.path().join("exported");
     let export = limited(program(["checkpoint", "export"]).arg(&whole.0).arg("--out").arg(&out));
     refused(&export, &["File too large", "ulimit -f"]);
@@ -197,7 +197,7 @@ fn points_wait_for_a_full_disk_and_training_does_not() {
 #[test]
 fn servers_wait_for_a_full_disk_too() {
     let root = tempfile::tempdir().unwrap();
-    let reference = large(Alone, root.path(), "reference", &[]).succeeds();
+    let reference = large(Alone, root.path(), "", &[]).shared();
     let asked = large(Simulate(3), root.path(), "x", &["checkpoint.tolerate=600"]);
     let files = asked.files();
     let Some(disk) = Tmpfs::mount(&files.0, "14m") else { return };
@@ -227,7 +227,7 @@ fn a_disk_that_was_always_full_is_named() {
 #[test]
 fn a_disk_that_turns_read_only_ends_the_run() {
     let root = tempfile::tempdir().unwrap();
-    let reference = large(Alone, root.path(), "reference", &[]).succeeds();
+    let reference = large(Alone, root.path(), "", &[]).shared();
     for (i, (transport, way)) in WAYS.into_iter().enumerate() {
         // After the first checkpoint, which one that comes late may have replaced.
         let asked = large(transport, root.path(), &format!("x-{i}"), &[way, &["run.steps=1000"]].concat());

@@ -1,9 +1,7 @@
 //! Impossible requests are refused with a hint.
 
-use hpctrain_testkit::launch::Transport::{Alone, Mpirun};
 use hpctrain_testkit::launch::{finish, mpirun, program};
 use hpctrain_testkit::program as executable;
-use hpctrain_testkit::runs::Run;
 
 #[test]
 fn an_evaluator_of_nonsense_ends_with_a_hint() {
@@ -29,16 +27,5 @@ fn an_evaluator_of_nonsense_ends_with_a_hint() {
             assert!(ended.stderr.contains(words) && ended.stderr.contains("hint: give the directory"), "{ended}");
             assert!(ended.stderr.contains(place) && ended.stderr.matches("error:").count() == 1, "{ended}");
         }
-    }
-}
-
-#[test]
-fn a_time_limit_must_be_a_time() {
-    let root = tempfile::tempdir().unwrap();
-    for transport in [Alone, Mpirun(2)] {
-        let ended = Run::new(transport, root.path(), "x", &["run.time_limit=\"soon\""]).ends();
-        assert_eq!(ended.code(), 2, "{ended}");
-        assert!(ended.stderr.contains("run.time_limit") && ended.stderr.contains("soon"), "{ended}");
-        assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
     }
 }

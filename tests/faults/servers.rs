@@ -139,8 +139,8 @@ fn cut(process: u32) -> Option<usize> {
 }
 
 /// The run that nothing disturbs.
-fn reference(root: &Path) -> RunFiles {
-    Run::new(Simulate(2), root, "reference", &SETTINGS[..7]).succeeds()
+fn reference() -> RunFiles {
+    Run::new(Simulate(2), Path::new(""), "", &SETTINGS[..7]).shared()
 }
 
 /// A job that is asked to end before its servers have come is to be started again, as one that has saved.
@@ -162,7 +162,7 @@ fn a_coordinator_without_servers_ends_when_it_is_asked_to() {
 #[test]
 fn deaths_change_no_bit() {
     let root = tempfile::tempdir().unwrap();
-    let reference = reference(root.path());
+    let reference = reference();
     // Servers are the first two of the others, workers the next two.
     let mut job = Job::begin(root.path(), "disturbed", 2, 2, &[]);
 
@@ -219,7 +219,7 @@ fn workers_that_wait_for_nobody_come_and_go() {
 #[test]
 fn connections_that_are_cut_are_made_again() {
     let root = tempfile::tempdir().unwrap();
-    let reference = reference(root.path());
+    let reference = reference();
     let mut job = Job::begin(root.path(), "cut", 2, 2, &["checkpoint.every=0", "servers.timeout=20"]);
     for at in (10..110).step_by(10) {
         job.until_step(at);
@@ -240,7 +240,7 @@ fn connections_that_are_cut_are_made_again() {
 #[test]
 fn a_coordinator_that_is_started_again_goes_on_where_it_was() {
     let root = tempfile::tempdir().unwrap();
-    let reference = reference(root.path());
+    let reference = reference();
     // There is no checkpoint to go back to.
     let mut job = Job::begin(root.path(), "restarted", 2, 2, &["checkpoint.every=0", "servers.timeout=20"]);
     for at in [1, 37, 80] {
@@ -295,7 +295,7 @@ fn step_of(line: &str) -> u64 {
 #[test]
 fn a_run_that_is_asked_to_end_saves_and_goes_on() {
     let root = tempfile::tempdir().unwrap();
-    let reference = reference(root.path());
+    let reference = reference();
     let mut job = Job::begin(root.path(), "interrupted", 1, 2, &[]);
     job.until_step(25);
     send(job.coordinator.id(), libc::SIGTERM);
@@ -313,7 +313,7 @@ fn a_run_that_is_asked_to_end_saves_and_goes_on() {
 #[test]
 fn strangers_do_not_disturb_a_run() {
     let root = tempfile::tempdir().unwrap();
-    let reference = reference(root.path());
+    let reference = reference();
     let mut job = Job::begin(root.path(), "visited", 1, 1, &["servers.address='127.0.0.1'", "servers.timeout=60"]);
     job.until_step(5);
     // The run takes as long as the visits.
@@ -384,7 +384,7 @@ impl Drop for Dribblers {
 #[test]
 fn connections_that_dribble_do_not_roll_a_run_back() {
     let root = tempfile::tempdir().unwrap();
-    let reference = reference(root.path());
+    let reference = reference();
     let mut job = Job::begin(root.path(), "dribbled", 1, 2, &[]);
     job.until_step(5);
     let status = job.beside(program(["status", "--json", "--run"]).arg(job.files().0)).succeeded();
@@ -415,7 +415,7 @@ fn seated(printed: &str) -> Vec<&str> {
 #[test]
 fn a_server_that_hangs_gives_its_place_to_the_spare_one() {
     let root = tempfile::tempdir().unwrap();
-    let reference = reference(root.path());
+    let reference = reference();
     let mut job = Job::begin(root.path(), "hangs", 1, 2, &[]);
     job.until_step(30);
     let hangs = job.others[0].id();
@@ -491,7 +491,7 @@ fn a_worker_with_other_data_is_sent_away() {
 #[test]
 fn roles_by_variables_make_a_run() {
     let root = tempfile::tempdir().unwrap();
-    let reference = reference(root.path());
+    let reference = reference();
     let port = || std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let (chief, ps) = (port(), port());
     let cluster = format!(r#"{{"chief": ["{chief}"], "ps": ["{ps}"], "worker": ["a:1", "b:1"]}}"#);

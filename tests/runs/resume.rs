@@ -31,6 +31,11 @@ fn run(transport: Transport, root: &Path, name: &str, more: &[&str]) -> Run {
     Run::new(transport, root, name, &[&SETTINGS, more].concat())
 }
 
+/// The uninterrupted run on these ranks.
+fn whole(transport: Transport, more: &[&str]) -> RunFiles {
+    run(transport, Path::new(""), "", more).shared()
+}
+
 /// The run `from`, as if it had been killed after step `step` was saved and before the next checkpoint was.
 fn interrupted(from: &RunFiles, step: u64, to: &Path) -> RunFiles {
     copy(&from.0, to);
@@ -44,8 +49,8 @@ fn interrupted(from: &RunFiles, step: u64, to: &Path) -> RunFiles {
 
 /// Ranks before the interruption and afterwards, the stage, and the step of the checkpoint.
 const PAIRS: [(Transport, &str, Transport, &str, u64); 14] = [
-    (Alone, "parallel.zero=0", Alone, "parallel.zero=0", 3),
-    (Alone, "parallel.zero=0", Mpirun(4), "parallel.zero=1", 6),
+    (Alone, "", Alone, "parallel.zero=0", 3),
+    (Alone, "", Mpirun(4), "parallel.zero=1", 6),
     (Alone, "parallel.zero=3", Simulate(8), "parallel.zero=2", 3),
     (Mpirun(4), "parallel.zero=3", Mpirun(4), "parallel.zero=3", 6),
     (Mpirun(4), "parallel.zero=3", Mpirun(2), "parallel.zero=0", 3),
@@ -57,22 +62,21 @@ const PAIRS: [(Transport, &str, Transport, &str, u64); 14] = [
     (Mpirun(2), "parallel.zero=1", Simulate(4), "parallel.storage=central parallel.owners=2", 6),
     // Stages into one rank, one rank into stages, stages into other stages.
     (Mpirun(4), "parallel.pipeline=4", Alone, "parallel.zero=0", 3),
-    (Alone, "parallel.zero=0", Mpirun(4), "parallel.pipeline=2 parallel.zero=1", 6),
+    (Alone, "", Mpirun(4), "parallel.pipeline=2 parallel.zero=1", 6),
     (Mpirun(2), "parallel.pipeline=2 parallel.stages=[3,1]", Simulate(8), "parallel.pipeline=4 parallel.zero=3", 3),
 ];
 
 #[test]
 fn resumed_runs_equal_uninterrupted_ones_on_any_ranks() {
     let root = tempfile::tempdir().unwrap();
-    let reference = run(Alone, root.path(), "reference", &[]).succeeds();
+    let reference = whole(Alone, &[]);
     assert_eq!(reference.steps().len() as u64, STEPS);
     assert_eq!(reference.numbers("eval.jsonl", "step"), [3.0, 6.0, 9.0]);
     for (i, (before, zero_before, after, zero_after, step)) in PAIRS.into_iter().enumerate() {
         let what = format!("{before:?} {zero_before} until step {step}, then {after:?} {zero_after}");
         let settings = |zero: &'static str| zero.split_whitespace().collect::<Vec<_>>();
-        let whole = run(before, root.path(), &format!("before-{i}"), &settings(zero_before)).succeeds();
-        let name = format!("after-{i}");
-        interrupted(&whole, step, &root.path().join(&name));
+        let name = format!("resumed-{i}");
+        interrupted(&whole(before, &settings(zero_before)), step, &root.path().join(&name));
         let resumed = run(after, root.path(), &name, &settings(zero_after)).resume("auto");
         let ended = resumed.ends().succeeded();
         let resumed = resumed.files();
@@ -86,7 +90,7 @@ fn resumed_runs_equal_uninterrupted_ones_on_any_ranks() {
 #[test]
 fn a_path_starts_another_run_from_a_checkpoint() {
     let root = tempfile::tempdir().unwrap();
-    let reference = run(Alone, root.path(), "reference", &[]).succeeds();
+    let reference = whole(Alone, &[]);
     let kept = reference.steps();
     let from = reference.checkpoint(6);
     let branch = run(Alone, root.path(), "branch", &[]).resume(from.to_str().unwrap()).succeeds();
@@ -115,7 +119,7 @@ fn flagged(run: &Run, flag: &str) -> Ended {
 #[test]
 fn weights_alone_begin_another_run() {
     let root = tempfile::tempdir().unwrap();
-    let base = run(Mpirun(2), root.path(), "base", &["parallel.zero=1"]).succeeds();
+    let base = run(Mpirun(2), root.path(), "base", &["parallel.zero=1"]).copied();
     let from = base.0.to_str().unwrap();
     // Another seed, other data order, another optimizer.
     let other = ["run.seed=8", "optimizer.kind=sgd", "run.steps=3"];
@@ -151,7 +155,7 @@ fn weights_alone_begin_another_run() {
 #[test]
 fn the_optimizer_can_be_left_behind() {
     let root = tempfile::tempdir().unwrap();
-    let base = run(Alone, root.path(), "base", &[]).succeeds();
+    let base = whole(Alone, &[]);
     let from = base.checkpoint(6);
     let asked = run(Mpirun(2), root.path(), "fresh", &["optimizer.kind=sgd"]).resume(from.to_str().unwrap());
     let ended = asked.ends();
@@ -378,7 +382,7 @@ fn a_finished_run_resumes_to_itself() {
 #[test]
 fn a_damaged_manifest_is_passed_over() {
     let root = tempfile::tempdir().unwrap();
-    let reference = run(Alone, root.path(), "reference", &[]).succeeds();
+    let reference = whole(Alone, &[]);
     for (i, damage) in ["", "{\"version\": 1, \"step\": 6", "not JSON"].into_iter().enumerate() {
         let name = format!("damaged-{i}");
         let files = interrupted(&reference, 6, &root.path().join(&name));
@@ -408,7 +412,7 @@ fn refuses(run: &Run, words: &[&str]) {
 #[test]
 fn flipped_bits_are_found_and_named() {
     let root = tempfile::tempdir().unwrap();
-    let whole = run(Mpirun(2), root.path(), "x", &["parallel.zero=1"]).succeeds();
+    let whole = whole(Mpirun(2), &["parallel.zero=1"]);
     let files = interrupted(&whole, 6, &root.path().join("y"));
     let damaged = files.checkpoint(6).join("rank-00001.h5");
     // A bit in the middle of the values of one tensor.
@@ -478,7 +482,7 @@ fn flipped_bits_are_found_and_named() {
 #[test]
 fn a_checkpoint_of_another_model_names_the_tensor() {
     let root = tempfile::tempdir().unwrap();
-    let files = run(Alone, root.path(), "x", &[]).succeeds();
+    let files = run(Alone, root.path(), "x", &[]).copied();
     let latest = files.path("checkpoints/latest");
     let latest = latest.to_str().unwrap();
     let (steps, config) = (files.steps(), files.text("config.toml"));
@@ -503,7 +507,7 @@ fn a_checkpoint_of_another_model_names_the_tensor() {
 #[test]
 fn what_cannot_be_read_is_no_damage() {
     let root = tempfile::tempdir().unwrap();
-    let whole = run(Mpirun(2), root.path(), "whole", &["parallel.zero=1"]).succeeds();
+    let whole = whole(Mpirun(2), &["parallel.zero=1"]);
     for (i, (transport, name)) in [
         (Alone, "manifest.json"),
         (Mpirun(2), "rank-00001.h5"),
@@ -535,7 +539,7 @@ fn what_cannot_be_read_is_no_damage() {
 #[test]
 fn a_newer_format_is_refused_rather_than_passed_over() {
     let root = tempfile::tempdir().unwrap();
-    let whole = run(Alone, root.path(), "whole", &[]).succeeds();
+    let whole = whole(Alone, &[]);
     for (i, (from, to, words)) in [
         ("\"version\":3", "\"version\":9", "format version 9 is newer than 3"),
         ("\"beta1\"", "\"beta_one\"", "unknown field `beta_one`"),
@@ -559,7 +563,7 @@ fn a_newer_format_is_refused_rather_than_passed_over() {
 #[test]
 fn a_run_that_goes_on_otherwise_says_so() {
     let root = tempfile::tempdir().unwrap();
-    let whole = run(Mpirun(2), root.path(), "whole", &["parallel.zero=1"]).succeeds();
+    let whole = whole(Mpirun(2), &["parallel.zero=1"]);
     let warnings = |name: &str, transport, more: &[&str]| {
         interrupted(&whole, 6, &root.path().join(name));
         let ended = run(transport, root.path(), name, more).resume("auto").ends().succeeded();
@@ -603,7 +607,7 @@ fn a_killed_rank_ends_the_job_and_the_run_continues() {
 #[test]
 fn leftovers_of_a_kill_are_ignored() {
     let root = tempfile::tempdir().unwrap();
-    let reference = run(Alone, root.path(), "reference", &[]).succeeds();
+    let reference = whole(Alone, &[]);
     let files = interrupted(&reference, 3, &root.path().join("x"));
     let checkpoints = files.path("checkpoints");
     copy(&files.checkpoint(3), &checkpoints.join("step-00000006.tmp"));

@@ -199,10 +199,3 @@ fn evaluations_by_evaluators_get_points() {
     let Some(found) = events(&files.0) else { return };
     assert_eq!(points(&found, "loss/validation"), [(50, 1.25)]);
 }
-
-#[test]
-fn nothing_is_written_unless_it_is_wanted() {
-    let root = tempfile::tempdir().unwrap();
-    let files = Run::new(Alone, root.path(), "x", &[]).succeeds();
-    assert!(!files.path("tensorboard").exists() && !files.path("ranks.jsonl").exists());
-}

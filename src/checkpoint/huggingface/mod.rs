@@ -18,8 +18,7 @@ pub use export::{Exported, export};
 pub use import::import;
 pub use tokenizer::tokenizer;
 
-use hpctrain_base::layout::Tensor;
-use hpctrain_cpu::Cpu;
+use hpctrain_base::layout::{Slices, Tensor};
 use hpctrain_nn::Network;
 
 /// File with the architecture.
@@ -33,5 +32,5 @@ const INDEX: &str = "model.safetensors.index.json";
 
 /// Every tensor of a network, with the names and shapes that they have here.
 fn tensors(network: &Network) -> Vec<Tensor> {
-    network.blocks::<Cpu>().iter().flat_map(|block| block.tensors()).collect()
+    network.cpu_blocks(&Slices::whole()).iter().flat_map(|block| block.tensors()).collect()
 }

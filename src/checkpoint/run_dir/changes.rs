@@ -5,7 +5,7 @@ use std::fmt;
 
 use toml::{Table, Value};
 
-use hpctrain_config::{Config, written};
+use hpctrain_config::Config;
 
 /// The effect of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -92,7 +92,7 @@ impl fmt::Display for Difference {
 
 /// The keys that differ.
 pub fn differences(before: &Config, now: &Config, wanted: impl Fn(&str, &str) -> bool) -> Vec<Difference> {
-    let [before, now] = [before, now].map(|config| written(config).unwrap_or_default());
+    let [before, now] = [before, now].map(|config| config.to_table().unwrap_or_default());
     let empty = Table::new();
     let section = |table: &Table, name: &str| table.get(name).and_then(Value::as_table).unwrap_or(&empty).clone();
     let mut changes = Vec::new();

@@ -174,7 +174,7 @@ impl RunDirectory {
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Some("it has no config.toml".into())),
             Err(e) => return Err(Error::io("read", &path, e)),
         };
-        Ok(match toml::from_str(&text) {
+        Ok(match text.parse() {
             Ok(before) => changes::of_run(&before, config).into_iter().next(),
             Err(e) => Some(format!("its config.toml is of another version: {}", e.message())),
         })
@@ -406,7 +406,7 @@ impl RunDirectory {
     /// The file system refused.
     pub fn write_config(&self, config: &Config) -> Result<()> {
         let path = self.config_path();
-        let text = toml::to_string(config).map_err(|e| Error::internal(format!("configuration: {e}")))?;
+        let text = config.to_toml()?;
         own_files::write(&path, text).map_err(|e| Error::io("write", &path, e))
     }
 }

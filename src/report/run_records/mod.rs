@@ -204,7 +204,7 @@ fn configuration(path: &Path, directory: &RunDirectory) -> Result<(Config, BTree
         return Err(Error::input(format!("{} is empty: its run has not begun", file.display()))
             .hint("start it with hpctrain train, or give the directory of another run"));
     }
-    let config = toml::from_str(&text).map_err(|e| of_another_version(&file, &one_line(&e)))?;
+    let config = text.parse().map_err(|e| of_another_version(&file, &one_line(&e)))?;
     let mut settings = BTreeMap::new();
     flatten(&toml::Value::Table(table), "", &mut settings);
     Ok((config, settings))
@@ -284,7 +284,7 @@ mod tests {
     /// A run of some steps.
     fn run(steps: &[(u64, f64)]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("config.toml"), toml::to_string(&Config::default()).unwrap()).unwrap();
+        std::fs::write(dir.path().join("config.toml"), Config::default().to_toml().unwrap()).unwrap();
         let line =
             |&(step, loss): &(u64, f64)| serde_json::to_string(&Step { step, loss, ..Step::default() }).unwrap() + "\n";
         std::fs::write(dir.path().join("metrics.jsonl"), steps.iter().map(line).collect::<String>()).unwrap();

@@ -207,7 +207,7 @@ fn settings(run: &RunDirectory, notes: &mut Vec<String>) -> Option<Table> {
     let table: Option<Table> = toml::from_str(&text).ok().filter(|table: &Table| !table.is_empty());
     if table.is_none() {
         notes.push("config.toml is half written, or no configuration".into());
-    } else if toml::from_str::<Config>(&text).is_err() {
+    } else if text.parse::<Config>().is_err() {
         notes.push("config.toml is of another version of hpctrain".into());
     }
     table

@@ -6,7 +6,6 @@ use hpctrain_base::layout::UnitLayout;
 use hpctrain_base::mesh::{Axis, Mesh};
 use hpctrain_comm::Operation;
 use hpctrain_config::Plan;
-use hpctrain_cpu::Cpu;
 use hpctrain_nn::loans;
 use hpctrain_parallel::Life;
 
@@ -78,7 +77,7 @@ pub fn step_times(plan: &Plan, rates: &impl Rates, per_node: usize, on_host: boo
     let mesh = &plan.mesh;
     let slices = plan.slices(0);
     let size = plan.config.precision.compute.size(on_host);
-    let blocks = plan.network.sliced::<Cpu>(&slices);
+    let blocks = plan.network.cpu_blocks(&slices);
     let loans = loans(&blocks);
     let passes = rates.passes(plan)?;
     let of_micro = rates.micro(plan)?;

@@ -213,7 +213,7 @@ impl Machine {
 impl Rates for Machine {
     fn passes(&self, plan: &Plan) -> Result<Vec<Passes>> {
         let slices = plan.slices(0);
-        let blocks = plan.network.sliced::<Cpu>(&slices);
+        let blocks = plan.network.cpu_blocks(&slices);
         let work = plan.network.blocks_summary();
         let size = plan.config.precision.compute.size(!self.gpu);
         let (samples, rows) = (plan.micro as f64, plan.micro as usize * plan.network.context());
