@@ -66,7 +66,10 @@ fn shortened_part(command: &str) -> String {
             format!("{RUN} --set run.steps=1 --set batch.global=2 --set eval.samples=2")
         }
         rest if rest.starts_with("simulate") => format!("{RUN} {SMALL}"),
-        rest if rest.is_empty() || rest.starts_with("train") || rest.starts_with("--") => RUN.to_string(),
+        rest if rest.is_empty() || rest.starts_with("train") || rest.starts_with("--") => {
+            let is_language = !rest.contains("--preset") || rest.contains("--preset gpt-char");
+            format!("{RUN} {}", if is_language { SMALL } else { "" })
+        }
         rest if rest.starts_with("verify") => format!("--steps 2 {SMALL}"),
         rest if rest.starts_with("bench kernels") => "--steps 1 --samples 2".into(),
         rest if rest.starts_with("bench step") || rest.starts_with("bench gemm") => "--steps 1".into(),
