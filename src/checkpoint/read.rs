@@ -86,7 +86,7 @@ impl Reader {
         })
     }
 
-    // What follows is not generic: messages in JSON are read and written by code that is compiled once.
+    // Messages are encoded and decoded in functions that are not generic, so that serde's code is compiled once.
 
     /// The manifest without files and pieces, as a message.
     fn outline(&self) -> Result<Vec<u8>> {

@@ -55,7 +55,7 @@ pub fn run(launch: Option<&Launch>, patience: Duration, work: impl FnOnce(&Comm<
 
 type Work<'a> = Box<dyn FnOnce(&Comm<Cpu>) -> Result<i32> + 'a>;
 
-/// Is compiled once, not for every command.
+/// Not generic, so that it is compiled once.
 fn run_boxed(launch: Option<&Launch>, patience: Duration, work: Work<'_>) -> i32 {
     if launch.is_some_and(|launch| launch.meeting.is_some()) {
         // Ranks do not outlive the program that has started them; a system that refuses this loses no more than that.

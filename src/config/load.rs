@@ -122,12 +122,12 @@ fn internal(error: &impl Display) -> Error {
     Error::internal(format!("configuration: {error}"))
 }
 
-/// Reads a configuration that is a part of a record in JSON, for `#[serde(deserialize_with)]`.
+/// Deserializes a configuration inside a JSON document, for `#[serde(deserialize_with)]`.
 ///
-/// By way of its text in TOML: readers of all keys for another format would be a third of a megabyte of machine code.
+/// Converts it to TOML first: deserializers of all keys for a second format are a third of a megabyte of machine code.
 ///
 /// # Errors
-/// Unknown keys, and values that a configuration cannot have.
+/// Returns an error if a key is unknown or a value is invalid.
 pub fn deserialize_json<'de, D: Deserializer<'de>>(json: D) -> Result<Config, D::Error> {
     let mut value = serde_json::Value::deserialize(json)?;
     remove_nulls(&mut value);
@@ -135,7 +135,7 @@ pub fn deserialize_json<'de, D: Deserializer<'de>>(json: D) -> Result<Config, D:
     text.parse::<Config>().map_err(|e| D::Error::custom(e.message()))
 }
 
-/// Removes the keys that have no value: TOML leaves them out.
+/// Removes members that are null, which TOML cannot represent.
 fn remove_nulls(value: &mut serde_json::Value) {
     match value {
         serde_json::Value::Object(members) => {
@@ -147,7 +147,7 @@ fn remove_nulls(value: &mut serde_json::Value) {
     }
 }
 
-/// Reads the text of a file, which may leave out any key. Nothing is looked up or resolved, as [`load`] does.
+/// Parses a TOML file, in which every key is optional. Unlike [`load`], expands no paths and merges no presets.
 impl FromStr for Config {
     type Err = toml::de::Error;
 
@@ -157,18 +157,18 @@ impl FromStr for Config {
 }
 
 impl Config {
-    /// The text of a file, with all keys that have values.
+    /// Serializes all keys that have a value, as a TOML file.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// Returns an error if it cannot be serialized.
     pub fn to_toml(&self) -> Result<String> {
         toml::to_string(self).map_err(|e| internal(&e))
     }
 
-    /// As a file has it: numbers of 32 bits have no more digits than they need.
+    /// Returns the same as a table. Numbers of 32 bits have no more digits than they need.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// Returns an error if it cannot be serialized.
     pub fn to_table(&self) -> Result<Table> {
         toml::from_str(&self.to_toml()?).map_err(|e| internal(&e))
     }

@@ -156,7 +156,7 @@ impl Threads {
         self.run_dyn(tasks, &task);
     }
 
-    /// Is compiled once, not for every kernel.
+    /// Not generic, so that it is compiled once, not for every kernel.
     fn run_dyn(&self, tasks: usize, task: Task<'_>) {
         if self.workers.is_empty() || tasks <= 1 {
             (0..tasks).for_each(|index| task(0, index));

@@ -174,8 +174,8 @@ impl Network {
         }
     }
 
-    /// The blocks of a rank with `slices` on a CPU, for questions about their tensors and sizes. Not generic: a crate that asks
-    /// compiles no copy of what blocks compute.
+    /// Returns the blocks of a rank with `slices` on a CPU, to ask for their tensors and sizes. It is not generic, so that callers in
+    /// other crates compile no copy of the kernels' code.
     pub fn cpu_blocks(&self, slices: &Slices) -> Blocks<Cpu> {
         self.sliced(slices)
     }

@@ -76,8 +76,8 @@ impl Run {
         self.files()
     }
 
-    /// What it leaves when it succeeds, of one start for all tests of a program that ask for the same ranks and settings: it is theirs to
-    /// read, not to change. The root and the name that they give do not matter.
+    /// Returns a successful run that all tests of a program with the same ranks and settings share: they read it and do not change
+    /// it. It is started once, in another directory.
     #[track_caller]
     pub fn shared(&self) -> RunFiles {
         let key = format!("{:?} {:?}", self.transport, self.settings);
@@ -92,7 +92,7 @@ impl Run {
         run.1.clone()
     }
 
-    /// As [`Run::shared`], a copy of it in this run's own directory.
+    /// Copies [`Run::shared`] into this run's own directory.
     #[track_caller]
     pub fn copied(&self) -> RunFiles {
         copy(&self.shared().0, &self.files().0);
@@ -105,8 +105,10 @@ impl Run {
     }
 }
 
-/// Runs by ranks and settings; their directories are the build's to remove.
-static SHARED: Mutex<BTreeMap<String, Arc<OnceLock<(TempDir, RunFiles)>>>> = Mutex::new(BTreeMap::new());
+/// Shared runs by ranks and settings. Their directories stay in the target directory.
+static SHARED: Mutex<BTreeMap<String, Arc<SharedRun>>> = Mutex::new(BTreeMap::new());
+
+type SharedRun = OnceLock<(TempDir, RunFiles)>;
 
 /// A run's directory.
 #[derive(Debug, Clone)]
