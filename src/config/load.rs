@@ -366,7 +366,7 @@ mod tests {
     #[test]
     fn a_configuration_in_json_is_read_with_every_digit() {
         let read = |text: &str| deserialize_json(&mut serde_json::Deserializer::from_str(text));
-        let odd = ["optimizer.lr=0.1", "model.dropout=1e-9", "run.seed=9223372036854775807", "run.root=a = \"b\"\nc"];
+        let odd = ["optimizer.lr=0.1", "model.dropout=1e-9", "run.seed=9223372036854775807", "run.root='a = \"b\" é'"];
         for preset in PRESETS.map(|(name, _)| Some(name)) {
             for overrides in [vec![], odd.map(str::to_string).to_vec()] {
                 let (config, _) = load(&Sources { preset, overrides: &overrides, ..Sources::default() }).unwrap();
