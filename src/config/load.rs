@@ -124,7 +124,7 @@ fn internal(error: &impl Display) -> Error {
 
 /// Deserializes a configuration inside a JSON document, for `#[serde(deserialize_with)]`.
 ///
-/// Converts it to TOML first: deserializers of all keys for a second format are a third of a megabyte of machine code.
+/// Converts it to TOML first, so that the deserializers of all keys are compiled for one format only.
 ///
 /// # Errors
 /// Returns an error if a key is unknown or a value is invalid.
