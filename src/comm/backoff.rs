@@ -1,8 +1,9 @@
 //! Polling of the communication thread.
 //!
 //! Non-blocking requests are polled: hot while compute is blocked on the result, with naps while compute works, because
-//! both want the same core, and with yields where ranks outnumber cores. An abort is therefore heard in the middle of a
-//! collective; only the library's own collectives block.
+//! both want the same core. Where the node is oversubscribed (ranks outnumber cores, or Open MPI's `mpi_yield_when_idle` says that
+//! the cores are shared), a blocked rank yields its core and, after [`YIELDING`], naps, too. An abort is therefore heard in the
+//! middle of a collective; only the library's own collectives block.
 //!
 //! A nap costs its core some 40 µs on a virtual machine, so each is twice as long as the one before. Compute that blocks, and a
 //! new request, end it.
@@ -16,6 +17,9 @@ use hpctrain_device::Event;
 
 /// Hot polls between two offers of the core to others.
 const POLLS_PER_YIELD: u32 = 64;
+
+/// Duration of yields of a blocked rank before it naps, on an oversubscribed node: other ranks and programs need its core.
+const YIELDING: Duration = Duration::from_micros(200);
 
 /// Duration of brisk polling although nobody waits: most messages of a transfer in progress arrive within it.
 const BRISK: Duration = Duration::from_micros(20);
@@ -68,8 +72,10 @@ pub fn handed_over(event: &dyn Event, wire: &mut dyn Wire, shared: &Shared) -> R
 /// otherwise compute needs the core, and polling soon backs off to naps.
 pub struct Backoff {
     polls: u32,
-    /// Ranks of this node outnumber the cores: a rank that spins keeps another from sending.
-    crowded: bool,
+    /// Yields the core between any two polls.
+    yields: bool,
+    /// Begin of polling while a thread is blocked.
+    blocked: Option<Instant>,
     /// Begin of polling while compute works.
     since: Option<Instant>,
     /// The next nap.
@@ -77,8 +83,14 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    pub fn new(crowded: bool) -> Self {
-        Self { polls: 0, crowded, since: None, nap: NAP }
+    /// A new wait that yields the core between any two polls if `yields` is set, and otherwise spins.
+    pub fn new(yields: bool) -> Self {
+        Self { polls: 0, yields, blocked: None, since: None, nap: NAP }
+    }
+
+    /// Starts again with hot polls: something has moved, and more is about to.
+    pub fn restart(&mut self) {
+        (self.blocked, self.since, self.nap) = (None, None, NAP);
     }
 
     /// Passes the time until the next poll.
@@ -100,14 +112,24 @@ impl Backoff {
     fn pass(&mut self, shared: &Shared, longest: impl Fn(Duration) -> Duration) {
         self.polls = self.polls.wrapping_add(1);
         if shared.has_waiters() {
-            (self.since, self.nap) = (None, NAP);
-            if self.crowded || self.polls.is_multiple_of(POLLS_PER_YIELD) {
+            self.since = None;
+            if shared.is_oversubscribed() {
+                let waited = self.blocked.get_or_insert_with(Instant::now).elapsed();
+                if waited >= YIELDING {
+                    std::thread::park_timeout(self.nap);
+                    self.nap = (2 * self.nap).min(LONGEST);
+                    return;
+                }
+            }
+            self.nap = NAP;
+            if self.yields || shared.is_oversubscribed() || self.polls.is_multiple_of(POLLS_PER_YIELD) {
                 std::thread::yield_now();
             } else {
                 std::hint::spin_loop();
             }
             return;
         }
+        self.blocked = None;
         let waited = self.since.get_or_insert_with(Instant::now).elapsed();
         if waited < BRISK {
             // No offer of the core: on a shared one compute would take it for a slice of milliseconds.

@@ -1,6 +1,6 @@
 //! State shared by a rank's handles and its communication thread: counters, the ledger, and the order to abort.
 
-use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
@@ -36,6 +36,7 @@ struct Staging {
 
 pub struct Shared {
     waiters: AtomicUsize,
+    oversubscribed: AtomicBool,
     staging: Mutex<Staging>,
     busy_ns: AtomicU64,
     blocked_ns: AtomicU64,
@@ -55,6 +56,7 @@ impl Default for Shared {
     fn default() -> Self {
         Self {
             waiters: AtomicUsize::new(0),
+            oversubscribed: AtomicBool::new(false),
             staging: Mutex::default(),
             busy_ns: AtomicU64::new(0),
             blocked_ns: AtomicU64::new(0),
@@ -120,6 +122,16 @@ impl Shared {
     /// Whether compute is blocked: the core is free for the communication thread, and its speed matters.
     pub fn has_waiters(&self) -> bool {
         self.waiters.load(Ordering::Relaxed) > 0
+    }
+
+    /// Marks the node as oversubscribed: others need the core of a rank that waits.
+    pub fn set_oversubscribed(&self) {
+        self.oversubscribed.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the node is oversubscribed.
+    pub fn is_oversubscribed(&self) -> bool {
+        self.oversubscribed.load(Ordering::Relaxed)
     }
 
     /// The last collectives.

@@ -291,3 +291,27 @@ fn paths_are_read() {
     assert_eq!(code("a // crate::b\nc\n"), "a \nc\n");
     assert_eq!(["train/run/mod.rs", "cli/mod.rs", "lib.rs"].map(crate_of), ["train", ROOT, ROOT]);
 }
+
+/// The words of an array of a shell script, `NAME=(WORD …)`.
+fn array<'a>(script: &'a str, name: &str) -> Vec<&'a str> {
+    let start = script.find(&format!("\n{name}=(")).unwrap_or_else(|| panic!("scripts/test has no array {name}"));
+    let words = script[start..].split_once('(').unwrap().1;
+    words.split_once(')').unwrap().0.split_whitespace().collect()
+}
+
+#[test]
+fn every_test_program_is_run() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let script = std::fs::read_to_string(root.join("scripts/test")).unwrap();
+    let mut run: Vec<&str> = ["waiting", "computing"].iter().flat_map(|name| array(&script, name)).collect();
+    run.sort_unstable();
+    let mut programs = Vec::new();
+    for entry in std::fs::read_dir(root.join("tests")).unwrap() {
+        let path = entry.unwrap().path();
+        if path.join("main.rs").exists() || path.extension().is_some_and(|extension| extension == "rs") {
+            programs.push(path.file_stem().unwrap().to_str().unwrap().to_owned());
+        }
+    }
+    programs.sort_unstable();
+    assert_eq!(run, programs);
+}

@@ -90,6 +90,8 @@ pub fn mpirun(ranks: usize) -> Command {
     command.args(["-np", &ranks.to_string()]);
     command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
     command.env("OMPI_MCA_rmaps_base_oversubscribe", "1");
+    // Several jobs share the cores.
+    command.env("OMPI_MCA_mpi_yield_when_idle", "1");
     in_our_environment(&mut command);
     command
 }

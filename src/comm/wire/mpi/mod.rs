@@ -49,7 +49,7 @@ const TRIALS: usize = 5;
 /// Messages of MPI must take less than this part of the time to be taken for copies: timings of a start are rough.
 const GAIN: f64 = 0.8;
 
-/// Makes Open MPI's own waiting offer the core to others.
+/// Makes Open MPI yield the core while it waits, and hpctrain, too.
 const YIELD: &str = "OMPI_MCA_mpi_yield_when_idle";
 
 /// Queues that the CUDA driver spreads streams over, 8 unless it is told. Streams that share one wait for each other, and a rank with
@@ -180,7 +180,6 @@ struct Mpi {
     /// For operands longer than the vendor can count.
     parts: Vec<f32>,
     in_place: *const c_void,
-    crowded: bool,
     shared: Arc<Shared>,
 }
 
@@ -217,6 +216,9 @@ impl Mpi {
         let (rank, size) = place(world)?;
         let node = Node::find(world, count(rank)?, count(size)?)?;
         let segment = node.share(rank)?;
+        if node.on_machine.1 > cores() || std::env::var_os(YIELD).is_some_and(|value| value == "1") {
+            shared.set_oversubscribed();
+        }
         let near = if segment.is_some() { segment::BYTES } else { 0 };
         shared.hold(near);
         let mut mpi = Self {
@@ -228,7 +230,6 @@ impl Mpi {
             staging: Staging::default(),
             parts: Vec::new(),
             in_place: in_place(),
-            crowded: node.on_machine.1 > cores(),
             shared,
         };
         let nodes: Arc<[usize]> = node.of_ranks.iter().map(|&first| count_up(first)).collect();
@@ -334,7 +335,7 @@ impl Mpi {
             Err(error) => self.give_up(&error),
         };
         let mut received = None;
-        let mut backoff = Backoff::new(self.crowded);
+        let mut backoff = Backoff::new(false);
         loop {
             received = self.completed(&mut receiving).or(received);
             self.completed(&mut sending);
@@ -407,7 +408,7 @@ impl Wire for Mpi {
         let to = self.near(group, send.map(|send| send.to)).filter(|_| shared);
         let from = self.near(group, receive.as_ref().map(|receive| receive.from)).filter(|_| shared);
         let (mut sending, mut receiving) = (Sending::new(send), Receiving::new(receive));
-        let mut backoff = Backoff::new(self.crowded);
+        let mut backoff = Backoff::new(false);
         let held = self.staging.bytes();
         while !(sending.is_done() && receiving.is_done()) {
             let sent = match (&mut self.segment, to) {
@@ -419,7 +420,7 @@ impl Wire for Mpi {
                 _ => receiving.far(world, group, &mut self.staging),
             };
             match (sent, received) {
-                (Ok(sent), Ok(received)) if sent || received => {}
+                (Ok(sent), Ok(received)) if sent || received => backoff.restart(),
                 (Ok(_), Ok(_)) => {
                     self.poll();
                     backoff.pause(&self.shared);

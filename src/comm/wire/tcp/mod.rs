@@ -54,12 +54,14 @@ pub(crate) fn open(meeting: &Meeting, shared: Arc<Shared>) -> Result<(Box<dyn Wi
     let here = |ranks: &[usize]| ranks.iter().filter(|&&node| node == nodes[rank]).count();
     let (local_rank, local_size) = (here(&nodes[..rank]), here(&nodes));
     let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+    if local_size > cores {
+        shared.set_oversubscribed();
+    }
     let wire = Tcp {
         rank,
         links,
         splits: HashMap::new(),
         aside: Vec::new(),
-        crowded: local_size > cores,
         listened: Instant::now(),
         shared,
     };
@@ -198,7 +200,6 @@ struct Tcp {
     splits: HashMap<usize, u64>,
     /// Memory for elements that are to be added.
     aside: Vec<f32>,
-    crowded: bool,
     /// The last time that all connections were listened to.
     listened: Instant,
     shared: Arc<Shared>,
@@ -278,7 +279,7 @@ impl Tcp {
             done: false,
         });
         let mut sent = 0;
-        let mut backoff = Backoff::new(self.crowded);
+        let mut backoff = Backoff::new(false);
         loop {
             let mut moved = false;
             if let Some((to, pieces)) = sending.as_ref().filter(|_| sent < total) {
@@ -291,7 +292,9 @@ impl Tcp {
             if all_sent && awaited.as_ref().is_none_or(|awaited| awaited.done) {
                 return Ok(());
             }
-            if !moved {
+            if moved {
+                backoff.restart();
+            } else {
                 self.poll()?;
                 backoff.pause(&self.shared);
             }
