@@ -10,9 +10,9 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use hpctrain::checkpoint::Reader;
-use hpctrain::checkpoint::tools::find;
+use hpctrain::checkpoint::tools::resolve_path;
 use hpctrain::data::Split;
-use hpctrain::evaluate::predictions::{Beside, Meaning};
+use hpctrain::evaluate::predictions::{OutputSchema, RowIds};
 use hpctrain::evaluate::{Predictions, model, predict};
 use hpctrain::prelude::*;
 
@@ -25,28 +25,30 @@ fn main() -> ExitCode {
         };
 
         // The configuration that trained it, for the data at hand and the ranks that share one copy of the network.
-        let (path, _lease) = find::together(&world, Path::new(run))?;
+        let (path, _lease) = resolve_path::together(&world, Path::new(run))?;
         let mut reader = Reader::open_together(&world, &path, || Reader::open(&path))?;
-        let config = world.agree(model::config_on(&reader, &[], Some(Path::new(data))))?;
+        let config = world.all_ok(model::config_on(&reader, &[], Some(Path::new(data))))?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let plan = world.agree(model::plan(config, comm.size(), (cores / comm.node().local_size).max(1), false))?;
+        let plan = world.all_ok(model::plan(config, comm.size(), (cores / comm.node().local_size).max(1), false))?;
         let mut model = model::build(comm, &plan, Cpu::new(plan.threads))?;
         model::load(&world, &mut model, &mut reader)?;
 
         // Rows go round the ranks; sums are added in the order of the rows. They are read on the scale that the network learned.
-        let mut rows = feed::together(&world, |catalogue| feed::validation(catalogue, &plan.config))?;
-        world.agree(reader.manifest().conform(&mut rows))?;
+        let mut rows = micro_batches::together(&world, |catalogue| micro_batches::validation(catalogue, &plan.config))?;
+        world.all_ok(reader.manifest().conform(&mut rows))?;
         let measures = Evaluator::new(rows, None, plan.config.eval.batch).measure(&mut model, &world, || false)?;
         if let Some(measures) = measures.filter(|_| comm.rank() == 0) {
             println!("step {}: {measures}", reader.manifest().step);
         }
 
         // The same rows without their targets, which need not be there. One rank writes.
-        let mut rows = feed::together(&world, |catalogue| feed::inputs(catalogue, &plan.config, Split::Validation))?;
-        world.agree(reader.manifest().conform(&mut rows))?;
-        let meaning = Meaning::of(&plan, reader.manifest().preprocessing.as_ref());
-        let create = || Predictions::create(Path::new(out), rows.samples() as usize, meaning, Beside::numbers());
-        let file = world.agree((comm.rank() == 0).then(create).transpose())?;
+        let mut rows = micro_batches::together(&world, |catalogue| {
+            micro_batches::inputs(catalogue, &plan.config, Split::Validation)
+        })?;
+        world.all_ok(reader.manifest().conform(&mut rows))?;
+        let meaning = OutputSchema::of(&plan, reader.manifest().preprocessing.as_ref());
+        let create = || Predictions::create(Path::new(out), rows.samples() as usize, meaning, RowIds::numbers());
+        let file = world.all_ok((comm.rank() == 0).then(create).transpose())?;
         predict(&mut model, rows, plan.config.eval.batch, file)
     })
 }

@@ -48,7 +48,7 @@ struct Enough {
 }
 
 impl Hook for Enough {
-    fn evaluation(&mut self, step: u64, measures: &Measures) -> Result<ControlFlow<String>> {
+    fn evaluation(&mut self, step: u64, measures: &Metrics) -> Result<ControlFlow<String>> {
         Ok(match measures.loss < self.loss {
             true => ControlFlow::Break(format!("a loss of {:.4} at step {step} is enough", measures.loss)),
             false => ControlFlow::Continue(()),
@@ -75,17 +75,17 @@ impl Hook for Enough {
 fn main() -> ExitCode {
     start(|comm| {
         // With this a job that is told to end saves first.
-        comm.world().agree(signals::listen())?;
+        comm.world().all_ok(signals::listen())?;
         let settings = ["run.steps=300", "eval.every=20", "eval.samples=100", "checkpoint.every=50", "log.sample=0"];
         let overrides: Vec<String> = settings.map(String::from).into_iter().chain(std::env::args().skip(1)).collect();
-        let (config, _) = comm.world().agree(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
+        let (config, _) = comm.world().all_ok(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
 
         let speaks = comm.rank() == 0;
         let (mut table, mut enough) = (Table::default(), Enough { loss: 3.2, speaks });
-        let mut own = Own { hooks: vec![&mut enough], ..Own::default() };
+        let mut own = Customization { hooks: vec![&mut enough], ..Customization::default() };
         if speaks {
             own.hooks.push(&mut table);
         }
-        train_on_device(comm, &Request::new(config, "hooks"), own, None).map(drop)
+        train(comm, &Request::new(config, "hooks"), own, None).map(drop)
     })
 }

@@ -11,7 +11,7 @@ use std::process::ExitCode;
 
 use hpctrain::backend::{Activation, Linear, split, split_mut};
 use hpctrain::engine::engine_of;
-use hpctrain::nn::check;
+use hpctrain::nn::gradcheck;
 use hpctrain::prelude::*;
 
 /// Rows of the input have `width` elements; `inner` are between the two matrices.
@@ -53,12 +53,12 @@ impl<B: Kernels> Block<B> for Adapter {
         self.width
     }
 
-    fn saved_per_row(&self) -> usize {
+    fn saved_elems_per_row(&self) -> usize {
         // Values inside the block, before and after the activation.
         2 * self.inner
     }
 
-    fn exact_per_row(&self) -> usize {
+    fn saved_f32_per_row(&self) -> usize {
         0
     }
 
@@ -70,7 +70,7 @@ impl<B: Kernels> Block<B> for Adapter {
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
         let (b, rows) = (cx.backend, cx.micro.rows());
         let [down, up] = split::<B, 2>(params.own, self.lens());
-        let no_bias = B::cut(up, 0).0;
+        let no_bias = B::split_at(up, 0).0;
         let mut h = b.alloc(MemoryKind::Activations, rows * self.inner)?;
         b.linear(self.down(rows), B::all(x), down, no_bias, B::all_mut(&mut h))?;
         let mut a = b.alloc(MemoryKind::Activations, rows * self.inner)?;
@@ -110,25 +110,25 @@ impl<B: Kernels> Block<B> for Adapter {
 fn main() -> ExitCode {
     start(|comm| {
         let is_first = comm.rank() == 0;
-        for found in check::block(&Adapter { width: 6, inner: 3 }, 4, 5)?.iter().filter(|_| is_first) {
-            let check::Derivative { tensor, backward, differences, .. } = found;
+        for found in gradcheck::block(&Adapter { width: 6, inner: 3 }, 4, 5)?.iter().filter(|_| is_first) {
+            let gradcheck::Derivative { tensor, backward, differences, .. } = found;
             println!("{tensor:<20}  {backward:>9.5} by backward, {differences:>9.5} by differences");
         }
 
         let settings = ["run.steps=20", "batch.global=8"].map(String::from);
         let overrides: Vec<String> = settings.into_iter().chain(std::env::args().skip(1)).collect();
         let world = comm.world();
-        let (config, _) = world.agree(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
-        let (train, _) = world.agree(feed::open(&config))?;
+        let (config, _) = world.all_ok(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
+        let (train, _) = world.all_ok(micro_batches::open(&config))?;
         let plan = plan(comm, config, &train, None)?;
         let mut blocks = plan.network.blocks();
         blocks.insert(blocks.len() - 1, Box::new(Adapter { width: plan.config.model.width, inner: 16 }));
         let (mut engine, _) = engine_of(comm, &plan, blocks, Cpu::new(plan.threads), None)?;
         let mut progress = Progress::default();
-        let mut feed = world.agree(Feed::start(&engine.model, train, &plan, progress))?;
+        let mut feed = world.all_ok(MicroBatches::start(&engine.model, train, &plan, progress))?;
         while progress.step < plan.config.run.steps {
             let before = progress.step;
-            let round = advance(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
+            let round = train_round(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
             for (taken, step) in round.steps.iter().zip(before + 1..) {
                 if is_first && step.is_multiple_of(5) {
                     println!("step {step:>4}  loss {:.4}", taken.loss);

@@ -57,15 +57,15 @@ fn loss_of(rate: f64) -> Result<f64> {
     let mut overrides: Vec<String> = settings.map(String::from).to_vec();
     overrides.push(format!("optimizer.lr={rate}"));
     let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() })?;
-    let (train, _) = feed::open(&config)?;
+    let (train, _) = micro_batches::open(&config)?;
     let losses = on_threads(1, |comm| {
         let plan = plan(comm, config.clone(), &train, Some(1))?;
         let (mut engine, _) = engine(comm, &plan, Cpu::new(1), None)?;
         let mut progress = Progress::default();
-        let mut feed = Feed::start(&engine.model, feed::open(&config)?.0, &plan, progress)?;
+        let mut feed = MicroBatches::start(&engine.model, micro_batches::open(&config)?.0, &plan, progress)?;
         let mut loss = f64::INFINITY;
         while progress.step < plan.config.run.steps {
-            let round = advance(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
+            let round = train_round(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
             loss = round.steps[0].loss;
         }
         Ok(loss)

@@ -58,14 +58,14 @@ const SETTINGS: [&str; 10] = [
 fn main() -> ExitCode {
     start(|comm| {
         let overrides: Vec<String> = SETTINGS.map(String::from).into_iter().chain(std::env::args().skip(1)).collect();
-        let (config, _) = comm.world().agree(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
+        let (config, _) = comm.world().all_ok(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
         let spirals = |split, samples| Box::new(Spirals { key: derive(1, &[name(split)]), samples });
         let data = Splits {
             name: "three spirals".into(),
             train: spirals("train", 3000),
             validation: Some(spirals("validation", 600)),
         };
-        let own = Own { data: Some(data), ..Own::default() };
-        train_on_device(comm, &Request::new(config, "spirals"), own, None).map(drop)
+        let own = Customization { data: Some(data), ..Customization::default() };
+        train(comm, &Request::new(config, "spirals"), own, None).map(drop)
     })
 }

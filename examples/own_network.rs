@@ -14,11 +14,11 @@ use std::process::ExitCode;
 
 use hpctrain::backend::{Activation, Linear, split, split_mut};
 use hpctrain::checkpoint::Reader;
-use hpctrain::checkpoint::tools::find;
+use hpctrain::checkpoint::tools::resolve_path;
 use hpctrain::config::Model;
-use hpctrain::evaluate::predictions::{Beside, Meaning};
+use hpctrain::evaluate::predictions::{OutputSchema, RowIds};
 use hpctrain::evaluate::{Predictions, model, predict};
-use hpctrain::nn::check;
+use hpctrain::nn::gradcheck;
 use hpctrain::prelude::*;
 use hpctrain::run_dir::Resume;
 
@@ -70,12 +70,12 @@ impl<B: Kernels> Block<B> for Layer {
         self.inputs
     }
 
-    fn saved_per_row(&self) -> usize {
+    fn saved_elems_per_row(&self) -> usize {
         // Before the activation.
         if self.place == Place::Last { 0 } else { self.outputs }
     }
 
-    fn exact_per_row(&self) -> usize {
+    fn saved_f32_per_row(&self) -> usize {
         0
     }
 
@@ -137,7 +137,7 @@ struct Residual {
     depth: usize,
 }
 
-impl BuildNetwork for Residual {
+impl ModelBuilder for Residual {
     fn name(&self) -> String {
         format!("{} residual blocks of width {}", self.depth, self.width)
     }
@@ -207,15 +207,15 @@ const SETTINGS: [&str; 9] = [
     "run.device=cpu",
 ];
 
-fn network() -> OwnNetwork {
-    OwnNetwork::new(Residual { width: 16, depth: 3 })
+fn network() -> CustomModel {
+    CustomModel::new(Residual { width: 16, depth: 3 })
 }
 
 fn main() -> ExitCode {
     start(|comm| {
         let (world, speaks) = (comm.world(), comm.rank() == 0);
-        for found in check::block(&Layer { name: "x".into(), inputs: 5, outputs: 5, place: Place::Middle }, 4, 5)? {
-            let check::Derivative { tensor, backward, differences, .. } = found;
+        for found in gradcheck::block(&Layer { name: "x".into(), inputs: 5, outputs: 5, place: Place::Middle }, 4, 5)? {
+            let gradcheck::Derivative { tensor, backward, differences, .. } = found;
             if speaks {
                 println!("{tensor:<10}  {backward:>9.5} by backward, {differences:>9.5} by differences");
             }
@@ -225,24 +225,24 @@ fn main() -> ExitCode {
         let (flags, settings): (Vec<String>, Vec<String>) =
             std::env::args().skip(1).partition(|argument| argument == "--resume");
         let overrides: Vec<String> = SETTINGS.map(String::from).into_iter().chain(settings).collect();
-        let (config, _) = world.agree(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
+        let (config, _) = world.all_ok(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
         let resume = if flags.is_empty() { Resume::No } else { Resume::Auto };
         let request = Request { resume, ..Request::new(config, "spirals") };
-        let (train, validation) = (Box::new(Spirals(640)), Some(Box::new(Spirals(310)) as Box<dyn Source>));
-        let mut directory = Directory::default();
-        let own = Own {
-            hooks: vec![&mut directory],
-            data: Some(Splits { name: "two spirals".into(), train, validation }),
-            network: Some(network()),
+        let splits = Splits {
+            name: "two spirals".into(),
+            train: Box::new(Spirals(640)),
+            validation: Some(Box::new(Spirals(310))),
         };
-        train_on_device(comm, &request, own, None)?;
+        let mut directory = Directory::default();
+        let own = Customization { hooks: vec![&mut directory], data: Some(splits), network: Some(network()) };
+        train(comm, &request, own, None)?;
 
         // Its last checkpoint, by all ranks together in a layout of its own.
-        let (path, _lease) = find::together(&world, &directory.0)?;
+        let (path, _lease) = resolve_path::together(&world, &directory.0)?;
         let mut reader = Reader::open_together(&world, &path, || Reader::open(&path))?;
-        let mut config = world.agree(model::config(&reader.manifest().config, &[]))?;
+        let mut config = world.all_ok(model::config(&reader.manifest().config, &[]))?;
         config.model = Model::of_own(network());
-        let plan = world.agree(model::plan(config, comm.size(), 1, false))?;
+        let plan = world.all_ok(model::plan(config, comm.size(), 1, false))?;
         let mut model = model::build(comm, &plan, Cpu::new(plan.threads))?;
         model::load(&world, &mut model, &mut reader)?;
         let measures = Evaluator::new(Spirals(310), None, 100).measure(&mut model, &world, || false)?;
@@ -250,9 +250,9 @@ fn main() -> ExitCode {
             println!("step {}: {measures}", reader.manifest().step);
         }
         let out = directory.0.join(format!("predictions-{}.h5", reader.manifest().step));
-        let meaning = Meaning::of(&plan, reader.manifest().preprocessing.as_ref());
-        let file = speaks.then(|| Predictions::create(&out, 310, meaning, Beside::numbers()));
-        let file = world.agree(file.transpose())?;
+        let meaning = OutputSchema::of(&plan, reader.manifest().preprocessing.as_ref());
+        let file = speaks.then(|| Predictions::create(&out, 310, meaning, RowIds::numbers()));
+        let file = world.all_ok(file.transpose())?;
         predict(&mut model, Spirals(310), 100, file)
     })
 }

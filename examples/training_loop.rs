@@ -14,12 +14,12 @@ fn main() -> ExitCode {
     start(|comm| {
         let overrides: Vec<String> = std::env::args().skip(1).collect();
         let world = comm.world();
-        let (config, _) = world.agree(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
-        let (train, validation) = world.agree(feed::open(&config))?;
+        let (config, _) = world.all_ok(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
+        let (train, validation) = world.all_ok(micro_batches::open(&config))?;
         let plan = plan(comm, config, &train, None)?;
         let (mut engine, _) = engine(comm, &plan, Cpu::new(plan.threads), None)?;
         let mut progress = Progress::default();
-        let mut feed = world.agree(Feed::start(&engine.model, train, &plan, progress))?;
+        let mut feed = world.all_ok(MicroBatches::start(&engine.model, train, &plan, progress))?;
 
         while progress.step < plan.config.run.steps {
             // Forwards and backwards of this rank's part of the batch; loss and norm are of the whole of it.

@@ -5,13 +5,13 @@
 //! |---|---|
 //! | be a rank, under `mpirun` or alone | [`job::start`]; [`engine::on_threads`] for ranks without MPI |
 //! | configure a run | [`config::load`], [`engine::plan`] |
-//! | make a whole run, as `hpctrain train` does | [`train::train_on_device`] with a [`train::Request`] |
+//! | make a whole run, as `hpctrain train` does | [`train::train`] with a [`train::Request`] |
 //! | be told of its steps, evaluations and checkpoints, and end it early | [`train::Hook`] |
 //! | train on samples made in code | [`data::Source`], [`engine::Splits`] |
-//! | write the training loop | [`engine::engine`], [`engine::feed::Feed`], [`engine::Engine::gradients`], [`parallel::Sharded::update`] |
-//! | add a kind of block | [`nn::Block`], [`nn::check`], [`engine::engine_of`] |
-//! | make whole runs of a network of such blocks | [`nn::BuildNetwork`], [`train::Own::network`] |
-//! | compute on GPUs | [`train::train_on_device`], or [`placement::place`] and [`placement::Gpu::backend`] |
+//! | write the training loop | [`engine::engine`], [`engine::micro_batches::MicroBatches`], [`engine::Engine::gradients`], [`parallel::Sharded::update`] |
+//! | add a kind of block | [`nn::Block`], [`nn::gradcheck`], [`engine::engine_of`] |
+//! | make whole runs of a network of such blocks | [`nn::ModelBuilder`], [`train::Customization::network`] |
+//! | compute on GPUs | [`train::train`], or [`gpu_assignment::place`] and [`gpu_assignment::Gpu::backend`] |
 //! | have functions called on workers that come and go | [`servers::Coordinator`] |
 //! | evaluate, predict, continue a text | [`evaluate::Evaluator`], [`evaluate::predict()`], [`evaluate::generate()`] |
 //! | read checkpoints, and write them beside training | [`checkpoint::Reader`], [`checkpoint::Saver`] |
@@ -20,7 +20,7 @@
 //! ranks as they are.
 //!
 //! All is generic over the device ([`backend::Kernels`]). Operations on several ranks are *collective*: all ranks of a
-//! group make the same calls in the same order. Work that may fail on some of them goes through [`comm::Group::agree`],
+//! group make the same calls in the same order. Work that may fail on some of them goes through [`comm::Group::all_ok`],
 //! so that all end alike.
 //!
 //! ```
@@ -79,11 +79,11 @@
 #![warn(missing_docs)]
 #![forbid(unsafe_code)]
 
-#[doc(hidden)]
-pub use hpctrain_base::{activity, panics};
-pub(crate) use hpctrain_base::{descriptors, own_files, private, regular_files, spawn};
 #[doc(inline)]
 pub use hpctrain_base::{energy, error, layout, mesh, random, signals};
+pub(crate) use hpctrain_base::{fd_limit, own_files, safe_open, spawn, user_dirs};
+#[doc(hidden)]
+pub use hpctrain_base::{panics, spans};
 #[doc(inline)]
 pub use hpctrain_checkpoint as checkpoint;
 #[doc(inline)]
@@ -95,7 +95,7 @@ pub use hpctrain_config as config;
 #[doc(hidden)]
 pub use hpctrain_config::topology;
 #[doc(inline)]
-pub use hpctrain_config::{job, placement, telemetry};
+pub use hpctrain_config::{gpu_assignment, job, telemetry};
 #[doc(inline)]
 pub use hpctrain_data as data;
 #[doc(inline)]

@@ -20,7 +20,7 @@ use hpctrain::engine::on_threads;
 use hpctrain::error::Result;
 use hpctrain::run_dir::Resume;
 use hpctrain::telemetry::metrics::Step;
-use hpctrain::train::{Hook, Own, Request, train_on_device};
+use hpctrain::train::{Customization, Hook, Request, train};
 
 /// Shards of the data, one of them for validation.
 const SHARDS: usize = 7;
@@ -108,7 +108,7 @@ fn trains(root: &Path, run: &str, ranks: usize, steps: u64, resume: Resume, more
     on_threads(ranks, |comm| {
         let mut hook = Heartbeats(&logs, &found);
         let hooks: Vec<&mut dyn Hook> = if comm.rank() == 0 { vec![&mut hook] } else { vec![] };
-        train_on_device(comm, &request, Own { hooks, ..Own::default() }, None)
+        train(comm, &request, Customization { hooks, ..Customization::default() }, None)
     })
     .unwrap();
     Counts { heartbeats: found.into_inner().unwrap(), ..Counts::now().since(before) }
@@ -260,7 +260,7 @@ fn collectives_send_as_many_bytes_as_the_formulas_say() {
         let each = |formula: &dyn Fn(usize) -> usize| (0..ranks).map(|rank| formula(rank) as u64).collect::<Vec<_>>();
         let of_all = |world: &Group<Cpu>| if world.rank() == 0 { vec![vec![0; LEN]; ranks] } else { vec![] };
         let name = format!("{ranks} ranks");
-        assert_eq!(sent(ranks, |world| world.agree(Ok(()))), each(&|_| agree(ranks)), "{name}");
+        assert_eq!(sent(ranks, |world| world.all_ok(Ok(()))), each(&|_| agree(ranks)), "{name}");
         assert_eq!(sent(ranks, |world| world.barrier().wait()), each(&|_| log(ranks)), "{name}");
         let gathered = sent(ranks, |world| world.gather_bytes(vec![0; LEN]).wait().map(drop));
         assert_eq!(gathered, each(&|_| gather(ranks)), "{name}");

@@ -9,9 +9,9 @@ use hpctrain::backend::Backend as _;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::checkpoint::Progress;
 use hpctrain::comm::{self, Comm};
-use hpctrain::config::{Facts, Plan, Sources, load, resolve};
-use hpctrain::engine::feed::{self, Feed};
-use hpctrain::engine::{advance, engine, on_threads};
+use hpctrain::config::{Environment, ResolvedConfig, Sources, load, resolve};
+use hpctrain::engine::micro_batches::{self, MicroBatches};
+use hpctrain::engine::{engine, on_threads, train_round};
 use hpctrain::error::Result;
 use hpctrain::parallel::ControlFlags;
 
@@ -76,25 +76,25 @@ static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 const SMALL: [&str; 6] =
     ["model.layers=2", "model.width=64", "model.heads=4", "model.context=32", "batch.global=48", "model.dropout=0.1"];
 
-fn plan(ranks: usize, threads: usize, settings: &[&str]) -> Plan {
+fn plan(ranks: usize, threads: usize, settings: &[&str]) -> ResolvedConfig {
     let overrides: Vec<String> = SMALL.iter().chain(settings).map(|setting| setting.to_string()).collect();
     let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
-    resolve(config, &Facts { ranks, threads, vocabulary: Some(65), on_gpu: false }).unwrap()
+    resolve(config, &Environment { ranks, threads, vocabulary: Some(65), on_gpu: false }).unwrap()
 }
 
 /// Trains; calls `watch` with whether steps are watched from now on. Returns the fresh buffers of watched steps.
-fn train(comm: &Comm<Cpu>, plan: &Plan, watch: impl Fn(bool)) -> Result<usize> {
-    let (data, _) = feed::open(&plan.config)?;
+fn train(comm: &Comm<Cpu>, plan: &ResolvedConfig, watch: impl Fn(bool)) -> Result<usize> {
+    let (data, _) = micro_batches::open(&plan.config)?;
     let (mut engine, _) = engine(comm, plan, Cpu::new(plan.threads), None)?;
     let mut progress = Progress::default();
-    let mut feed = Feed::start(&engine.model, data, plan, progress)?;
+    let mut feed = MicroBatches::start(&engine.model, data, plan, progress)?;
     for _ in 0..WARM_UP {
-        advance(plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
+        train_round(plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
     }
     let before = engine.model.backend.ledger().fresh();
     watch(true);
     for _ in 0..STEADY {
-        advance(plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
+        train_round(plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
     }
     watch(false);
     Ok(engine.model.backend.ledger().fresh() - before)

@@ -5,23 +5,23 @@
 
 #![forbid(unsafe_code)]
 
-pub mod activity;
 pub mod control_groups;
-pub mod descriptors;
 pub mod energy;
 pub mod error;
+pub mod escape;
+pub mod fd_limit;
 pub mod histogram;
 pub mod layout;
 pub mod mesh;
 pub mod own_files;
 pub mod panics;
 pub mod pattern;
-pub mod private;
 pub mod random;
-pub mod regular_files;
+pub mod safe_open;
 pub mod signals;
 pub mod simd;
+pub mod spans;
 pub mod spawn;
 pub mod time_limit;
-pub mod tree;
-pub mod visible;
+pub mod tree_sum;
+pub mod user_dirs;

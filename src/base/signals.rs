@@ -17,7 +17,7 @@ const SIGNALS: [(i32, &str); 4] =
     [(SIGTERM, "SIGTERM"), (SIGINT, "SIGINT"), (SIGUSR1, "SIGUSR1"), (SIGXCPU, "SIGXCPU (limit on CPU time)")];
 
 /// Time between two looks for a signal during a pause.
-const LOOK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Exit code of a process that a second SIGINT ends at once: 128 and the signal's number, as shells have it.
 const INTERRUPTED: i32 = 130;
@@ -59,7 +59,7 @@ pub fn survive_file_size_limit() -> Result<()> {
 pub fn pause(time: Duration) {
     let begun = Instant::now();
     while came().is_none() && begun.elapsed() < time {
-        std::thread::sleep(LOOK.min(time.saturating_sub(begun.elapsed())));
+        std::thread::sleep(POLL_INTERVAL.min(time.saturating_sub(begun.elapsed())));
     }
 }
 

@@ -8,12 +8,12 @@ use std::time::Instant;
 use serde::Serialize;
 
 use crate::backend::Kernels;
-use crate::checkpoint::{Job, Origin, Progress, Saver};
+use crate::checkpoint::{Origin, Progress, SaveContext, Saver};
 use crate::comm::{Comm, Group};
-use crate::config::{Config, Facts, Plan, resolve};
+use crate::config::{Config, Environment, ResolvedConfig, resolve};
 use crate::engine::engine;
 use crate::error::{Error, Result};
-use crate::run_dir::{Resume, RunDirectory, Taking, resume};
+use crate::run_dir::{RestoreOptions, Resume, RunDirectory, resume};
 
 /// Directory that is made and removed.
 const NAME: &str = "hpctrain-bench.tmp";
@@ -70,7 +70,7 @@ pub fn time<B: Kernels>(
     config: &Config,
     dir: &Path,
     rounds: usize,
-    backend: impl FnOnce(&Plan) -> Result<B>,
+    backend: impl FnOnce(&ResolvedConfig) -> Result<B>,
 ) -> Result<(u64, Vec<Saving>)> {
     let world = comm.world();
     let root = world.rank() == 0;
@@ -80,18 +80,18 @@ pub fn time<B: Kernels>(
     config.checkpoint.keep = rounds + 1;
     config.run.root = dir.to_string_lossy().into_owned();
     config.run.name = Some(NAME.into());
-    let facts = Facts { ranks: comm.size(), threads: 1, vocabulary: None, on_gpu: !B::ON_HOST };
-    let plan = world.agree(resolve(config, &facts))?;
+    let facts = Environment { ranks: comm.size(), threads: 1, vocabulary: None, on_gpu: !B::ON_HOST };
+    let plan = world.all_ok(resolve(config, &facts))?;
     let directory = RunDirectory::at(dir.join(NAME));
     let checkpoints = directory.checkpoints();
     let clear = || match std::fs::remove_dir_all(directory.path()) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", directory.path(), e)),
         _ => Ok(()),
     };
-    world.agree(if root { clear().and_then(|()| checkpoints.prepare()) } else { Ok(()) })?;
+    world.all_ok(if root { clear().and_then(|()| checkpoints.prepare()) } else { Ok(()) })?;
 
     let (mut engine, _) = engine(comm, &plan, backend(&plan)?, None)?;
-    let job = Job {
+    let job = SaveContext {
         checkpoints: checkpoints.clone(),
         config: plan.config.clone(),
         preprocessing: None,
@@ -115,20 +115,20 @@ pub fn time<B: Kernels>(
         times.save = published.map_or(f64::NAN, |published| published.took.as_secs_f64());
 
         let path = checkpoints.path(progress.step);
-        let manifest = world.agree(checkpoints.open(progress.step))?.manifest().clone();
+        let manifest = world.all_ok(checkpoints.open(progress.step))?.manifest().clone();
         bytes = manifest.bytes();
         // Every rank its file: memory that is there, as it is for a restore.
         let name = manifest.files.keys().nth(world.rank());
         let name = name.ok_or_else(|| Error::internal("a rank wrote no file"))?;
         let mut mine = vec![1; manifest.files[name].bytes as usize];
         let begun = begin(&world)?;
-        world.agree(read(&path.join(name), &mut mine))?;
+        world.all_ok(read(&path.join(name), &mut mine))?;
         times.raw_read = slowest(&world, begun)?;
 
         // The same bytes: a disk may tell zeros from others.
         let file = directory.path().join(format!("raw-{}", world.rank()));
         let begun = begin(&world)?;
-        world.agree(write(&file, &mine))?;
+        world.all_ok(write(&file, &mine))?;
         times.raw_write = slowest(&world, begun)?;
 
         let mut copy = vec![2; mine.len()];
@@ -139,15 +139,15 @@ pub fn time<B: Kernels>(
 
         let from = Resume::From(path);
         let begun = begin(&world)?;
-        resume(&world, &mut engine.model.sharded, &plan, &directory, &from, &Taking::all(), &mut |_| Ok(()))?;
+        resume(&world, &mut engine.model.sharded, &plan, &directory, &from, &RestoreOptions::all(), &mut |_| Ok(()))?;
         times.restore = slowest(&world, begun)?;
-        world.agree(std::fs::remove_file(&file).map_err(|e| Error::io("remove", &file, e)))?;
-        world.agree(if root { checkpoints.discard_all(&[progress.step]).map(drop) } else { Ok(()) })?;
+        world.all_ok(std::fs::remove_file(&file).map_err(|e| Error::io("remove", &file, e)))?;
+        world.all_ok(if root { checkpoints.discard_all(&[progress.step]).map(drop) } else { Ok(()) })?;
         if round > 0 {
             measured.push(times);
         }
     }
-    world.agree(if root { clear() } else { Ok(()) })?;
+    world.all_ok(if root { clear() } else { Ok(()) })?;
     Ok((bytes, measured))
 }
 

@@ -62,7 +62,7 @@ pub fn time<B: Backend>(
     bytes: usize,
     batches: usize,
 ) -> Result<Timing> {
-    let group = world.choosing(Table::always(algorithm));
+    let group = world.with_algorithms(Table::always(algorithm));
     let len = bytes.div_ceil(size_of::<f32>()).next_multiple_of(world.size());
     // Zeros stay zeros, however often they are added.
     let mut buf = backend.upload(MemoryKind::Gradients, &vec![0.0; len])?;

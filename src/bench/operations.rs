@@ -215,7 +215,7 @@ impl<B: Kernels> Bench<'_, B> {
         let Sizes { vocabulary, time, .. } = *self.sizes;
         let width = self.sizes.width();
         let (shape, y) = (format!("{rows}×{width}"), Tensor::of(rows * width));
-        let of = |seed: u64, below: usize| -> Result<B::Ints> {
+        let of = |seed: u64, below: usize| -> Result<B::IndexBuf> {
             let ids = (0..rows as u64).map(|i| (Stream::new(seed).uniform(i) * below as f64) as u32);
             self.backend.upload_ints(&ids.collect::<Vec<_>>())
         };
@@ -315,7 +315,7 @@ impl<B: Kernels> Bench<'_, B> {
         let state = gradient.changed();
         let update =
             AdamW { lr: 1e-4, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 100, grad_scale: 1.0 };
-        let is_narrow = self.backend.computes_narrow();
+        let is_narrow = self.backend.has_master_weights();
         let copy = Tensor::of(if is_narrow { len } else { 0 });
         self.time("adamw", &shape, 0.0, [gradient, state, state, state, copy], |b, [grad, m, v, p, copy]| {
             let copy = is_narrow.then(|| B::all_mut(copy));
@@ -333,7 +333,7 @@ impl<B: Kernels> Bench<'_, B> {
         tensors: [Tensor; N],
         launch: impl Fn(&B, &mut [B::Buf; N]) -> Result<()>,
     ) -> Result<()> {
-        let narrow = if self.backend.computes_narrow() { 2.0 } else { 4.0 };
+        let narrow = if self.backend.has_master_weights() { 2.0 } else { 4.0 };
         let size = |tensor: &Tensor| tensor.len as f64 * if tensor.is_wide { 4.0 } else { narrow };
         let held: f64 = tensors.iter().map(size).sum();
         let turns = ((self.sizes.cold as f64 / held).ceil() as usize).clamp(1, MOST_TURNS);
@@ -343,7 +343,7 @@ impl<B: Kernels> Bench<'_, B> {
             for launch_number in 0..launches {
                 launch(self.backend, &mut sets[launch_number % turns])?;
             }
-            if let Some(last) = B::stamp(&sets[0][0])? {
+            if let Some(last) = B::record_event(&sets[0][0])? {
                 last.wait()?;
             }
             Ok(start.elapsed().as_secs_f64() / launches as f64)

@@ -13,7 +13,7 @@ use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
 use super::filesystem;
-use super::lease::{Lease, Leases};
+use super::lease::{LeaseGuard, Leases};
 use super::names::{name_of, step_of};
 use super::pointer::{Pointer, Target};
 use super::retention::{Candidate, Retention, removed};
@@ -28,7 +28,7 @@ use hpctrain_config::telemetry::evaluations::{Evaluation, Evaluations, Save};
 pub struct Checkpoints {
     root: PathBuf,
     /// The trainer's lease: without it nothing is changed any more.
-    lease: Option<Arc<Lease>>,
+    lease: Option<Arc<LeaseGuard>>,
 }
 
 impl Checkpoints {
@@ -39,7 +39,7 @@ impl Checkpoints {
 
     /// The same, changed only as long as `lease` is held.
     #[must_use]
-    pub fn held_by(self, lease: Option<Arc<Lease>>) -> Self {
+    pub fn held_by(self, lease: Option<Arc<LeaseGuard>>) -> Self {
         Self { lease, ..self }
     }
 

@@ -12,7 +12,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::regular_files;
+use hpctrain_base::safe_open;
 
 /// Name of the file in the directory of a checkpoint that an audit has put in doubt.
 pub(super) const FILE: &str = "doubt";
@@ -40,7 +40,7 @@ pub(super) fn check(dir: &Path, step: u64, id: &str) -> Result<()> {
         return Err(doubtful(dir, &own, why.as_deref().unwrap_or_else(|unread| unread)));
     }
     // The name of a save is that of its job and its step.
-    let Some((job, _)) = id.rsplit_once('-').filter(|(job, _)| regular_files::is_plain_name(job)) else {
+    let Some((job, _)) = id.rsplit_once('-').filter(|(job, _)| safe_open::is_plain_name(job)) else {
         return Ok(());
     };
     let mark = dir.join("..").join(format!("{MARK}{job}"));
@@ -71,7 +71,7 @@ fn content(path: &Path) -> Result<Option<Result<String, String>>> {
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(Error::io("look for", path, e)),
     }
-    let text = regular_files::read_to_string(path);
+    let text = safe_open::read_to_string(path);
     Ok(Some(text.map_err(|e| format!("{} cannot be read: {e}", path.display()))))
 }
 

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use serde::{Deserialize, Serialize};
 
-use super::manifest::{FileEntry, Manifest, Origin, Piece, TensorEntry};
+use super::manifest::{FileEntry, Manifest, Origin, ShardSlice, TensorEntry};
 use hpctrain_base::layout::TensorRange;
 
 /// The most bytes of a manifest that a rank has received for one checkpoint.
@@ -29,7 +29,7 @@ pub(super) fn count(bytes: usize) {
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Excerpt {
     /// Pieces that it reads, or that lie in files that it checks, by tensor.
-    pub pieces: BTreeMap<String, Vec<Piece>>,
+    pub pieces: BTreeMap<String, Vec<ShardSlice>>,
     /// The files of these pieces, and those that it checks.
     pub files: BTreeMap<String, FileEntry>,
     /// Names of the files that it checks.
@@ -120,7 +120,7 @@ impl<'a> Index<'a> {
     }
 
     /// The pieces of a tensor that may have elements of a range.
-    fn overlapping(&self, name: &str, entry: &'a TensorEntry, range: &TensorRange) -> Vec<&'a Piece> {
+    fn overlapping(&self, name: &str, entry: &'a TensorEntry, range: &TensorRange) -> Vec<&'a ShardSlice> {
         let all = 0..entry.shape.last().copied().unwrap_or(1);
         let wanted = range.columns.as_ref().unwrap_or(&all);
         let mut found = Vec::new();

@@ -13,8 +13,8 @@ use super::{Progress, refused, writeback};
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_base::own_files;
-use hpctrain_base::regular_files;
-use hpctrain_base::regular_files::is_plain_name;
+use hpctrain_base::safe_open;
+use hpctrain_base::safe_open::is_plain_name;
 use hpctrain_config::Config;
 use hpctrain_data::{Preprocessing, Source, Tokenizer, TrainedOn};
 
@@ -109,12 +109,12 @@ pub struct TensorEntry {
     /// Extent of every dimension, row-major.
     pub shape: Vec<usize>,
     /// Pieces in order of columns, then of elements; together they cover the tensor once.
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<ShardSlice>,
 }
 
 /// A range of a tensor, or of some columns of a matrix, in one file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Piece {
+pub struct ShardSlice {
     /// File in the checkpoint's directory.
     pub file: String,
     /// The columns of a matrix whose elements `start` and `len` count; none if they count those of the whole tensor.
@@ -154,13 +154,13 @@ pub struct Stored {
 
 /// Description of a rank's file, as it is sent to the other ranks.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Written {
+pub struct ShardFileInfo {
     /// Name of the file.
     pub file: String,
     /// The file.
     pub entry: FileEntry,
     /// Tensors with their shapes and a piece of each in the file; a tensor may have several.
-    pub ranges: Vec<(String, Vec<usize>, Piece)>,
+    pub ranges: Vec<(String, Vec<usize>, ShardSlice)>,
 }
 
 impl Manifest {
@@ -206,14 +206,14 @@ impl Manifest {
     ///
     /// # Errors
     /// They do not.
-    pub fn enter(&mut self, written: Vec<Written>) -> Result<()> {
-        for Written { file, entry, ranges } in written {
+    pub fn enter(&mut self, written: Vec<ShardFileInfo>) -> Result<()> {
+        for ShardFileInfo { file, entry, ranges } in written {
             self.files.insert(file, entry);
             for (tensor, shape, piece) in ranges {
                 self.tensors.entry(tensor).or_insert(TensorEntry { shape, pieces: vec![] }).pieces.push(piece);
             }
         }
-        self.tensors.values_mut().for_each(|entry| entry.pieces.sort_by_key(Piece::place));
+        self.tensors.values_mut().for_each(|entry| entry.pieces.sort_by_key(ShardSlice::place));
         self.check_cover().map_err(|e| Error::internal(format!("the ranks' ranges: {e}")))
     }
 
@@ -236,7 +236,7 @@ impl Manifest {
     }
 
     /// A piece of the tensor `name` lies within its file.
-    fn check_place(&self, name: &str, piece: &Piece) -> Result<(), String> {
+    fn check_place(&self, name: &str, piece: &ShardSlice) -> Result<(), String> {
         let file = self.files.get(&piece.file);
         let file = file.ok_or_else(|| format!("tensor {name} is in the file {}, unknown there", piece.file))?;
         if piece.parts.len() != 1 + self.state.len() {
@@ -324,7 +324,7 @@ impl Manifest {
 /// The text of the manifest in `dir`, which its seal fits.
 fn sealed_text(dir: &Path) -> Result<String> {
     let path = dir.join(FILE);
-    let text = regular_files::read_to_string(&path).map_err(|e| {
+    let text = safe_open::read_to_string(&path).map_err(|e| {
         let error = Error::unread("read the manifest", &path, &e);
         match error.kind() {
             Kind::Io => error.hint("the checkpoint may well be whole: see why it cannot be read"),
@@ -336,7 +336,7 @@ fn sealed_text(dir: &Path) -> Result<String> {
         version: u32,
     }
     let seal = dir.join(SEAL);
-    let sealed = regular_files::read_to_string(&seal);
+    let sealed = safe_open::read_to_string(&seal);
     let found = format!("{:08x}", crc32fast::hash(text.as_bytes()));
     // If the seal is broken, the version itself may have changed. A format of another version may have no seal.
     let is_broken =
@@ -406,7 +406,7 @@ impl TensorEntry {
     }
 }
 
-impl Piece {
+impl ShardSlice {
     /// Orders the pieces of a tensor.
     fn place(&self) -> (usize, usize) {
         place(self.columns.as_ref(), self.start)
@@ -427,7 +427,7 @@ pub fn dataset(name: &str, before: usize) -> String {
 }
 
 /// Each of the `len` elements of something lies in exactly one of `pieces`, which are in order.
-fn check_once(pieces: &[Piece], len: usize, of: &str) -> Result<(), String> {
+fn check_once(pieces: &[ShardSlice], len: usize, of: &str) -> Result<(), String> {
     let mut next = 0;
     for piece in pieces {
         match piece.start.cmp(&next) {
@@ -473,21 +473,21 @@ pub(super) mod tests {
         }
     }
 
-    fn written(file: &str, start: usize, len: usize) -> Written {
+    fn written(file: &str, start: usize, len: usize) -> ShardFileInfo {
         slice(file, None, start, len)
     }
 
-    fn slice(file: &str, columns: Option<Range<usize>>, start: usize, len: usize) -> Written {
+    fn slice(file: &str, columns: Option<Range<usize>>, start: usize, len: usize) -> ShardFileInfo {
         let part = |offset| Stored { offset, crc32: vec![0; len.div_ceil(BLOCK)] };
         let piece =
-            Piece { file: file.into(), columns, start, len, parts: vec![part(100), part(100 + 4 * len as u64)] };
+            ShardSlice { file: file.into(), columns, start, len, parts: vec![part(100), part(100 + 4 * len as u64)] };
         let entry = FileEntry { bytes: 100 + 8 * len as u64, rest_crc32: 0 };
-        Written { file: file.into(), entry, ranges: vec![("w".into(), vec![3, 4], piece)] }
+        ShardFileInfo { file: file.into(), entry, ranges: vec![("w".into(), vec![3, 4], piece)] }
     }
 
     #[test]
     fn pieces_must_cover_every_tensor_once() {
-        let enter = |written: &[Written]| {
+        let enter = |written: &[ShardFileInfo]| {
             let mut manifest = empty(1);
             manifest.enter(written.to_vec()).map_err(|e| e.to_string()).map(|()| manifest)
         };
@@ -509,7 +509,7 @@ pub(super) mod tests {
 
     #[test]
     fn slices_must_cover_every_column_once() {
-        let enter = |written: &[Written]| {
+        let enter = |written: &[ShardFileInfo]| {
             let mut manifest = empty(1);
             manifest.enter(written.to_vec()).map_err(|e| e.to_string()).map(|()| manifest)
         };
@@ -538,7 +538,7 @@ pub(super) mod tests {
             (&[l, r, &written("c", 0, 12)], "some pieces of tensor w have columns, others none"),
             (&[&written("c", 0, 3), r], "some pieces of tensor w have columns, others none"),
         ] {
-            let pieces: Vec<Written> = pieces.iter().copied().cloned().collect();
+            let pieces: Vec<ShardFileInfo> = pieces.iter().copied().cloned().collect();
             let error = enter(&pieces).unwrap_err();
             assert!(error.contains(words), "{error}, not {words}");
         }
@@ -554,7 +554,8 @@ pub(super) mod tests {
         assert!(told(|w| w.shape[0] = usize::MAX / 4).contains("columns 0..1 of tensor w holds element 3"));
         assert!(told(|w| w.pieces[0].len = usize::MAX).contains("columns 0..1 of tensor w ends at element"));
         assert!(
-            told(|w| w.pieces.push(Piece { start: 9, len: usize::MAX, ..w.pieces[1].clone() })).contains("too long")
+            told(|w| w.pieces.push(ShardSlice { start: 9, len: usize::MAX, ..w.pieces[1].clone() }))
+                .contains("too long")
         );
     }
 
@@ -563,9 +564,9 @@ pub(super) mod tests {
         let piece = slice("a", Some(2..4), 0, 6).ranges.remove(0).2;
         let text = serde_json::to_value(&piece).unwrap();
         assert_eq!(text["columns"], serde_json::json!([2, 4]));
-        assert_eq!(serde_json::from_value::<Piece>(text).unwrap(), piece);
+        assert_eq!(serde_json::from_value::<ShardSlice>(text).unwrap(), piece);
         let text = serde_json::to_value(written("a", 0, 6).ranges.remove(0).2).unwrap();
-        assert!(text.get("columns").is_none() && serde_json::from_value::<Piece>(text).unwrap().columns.is_none());
+        assert!(text.get("columns").is_none() && serde_json::from_value::<ShardSlice>(text).unwrap().columns.is_none());
     }
 
     #[test]

@@ -14,6 +14,7 @@
 //! Nothing in it depends on the ranks that wrote it: any number of ranks in any layout can read it. The format is in
 //! `docs/checkpoint-format.md`.
 
+mod async_save;
 mod directory;
 mod doubt;
 mod excerpt;
@@ -25,33 +26,32 @@ mod marking;
 mod names;
 mod pointer;
 mod read;
-mod removal;
 mod retention;
 pub mod run_dir;
 mod save_thread;
-mod saver;
 mod shard;
 mod snapshot;
 pub mod tools;
+mod trash;
 mod writeback;
 
 use std::path::Path;
 
 use hpctrain_base::error::{Error, Reason};
 
+pub use async_save::{Published, SaveContext, Saver};
 pub use directory::{Checkpoints, looked_at};
 pub use excerpt::most_received;
 pub use hpctrain_parallel::Progress;
-pub use manifest::Written;
-pub use manifest::{Manifest, Origin, Piece, TensorEntry, parsed};
+pub use manifest::ShardFileInfo;
+pub use manifest::{Manifest, Origin, ShardSlice, TensorEntry, parsed};
 pub use names::name_of;
 pub use pointer::{Pointer, Target};
 pub use read::Reader;
-pub use removal::Removal;
 pub use retention::Retention;
 pub use save_thread::{SaveThread, Task};
-pub use saver::{Job, Published, Saver};
 pub use snapshot::{Ranged, write_ranges};
+pub use trash::Removal;
 
 /// Datasets with parameters are under this group; optimizer state is under the name of its buffer.
 pub const PARAMS: &str = "params";

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use super::names::{name_of, step_of};
 use super::refused;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::{own_files, regular_files};
+use hpctrain_base::{own_files, safe_open};
 
 /// One of the names.
 #[derive(Debug, Clone)]
@@ -66,7 +66,7 @@ impl Pointer {
             let target = fs::read_link(path).map_err(unread)?;
             return Ok(target.to_str().and_then(step_of).map_or(Target::Elsewhere, Target::Step));
         }
-        let text = regular_files::read_to_string(path).map_err(unread)?;
+        let text = safe_open::read_to_string(path).map_err(unread)?;
         let step = step_of(text.trim_end()).ok_or_else(|| {
             Error::damaged(format!("{} does not name a checkpoint", path.display()))
                 .hint("remove it: the next save writes it again")

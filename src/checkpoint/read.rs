@@ -10,11 +10,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::excerpt::{self, Excerpt, Index, outline};
 use super::manifest::{BLOCK, FileEntry};
 use super::shard::rest_crc32;
-use super::{Manifest, PARAMS, Piece, doubt};
-use hpctrain_base::descriptors;
+use super::{Manifest, PARAMS, ShardSlice, doubt};
 use hpctrain_base::error::{Error, Kind, Result};
+use hpctrain_base::fd_limit;
 use hpctrain_base::layout::TensorRange;
-use hpctrain_base::regular_files;
+use hpctrain_base::safe_open;
 use hpctrain_comm::Group;
 use hpctrain_device::Backend;
 use hpctrain_nn::optim::AVERAGE;
@@ -78,9 +78,9 @@ impl Reader {
             Ok((Some(reader), outline))
         };
         let opened = if world.rank() == 0 { opened() } else { Ok((None, vec![])) };
-        let (reader, mine) = world.agree(opened)?;
+        let (reader, mine) = world.all_ok(opened)?;
         let received = world.broadcast_bytes(mine).wait()?;
-        world.agree(match reader {
+        world.all_ok(match reader {
             Some(reader) => Ok(reader),
             None => Self::of_outline(dir, &received),
         })
@@ -110,9 +110,9 @@ impl Reader {
             return Ok(());
         }
         let requests = world.gather_bytes_to_root(Self::request(wanted)?).wait()?;
-        let answers = world.agree(self.excerpts(&requests))?;
+        let answers = world.all_ok(self.excerpts(&requests))?;
         let received = world.scatter_bytes(answers).wait()?;
-        world.agree(self.enter(&received, world.rank() == 0))
+        world.all_ok(self.enter(&received, world.rank() == 0))
     }
 
     fn request(wanted: &[TensorRange]) -> Result<Vec<u8>> {
@@ -141,7 +141,7 @@ impl Reader {
     }
 
     fn of(dir: &Path, manifest: Manifest, checked: Vec<String>) -> Self {
-        let files = Files { dir: dir.to_path_buf(), open: HashMap::new(), uses: 0, most: descriptors::share(OPEN) };
+        let files = Files { dir: dir.to_path_buf(), open: HashMap::new(), uses: 0, most: fd_limit::share(OPEN) };
         Self { manifest, files, block: Vec::new(), checked, received: 0 }
     }
 
@@ -235,7 +235,7 @@ impl Reader {
     /// The first that is missing or damaged.
     pub fn check_files(&mut self) -> Result<()> {
         let Self { manifest, files, checked, .. } = self;
-        let mut pieces: HashMap<&str, Vec<&Piece>> = HashMap::new();
+        let mut pieces: HashMap<&str, Vec<&ShardSlice>> = HashMap::new();
         for piece in manifest.tensors.values().flat_map(|tensor| &tensor.pieces) {
             pieces.entry(&piece.file).or_default().push(piece);
         }
@@ -252,7 +252,7 @@ impl Reader {
     pub fn verify(&mut self, name: &str) -> Result<()> {
         let Self { manifest, files, block, .. } = self;
         let pieces = manifest.tensors.values().flat_map(|tensor| &tensor.pieces);
-        let pieces: Vec<&Piece> = pieces.filter(|piece| piece.file == *name).collect();
+        let pieces: Vec<&ShardSlice> = pieces.filter(|piece| piece.file == *name).collect();
         files.check(name, &manifest.files[name], &pieces)?;
         for (tensor, entry) in &manifest.tensors {
             for (number, piece) in entry.pieces.iter().enumerate().filter(|(_, piece)| piece.file == name) {
@@ -318,7 +318,7 @@ impl Slice<'_> {
 
 impl Files {
     /// Checks a file but for the numbers in it, which `pieces` are.
-    fn check(&mut self, name: &str, entry: &FileEntry, pieces: &[&Piece]) -> Result<()> {
+    fn check(&mut self, name: &str, entry: &FileEntry, pieces: &[&ShardSlice]) -> Result<()> {
         let path = self.dir.join(name);
         let file = self.get(name)?;
         let length = file.metadata().map_err(|e| unread("read", &path, &e))?.len();
@@ -335,7 +335,7 @@ impl Files {
     /// Reads a whole block of a piece and checks it. `name` gives the path of its dataset, for errors.
     fn read_block(
         &mut self,
-        piece: &Piece,
+        piece: &ShardSlice,
         part: usize,
         index: usize,
         name: impl Fn() -> String,
@@ -366,7 +366,7 @@ impl Files {
                     self.open.remove(&name);
                     HELD.fetch_sub(1, Ordering::Relaxed);
                 }
-                let file = regular_files::open(&path).map_err(|e| unread("open", &path, &e))?;
+                let file = safe_open::open(&path).map_err(|e| unread("open", &path, &e))?;
                 HELD.fetch_add(1, Ordering::Relaxed);
                 file
             }

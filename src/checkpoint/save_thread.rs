@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-use hpctrain_base::activity::{Activity, Doing, Track, span};
 use hpctrain_base::error::{Error, Result};
+use hpctrain_base::spans::{Activity, Doing, Track, span};
 use hpctrain_base::spawn::spawn;
 
 /// The result of work on the thread, or of work that needed none.

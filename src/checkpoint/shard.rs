@@ -14,11 +14,11 @@ use std::path::{Path, PathBuf};
 
 use hdf5::plist::dataset_create::{AllocTime, FillTime};
 
-use super::manifest::{BLOCK, FileEntry, Piece, Stored, Written, dataset, place};
+use super::manifest::{BLOCK, FileEntry, ShardFileInfo, ShardSlice, Stored, dataset, place};
 use super::{PARAMS, refused, writeback};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
-use hpctrain_data::hdf5_files;
+use hpctrain_data::hdf5_open;
 use hpctrain_data::one_line;
 
 /// The action that errors of a file name.
@@ -41,7 +41,7 @@ pub struct Extent {
 pub struct ShardWriter {
     path: PathBuf,
     file: File,
-    written: Written,
+    written: ShardFileInfo,
 }
 
 /// The name of a rank's file.
@@ -69,10 +69,10 @@ impl ShardWriter {
         let ranges = extents.iter().zip(offsets).map(|(extent, offsets)| {
             let parts = offsets.into_iter().map(|offset| Stored { offset, crc32: vec![] }).collect();
             let Extent { tensor, shape, columns, range } = extent.clone();
-            (tensor, shape, Piece { file: name.to_string(), columns, start: range.start, len: range.len(), parts })
+            (tensor, shape, ShardSlice { file: name.to_string(), columns, start: range.start, len: range.len(), parts })
         });
         let entry = FileEntry { bytes: 0, rest_crc32: 0 };
-        Ok(Self { written: Written { file: name.to_string(), entry, ranges: ranges.collect() }, path, file })
+        Ok(Self { written: ShardFileInfo { file: name.to_string(), entry, ranges: ranges.collect() }, path, file })
     }
 
     /// Writes one part of an extent.
@@ -100,7 +100,7 @@ impl ShardWriter {
         let Self { path, file, mut written } = self;
         file.sync_all().map_err(|e| refused(WRITE, &path, e))?;
         let length = file.metadata().map_err(|e| Error::io("read", &path, e))?.len();
-        let pieces: Vec<&Piece> = written.ranges.iter().map(|(_, _, piece)| piece).collect();
+        let pieces: Vec<&ShardSlice> = written.ranges.iter().map(|(_, _, piece)| piece).collect();
         let rest_crc32 = rest_crc32(&file, length, &pieces).map_err(|e| Error::io("read back", &path, e))?;
         written.entry = FileEntry { bytes: length, rest_crc32 };
         Ok(ShardFile { path, file, written })
@@ -112,12 +112,12 @@ pub struct ShardFile {
     path: PathBuf,
     /// Still open: its directory is renamed.
     file: File,
-    written: Written,
+    written: ShardFileInfo,
 }
 
 impl ShardFile {
     /// The table of its content.
-    pub fn written(&self) -> &Written {
+    pub fn written(&self) -> &ShardFileInfo {
         &self.written
     }
 
@@ -155,7 +155,7 @@ impl ShardFile {
             }
         }
         let FileEntry { bytes, rest_crc32: known } = self.written.entry;
-        let pieces: Vec<&Piece> = self.written.ranges.iter().map(|(_, _, piece)| piece).collect();
+        let pieces: Vec<&ShardSlice> = self.written.ranges.iter().map(|(_, _, piece)| piece).collect();
         let rest = rest_crc32(&self.file, bytes, &pieces).map_err(|e| Error::io("read back", &self.path, e))?;
         if rest == known { Ok(()) } else { otherwise("its HDF5 structure") }
     }
@@ -163,11 +163,11 @@ impl ShardFile {
 
 /// Creates the file; returns the place of every part of every extent.
 fn lay_out(path: &Path, state: &[&str], extents: &[Extent]) -> hdf5::Result<Vec<Vec<u64>>> {
-    let file = hdf5_files::create(path)?;
+    let file = hdf5_open::create(path)?;
     let names = datasets(extents);
     let mut offsets = vec![Vec::new(); extents.len()];
     for part in std::iter::once(&PARAMS).chain(state) {
-        let group = hdf5_files::create_group(&file, part)?;
+        let group = hdf5_open::create_group(&file, part)?;
         for ((extent, name), offsets) in extents.iter().zip(&names).zip(&mut offsets) {
             let dataset = group
                 .new_dataset_builder()
@@ -205,7 +205,7 @@ fn datasets(extents: &[Extent]) -> Vec<String> {
 ///
 /// # Errors
 /// The file could not be read.
-pub fn rest_crc32(file: &File, length: u64, pieces: &[&Piece]) -> std::io::Result<u32> {
+pub fn rest_crc32(file: &File, length: u64, pieces: &[&ShardSlice]) -> std::io::Result<u32> {
     let ranges = pieces.iter().flat_map(|piece| {
         let len = bytes(piece.len);
         piece.parts.iter().map(move |part| part.offset..part.offset + len)

@@ -3,11 +3,11 @@
 use std::ops::Range;
 use std::path::Path;
 
-use super::manifest::Written;
+use super::manifest::ShardFileInfo;
 use super::shard::{Extent, ShardFile, ShardWriter, file_name};
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::UnitLayout;
-use hpctrain_device::{Kernels, Ledger, MemoryKind};
+use hpctrain_device::{Kernels, MemoryKind, MemoryStats};
 use hpctrain_parallel::{Owned, Sharded, Values};
 
 /// Location in a snapshot of one part of a unit's owned range.
@@ -80,7 +80,7 @@ impl<B: Kernels> Snapshot<B> {
 
 impl<B: Kernels> Drop for Snapshot<B> {
     fn drop(&mut self) {
-        let ledger: &Ledger = self.backend.ledger();
+        let ledger: &MemoryStats = self.backend.ledger();
         ledger.give(MemoryKind::Checkpoint, self.data.len() * size_of::<f32>());
     }
 }
@@ -125,7 +125,7 @@ pub struct Ranged<'a> {
 ///
 /// # Errors
 /// The file system refused.
-pub fn write_ranges(dir: &Path, rank: usize, state: &[&str], ranges: &[Ranged<'_>]) -> Result<Written> {
+pub fn write_ranges(dir: &Path, rank: usize, state: &[&str], ranges: &[Ranged<'_>]) -> Result<ShardFileInfo> {
     let extents: Vec<Extent> = ranges.iter().flat_map(|of| extents(of.layout, &of.range)).collect();
     let mut writer = ShardWriter::create(dir, &file_name(rank), state, &extents)?;
     let mut extent = 0;

@@ -11,7 +11,7 @@ use super::{json, report};
 use crate::checkpoint::tools::describe::{Description, describe};
 use crate::checkpoint::tools::diff::Difference;
 use crate::checkpoint::tools::verify::{File, Verified, verify};
-use crate::checkpoint::tools::{diff, find, list, prune};
+use crate::checkpoint::tools::{diff, list, prune, resolve_path};
 use crate::checkpoint::{Reader, Retention, huggingface, name_of};
 use crate::config::{Model, written};
 use crate::data::{Tokenizer, TokenizerKind};
@@ -153,7 +153,7 @@ pub fn run(args: &CheckpointArgs) -> i32 {
 }
 
 fn list_all(run: &Path, as_json: bool) -> Result<()> {
-    let found = list::list(&find::run(run)?)?;
+    let found = list::list(&resolve_path::run(run)?)?;
     if as_json {
         return json(&found);
     }
@@ -162,7 +162,7 @@ fn list_all(run: &Path, as_json: bool) -> Result<()> {
 }
 
 fn inspect(path: &Path, as_json: bool) -> Result<()> {
-    let dir = find::checkpoint(path)?;
+    let dir = resolve_path::checkpoint(path)?;
     let reader = Reader::open(&dir)?;
     if as_json {
         return json(&Description::of(&dir, reader.manifest()));
@@ -179,13 +179,13 @@ struct Read {
 }
 
 fn verify_all(path: &Path, as_json: bool) -> Result<()> {
-    let dirs = match find::run(path) {
+    let dirs = match resolve_path::run(path) {
         Ok(run) => run.steps()?.into_iter().map(|step| run.path(step)).collect(),
-        Err(_) => vec![find::checkpoint(path)?],
+        Err(_) => vec![resolve_path::checkpoint(path)?],
     };
     let (mut all, mut read) = (Verified::default(), Vec::new());
     for dir in &dirs {
-        let _lease = find::hold(dir);
+        let _lease = resolve_path::hold(dir);
         let Verified { files, damaged } = verify(dir, &mut |file| if as_json { read.push(file) } else { say(file) });
         all = Verified { files: all.files + files, damaged: all.damaged + damaged };
     }
@@ -210,8 +210,8 @@ struct Differences {
 
 /// Compares; returns 1 if there is a difference.
 fn compare(args: &DiffArgs) -> Result<i32> {
-    let dirs = [find::checkpoint(&args.a)?, find::checkpoint(&args.b)?];
-    let _leases = dirs.each_ref().map(|dir| find::hold(dir));
+    let dirs = [resolve_path::checkpoint(&args.a)?, resolve_path::checkpoint(&args.b)?];
+    let _leases = dirs.each_ref().map(|dir| resolve_path::hold(dir));
     let [mut a, mut b] = [Reader::open(&dirs[0])?, Reader::open(&dirs[1])?];
     let mut told = Vec::new();
     let mut tell = |one: Difference| if args.json { told.push(one) } else { say(one) };
@@ -237,7 +237,7 @@ struct Pruned {
 }
 
 fn thin_out(args: &PruneArgs) -> Result<()> {
-    let checkpoints = find::run(&args.run)?;
+    let checkpoints = resolve_path::run(&args.run)?;
     let retention =
         Retention { newest: args.keep as usize, multiples: args.keep_every, best: args.keep_best, audited: None };
     let (done, verb) = match args.dry_run {
@@ -260,8 +260,8 @@ fn thin_out(args: &PruneArgs) -> Result<()> {
 }
 
 fn export(path: &Path, out: &Path) -> Result<()> {
-    let dir = find::checkpoint(path)?;
-    let _lease = find::hold(&dir);
+    let dir = resolve_path::checkpoint(path)?;
+    let _lease = resolve_path::hold(&dir);
     let mut reader = Reader::open(&dir)?;
     let huggingface::Exported { tensors, elements, added } = huggingface::export(&mut reader, out)?;
     let zero = if added == 0 { String::new() } else { format!(", {added} of them biases of zero") };

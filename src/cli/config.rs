@@ -9,9 +9,9 @@ use super::json;
 use super::train::SourceArgs;
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::Cuda;
-use crate::config::{Config, Facts, ModelKind, Parallel, described, network, resolve};
+use crate::config::{Config, Environment, ModelKind, Parallel, described, network, resolve};
 use crate::data::inspect::table;
-use crate::engine::{feed, memory, vocabulary};
+use crate::engine::{memory, micro_batches, vocabulary};
 use crate::error::Result;
 use crate::nn::Summary;
 use crate::nn::layers::shown;
@@ -71,7 +71,7 @@ fn of_data(config: &Config) -> Result<Option<usize>> {
 /// The configuration with its epochs counted in steps, for which the data is looked at.
 fn counted(mut config: Config) -> Result<Config> {
     if config.is_in_epochs() {
-        let (train, _) = feed::open(&config)?;
+        let (train, _) = micro_batches::open(&config)?;
         config.count_epochs(train.samples());
     }
     Ok(config)
@@ -141,7 +141,7 @@ impl Pipeline {
     fn of(config: Config, of_data: Option<usize>) -> Result<Self> {
         let Parallel { pipeline, shard, replica, .. } = config.parallel;
         let (ranks, on_gpu) = (pipeline * shard.unwrap_or(1) * replica.unwrap_or(1), config.needs_gpu());
-        let plan = resolve(config.of_any_length(), &Facts { ranks, threads: 1, vocabulary: of_data, on_gpu })?;
+        let plan = resolve(config.of_any_length(), &Environment { ranks, threads: 1, vocabulary: of_data, on_gpu })?;
         let held = memory::Held { messages: 0, messages_on_device: false, resident: memory::resident().0, cache: 0 };
         let (blocks, work) = (plan.network.blocks_summary(), plan.network.work(plan.config.parallel.recompute));
         let all: f64 = work.iter().sum();
@@ -156,7 +156,7 @@ impl Pipeline {
         };
         let schedule = plan.step_schedule(0);
         let stages = plan.stages.iter().enumerate().map(stage).collect();
-        Ok(Self { ranks, micro_batches: schedule.micros(), idle: schedule.bubble(), stages })
+        Ok(Self { ranks, micro_batches: schedule.micros(), idle: schedule.bubble_fraction(), stages })
     }
 
     fn print(&self) {
@@ -186,7 +186,7 @@ fn show(sources: &SourceArgs, ranks: u16, as_json: bool) -> Result<()> {
     let of_data = of_data(&config)?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let on_gpu = config.needs_gpu();
-    let plan = resolve(config, &Facts { ranks: usize::from(ranks), threads, vocabulary: of_data, on_gpu })?;
+    let plan = resolve(config, &Environment { ranks: usize::from(ranks), threads, vocabulary: of_data, on_gpu })?;
     if as_json {
         return json(&plan.config);
     }

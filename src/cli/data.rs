@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use crate::data::import::{
-    Arrays, Categories, ImportCsv, ImportIds, ImportIdx, ImportImages, ImportNumpy, ImportText, Kept, Meaning, Missing,
-    NotFinite, StreamShards, TableFormat, import_csv, import_ids, import_idx, import_images, import_numpy, import_text,
+    Arrays, Categories, ImportCsv, ImportIds, ImportIdx, ImportImages, ImportNumpy, ImportOptions, ImportText, Meaning,
+    Missing, NotFinite, StreamShards, TableFormat, import_csv, import_ids, import_idx, import_images, import_numpy,
+    import_text,
 };
 use crate::data::{TokenizerKind, inspect, verify};
 use crate::error::Result;
@@ -212,7 +213,7 @@ struct KeptArgs {
     not_finite: NotFinite,
 }
 
-impl From<KeptArgs> for Kept {
+impl From<KeptArgs> for ImportOptions {
     fn from(args: KeptArgs) -> Self {
         let KeptArgs { out, shards, val_every, raw, not_finite } = args;
         Self { not_finite, every: val_every, shards, normalize: !raw, out }

@@ -42,7 +42,7 @@ pub fn run(args: &DoctorArgs, launch: Option<&Launch>) -> i32 {
     }
     let launcher = launch.map(|launch| launch.by);
     let request = Request { run_root: args.run_root.clone(), launcher, requires_gpus: args.require_gpus };
-    job::run(launch, super::used::patience(&[]), |comm| {
+    job::run(launch, super::with_checkpoint::patience(&[]), |comm| {
         let report = doctor::run(comm, &request)?;
         if comm.rank() == 0 {
             if args.json {

@@ -4,17 +4,17 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Args};
 
-use super::measure;
-use super::roles::{Role, Start};
-use super::used::{Part, patience};
+use super::eval_checkpoint;
+use super::rank_roles::{Role, Start};
+use super::with_checkpoint::{Part, patience};
 use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, Launch};
 use crate::config::{Config, Time, overlay};
 use crate::error::{Error, Result};
 use crate::evaluate::{ABANDONED, Policy, Request, watch};
+use crate::gpu_assignment::{cpu, place};
 use crate::job::{self, fail};
-use crate::placement::{cpu, place};
-use crate::run_dir::{Ending, RunDirectory};
+use crate::run_dir::{RunDirectory, RunOutcome};
 use crate::signals;
 
 /// Arguments of `hpctrain eval`.
@@ -56,8 +56,9 @@ pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
         (_, Some(checkpoint)) => {
             let (checkpoint, overrides) = (checkpoint.clone(), args.overrides.clone());
             let EvalArgs { data, split, json, .. } = args;
-            let request = measure::Request { checkpoint, data: data.clone(), split: *split, json: *json, overrides };
-            return measure::run(&request, launch);
+            let request =
+                eval_checkpoint::Request { checkpoint, data: data.clone(), split: *split, json: *json, overrides };
+            return eval_checkpoint::run(&request, launch);
         }
         (run, None) => run.clone().unwrap_or_default(),
     };
@@ -66,7 +67,7 @@ pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
     }
     job::run(launch, patience(&args.overrides), |comm| {
         // A trainer's rank that cannot begin says so to all.
-        comm.world().agree(Ok(()))?;
+        comm.world().all_ok(Ok(()))?;
         let role = Role::find(comm, Start::Evaluate)?;
         let request = Request {
             run: run.clone(),
@@ -82,8 +83,8 @@ pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
 }
 
 /// Evaluates where `run.device` says, of the settings given to the evaluator.
-pub fn watch_on_device(comm: &Comm<Cpu>, request: &Request) -> Result<Ending> {
-    let config = comm.world().agree(overlay(&Config::default(), &request.overrides))?;
+pub fn watch_on_device(comm: &Comm<Cpu>, request: &Request) -> Result<RunOutcome> {
+    let config = comm.world().all_ok(overlay(&Config::default(), &request.overrides))?;
     match place(comm, &config)? {
         None => watch(comm, request, cpu),
         Some(gpu) => watch(&gpu.beside(comm), request, move |plan| gpu.backend(plan)),
@@ -102,7 +103,7 @@ pub fn evaluate(role: &Role, mut request: Request) -> Result<i32> {
         let run = told.ok_or_else(|| Error::internal("no trainer told its directory"))?;
         request.run = PathBuf::from(String::from_utf8_lossy(run).into_owned());
         let logs = RunDirectory::at(&request.run).logs_path();
-        role.comm.world().agree(role.comm.watch_beside(&logs))?;
+        role.comm.world().all_ok(role.comm.watch_beside(&logs))?;
     }
     match watch_on_device(&role.comm, &request) {
         Ok(ending) => Ok(ending.exit_code()),

@@ -8,13 +8,13 @@ mod coordinate;
 pub mod data;
 mod doctor;
 mod eval;
-mod measure;
+mod eval_checkpoint;
 mod plan;
 mod predict;
-mod prove;
+mod probe_transport;
+pub mod ps_auto;
+mod rank_roles;
 mod report;
-pub mod role;
-mod roles;
 mod runs;
 mod sample;
 mod servers;
@@ -22,8 +22,8 @@ mod simulate;
 mod spawn;
 mod supervise;
 mod train;
-mod used;
 mod verify;
+mod with_checkpoint;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
 use serde::Serialize;
@@ -31,8 +31,8 @@ use serde::Serialize;
 use crate::comm;
 use crate::comm::Launch;
 use crate::data::sandbox;
-use crate::descriptors;
 use crate::error::{Error, Result};
+use crate::fd_limit;
 use crate::job::{self, fail};
 use crate::signals;
 use crate::telemetry;
@@ -69,7 +69,7 @@ enum Command {
     /// Train for a run on servers, until it ends or this process is asked to (SIGTERM).
     Worker(servers::WorkerArgs),
     /// Take the part in a run on servers that `TF_CONFIG`, or `RANK` and `WORLD_SIZE`, give this process.
-    Role(role::RoleArgs),
+    Role(ps_auto::RoleArgs),
     /// Show a run on servers: who is there, how far each is, the load of every server.
     Status(servers::StatusArgs),
     /// Start a job again until its run has ended: hpctrain supervise -- mpirun -np 8 hpctrain train
@@ -84,7 +84,7 @@ enum Command {
     ProveDirect,
     /// The proof that NCCL works between all ranks, in a process that may crash.
     #[command(hide = true, name = comm::TOGETHER)]
-    ProveTogether(prove::TogetherArgs),
+    ProveTogether(probe_transport::TogetherArgs),
     /// Print text that a trained language model continues.
     Sample(sample::SampleArgs),
     /// Import, describe and check data.
@@ -143,7 +143,7 @@ impl Command {
 
 /// Runs the program; returns its exit code.
 pub fn run() -> i32 {
-    descriptors::raise();
+    fd_limit::raise();
     comm::can_be_tried();
     if let Err(e) = signals::survive_file_size_limit() {
         return fail(&e);
@@ -211,12 +211,12 @@ fn carry_out(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::Plan(args) => plan::run(&args, launch),
         Command::VerifyRank(args) => verify::run_rank(&args, launch),
         // Both processes of a proof take part.
-        Command::ProveDirect => report(prove::run()),
-        Command::ProveTogether(args) => report(prove::together(&args)),
+        Command::ProveDirect => report(probe_transport::run()),
+        Command::ProveTogether(args) => report(probe_transport::together(&args)),
         // Each process is one by itself, whoever started it.
         Command::Server(args) => servers::serve_alone(&args),
         Command::Worker(args) => servers::work_alone(&args),
-        Command::Role(args) => role::run(&args),
+        Command::Role(args) => ps_auto::run(&args),
         _ if !speaks => 0,
         Command::Verify(args) => verify::run(&args),
         Command::Simulate(args) => simulate::run(&args),

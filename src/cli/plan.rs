@@ -6,12 +6,12 @@ use super::train::SourceArgs;
 use crate::backend::Kernels;
 use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, Launch};
-use crate::config::{Config, LayoutChoice, Plan};
+use crate::config::{Config, LayoutMode, ResolvedConfig};
 use crate::engine::memory::{self, Held};
 use crate::engine::on_threads;
 use crate::error::{Error, Result};
+use crate::gpu_assignment::{cpu, cpu_can, place};
 use crate::job::{self, fail};
-use crate::placement::{cpu, cpu_can, place};
 use crate::planner::{Here, Machine, Place, Report, choose, choose_here, facts, try_out};
 use crate::telemetry::say;
 
@@ -53,19 +53,19 @@ pub fn run(args: &PlanArgs, launch: Option<&Launch>) -> i32 {
     if launch.is_none() && args.measure {
         return on_threads_here(args).map_or_else(|e| fail(&e), |()| 0);
     }
-    job::run(launch, super::used::patience(&[]), |comm| {
+    job::run(launch, super::with_checkpoint::patience(&[]), |comm| {
         let world = comm.world();
-        let (config, name) = world.agree(args.load())?;
+        let (config, name) = world.all_ok(args.load())?;
         if !args.measure {
             let ranks = args.ranks.map_or(comm.size(), |ranks| ranks as usize);
             return world
-                .agree(if comm.rank() == 0 { described(args, &config, &name, ranks) } else { Ok(()) })
+                .all_ok(if comm.rank() == 0 { described(args, &config, &name, ranks) } else { Ok(()) })
                 .map(|()| 0);
         }
-        world.agree(args.check_ranks(comm.size()))?;
+        world.all_ok(args.check_ranks(comm.size()))?;
         match place(comm, &config)? {
             None => {
-                world.agree(cpu_can(&config))?;
+                world.all_ok(cpu_can(&config))?;
                 measured(
                     args,
                     &config,
@@ -74,7 +74,7 @@ pub fn run(args: &PlanArgs, launch: Option<&Launch>) -> i32 {
                 )?;
             }
             Some(gpu) => {
-                let (comm, backend) = (&gpu.beside(comm), |plan: &Plan| gpu.backend(plan));
+                let (comm, backend) = (&gpu.beside(comm), |plan: &ResolvedConfig| gpu.backend(plan));
                 let here = Here { comm, backend, gpu: Some(gpu.memory), threads: None, vocabulary: None };
                 measured(args, &config, &name, &here)?;
             }
@@ -86,7 +86,7 @@ pub fn run(args: &PlanArgs, launch: Option<&Launch>) -> i32 {
 impl PlanArgs {
     fn load(&self) -> Result<(Config, String)> {
         let (mut config, name) = self.sources.load()?;
-        config.parallel.layout = LayoutChoice::Given;
+        config.parallel.layout = LayoutMode::Given;
         Ok((config.of_any_length(), name))
     }
 
@@ -154,7 +154,7 @@ fn described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) -> Resu
 }
 
 /// With rates of the ranks and devices at hand.
-fn measured<B: Kernels, F: Fn(&Plan) -> Result<B>>(
+fn measured<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     args: &PlanArgs,
     config: &Config,
     name: &str,

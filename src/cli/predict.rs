@@ -5,16 +5,16 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use tempfile::TempDir;
 
-use super::used::{self, Found, Part, Work};
+use super::with_checkpoint::{self, Found, Part, Work};
 use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::comm::{Group, Launch};
-use crate::config::{Config, Data, Plan};
+use crate::config::{Config, Data, ResolvedConfig};
 use crate::data::import::{Form, Missing, TableFormat, Unlabelled, column_texts};
-use crate::data::{Catalogue, Dataset};
-use crate::engine::feed;
+use crate::data::{Dataset, ShardIndex};
+use crate::engine::micro_batches;
 use crate::error::{Error, Result};
-use crate::evaluate::predictions::{Beside, Meaning, folder};
+use crate::evaluate::predictions::{OutputSchema, RowIds, folder};
 use crate::evaluate::{Predictions, model, predict};
 use crate::telemetry::{grouped, say};
 
@@ -53,12 +53,12 @@ pub struct PredictArgs {
 
 impl PredictArgs {
     /// The rows of inputs, for a network that gives outputs for rows.
-    fn open(&self, catalogue: &mut Catalogue, plan: &Plan) -> Result<Dataset> {
-        feed::inputs(catalogue, &plan.config, used::split(&plan.config, self.split)?)
+    fn open(&self, catalogue: &mut ShardIndex, plan: &ResolvedConfig) -> Result<Dataset> {
+        micro_batches::inputs(catalogue, &plan.config, with_checkpoint::split(&plan.config, self.split)?)
     }
 
     /// Refuses a network that gives no outputs for rows, and options that this form of input does not have.
-    fn check(&self, plan: &Plan, form: Form) -> Result<()> {
+    fn check(&self, plan: &ResolvedConfig, form: Form) -> Result<()> {
         if plan.network.is_language() {
             return Err(Error::input("a language model predicts tokens of a text")
                 .hint("hpctrain sample continues one; hpctrain eval measures it"));
@@ -76,15 +76,15 @@ impl PredictArgs {
     }
 
     /// Columns that tell rows apart: names of images, those of a table that are kept, or else numbers.
-    fn beside(&self, form: Form, rows: &Unlabelled) -> Result<Beside> {
+    fn beside(&self, form: Form, rows: &Unlabelled) -> Result<RowIds> {
         match form {
             Form::Images => {
-                Ok(Beside::columns(vec!["file".to_owned()], rows.images()?.into_iter().map(|name| Ok(vec![name]))))
+                Ok(RowIds::columns(vec!["file".to_owned()], rows.images()?.into_iter().map(|name| Ok(vec![name]))))
             }
             Form::Table if !self.keep.is_empty() => {
-                Ok(Beside::columns(self.keep.clone(), column_texts(&self.input, &self.format, &self.keep)?))
+                Ok(RowIds::columns(self.keep.clone(), column_texts(&self.input, &self.format, &self.keep)?))
             }
-            _ => Ok(Beside::numbers()),
+            _ => Ok(RowIds::numbers()),
         }
     }
 
@@ -105,7 +105,7 @@ impl PredictArgs {
             Ok(directory)
         };
         // It may take longer than any message.
-        let directory = world.patiently((world.rank() == 0).then_some(import))?;
+        let directory = world.with_keepalive((world.rank() == 0).then_some(import))?;
         let path = directory.as_ref().map(|directory| directory.path().to_path_buf().into_os_string());
         let told = world.gather_bytes(path.map_or(vec![], std::os::unix::ffi::OsStringExt::into_vec)).wait()?;
         let path = <std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(&told[0]);
@@ -119,10 +119,10 @@ impl Work for PredictArgs {
     }
 
     fn on<B: Kernels>(&self, mut found: Found<'_, B>) -> Result<()> {
-        let form = found.world.agree(Form::of(&self.input))?;
-        found.world.agree(self.check(&found.plan, form))?;
+        let form = found.world.all_ok(Form::of(&self.input))?;
+        found.world.all_ok(self.check(&found.plan, form))?;
         let learned = found.reader.manifest().preprocessing.clone();
-        let meaning = Meaning::of(&found.plan, learned.as_ref());
+        let meaning = OutputSchema::of(&found.plan, learned.as_ref());
         let rows = Unlabelled {
             input: self.input.clone(),
             format: self.format.clone(),
@@ -146,10 +146,10 @@ impl Work for PredictArgs {
         // The last stage of a pipeline has the outputs.
         let writes = model.sharded.stage().is_last() && model.sharded.data().rank() == 0;
         let create = || Predictions::create(&self.out, samples as usize, meaning, self.beside(form, &rows)?);
-        let to = world.agree(writes.then(create).transpose())?;
+        let to = world.all_ok(writes.then(create).transpose())?;
         predict(&mut model, dataset, plan.config.eval.batch, to)?;
         // Shards that were made for this stay until every rank has read them.
-        world.agree(Ok(()))?;
+        world.all_ok(Ok(()))?;
         if world.rank() == 0 {
             say(format_args!("{}: outputs of {} rows", self.out.display(), grouped(samples)));
         }
@@ -159,5 +159,5 @@ impl Work for PredictArgs {
 
 /// Runs the subcommand; returns the exit code.
 pub fn run(args: &PredictArgs, launch: Option<&Launch>) -> i32 {
-    used::run(args, &args.checkpoint, &args.overrides, launch)
+    with_checkpoint::run(args, &args.checkpoint, &args.overrides, launch)
 }

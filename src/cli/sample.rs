@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 
-use super::used::{self, Found, Work};
+use super::with_checkpoint::{self, Found, Work};
 use crate::backend::Kernels;
 use crate::checkpoint::{Manifest, Reader};
 use crate::comm::Launch;
@@ -14,7 +14,7 @@ use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 use crate::evaluate::{Sampling, generate, model};
 use crate::random::{derive, name};
-use crate::regular_files;
+use crate::safe_open;
 use crate::telemetry::{say, say_text};
 
 /// Arguments of `hpctrain sample`.
@@ -78,7 +78,7 @@ impl SampleArgs {
     fn prompts(&self) -> Result<Vec<String>> {
         let mut prompts = self.prompt.clone();
         if let Some(path) = &self.prompts {
-            let text = regular_files::read_to_string(path).map_err(|e| {
+            let text = safe_open::read_to_string(path).map_err(|e| {
                 Error::io("read", path, e)
                     .hint("--prompts is a text file in UTF-8 with a text to continue on each line")
             })?;
@@ -194,5 +194,5 @@ impl Work for SampleArgs {
 
 /// Prints prompts and continuations; returns the exit code.
 pub fn run(args: &SampleArgs, launch: Option<&Launch>) -> i32 {
-    used::run(args, &args.checkpoint, &args.overrides, launch)
+    with_checkpoint::run(args, &args.checkpoint, &args.overrides, launch)
 }

@@ -5,15 +5,17 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::roles::{Part, Role};
+use super::rank_roles::{Part, Role};
 use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, single};
 use crate::config::{self, Batch, Config, Servers};
 use crate::error::{Error, Result};
+use crate::gpu_assignment::{cpu, cpu_can, cpu_name, place};
 use crate::job::{exit_on_panic, fail};
-use crate::placement::{cpu, cpu_can, cpu_name, place};
-use crate::run_dir::Ending;
-use crate::servers::{Call, Hand, Post, ServedRun, Site, config_of_run, host_of, serve, work};
+use crate::run_dir::RunOutcome;
+use crate::servers::{
+    CoordinatorOptions, CoordinatorRun, PsRendezvous, ServerOptions, WorkerOptions, config_of_run, host_of, serve, work,
+};
 use crate::signals;
 use crate::spawn::spawn_scoped;
 use crate::telemetry::say;
@@ -88,18 +90,18 @@ pub fn take_part(role: &Role, mut request: Request) -> Result<i32> {
     }
     let config = request.config.clone();
     let coordinates = role.part == Part::Serves(0);
-    let call = Call { run: request, servers, workers: Some(workers), log: "coordinator".into() };
-    let opened = coordinates.then(|| ServedRun::open(call)).transpose();
-    let opened = role.side.world().agree(opened).inspect_err(|e| role.release_evaluators(e))?;
+    let call = CoordinatorOptions { run: request, servers, workers: Some(workers), log: "coordinator".into() };
+    let opened = coordinates.then(|| CoordinatorRun::open(call)).transpose();
+    let opened = role.side.world().all_ok(opened).inspect_err(|e| role.release_evaluators(e))?;
     let told = opened.as_ref().map(|opened| opened.directory().to_string_lossy().into_owned());
     let told = role.everyone.world().gather_bytes(told.unwrap_or_default().into_bytes()).wait()?;
     let run = told.iter().find(|path| !path.is_empty()).ok_or_else(|| Error::internal("nobody told the directory"))?;
-    let site = Site::of(&PathBuf::from(String::from_utf8_lossy(run).into_owned()));
+    let site = PsRendezvous::of(&PathBuf::from(String::from_utf8_lossy(run).into_owned()));
     let Part::Serves(_) = role.part else {
-        let hand = Hand { site, patience: timeout, threads: role.threads, leaves: false };
+        let hand = WorkerOptions { site, patience: timeout, threads: role.threads, leaves: false };
         return work_on_device(&role.comm, &config, &hand);
     };
-    let post = Post {
+    let post = ServerOptions {
         site,
         address: config.servers.address.as_deref().and_then(host_of),
         patience: timeout,
@@ -115,7 +117,7 @@ pub fn take_part(role: &Role, mut request: Request) -> Result<i32> {
 }
 
 /// The exit code of a run, whose error is printed: all others end by themselves.
-fn code_of(ended: Result<Ending>) -> i32 {
+fn code_of(ended: Result<RunOutcome>) -> i32 {
     match ended {
         Ok(ending) => ending.exit_code(),
         Err(e) => {
@@ -126,10 +128,10 @@ fn code_of(ended: Result<Ending>) -> i32 {
 }
 
 /// Works where `run.device` says; collective over the workers of a job.
-fn work_on_device(comm: &Comm<Cpu>, config: &Config, hand: &Hand) -> Result<i32> {
+fn work_on_device(comm: &Comm<Cpu>, config: &Config, hand: &WorkerOptions) -> Result<i32> {
     match place(comm, config)? {
         None => {
-            comm.world().agree(cpu_can(config))?;
+            comm.world().all_ok(cpu_can(config))?;
             work(hand, &cpu_name(config), cpu)
         }
         Some(gpu) => work(hand, &gpu.name()?, |plan| gpu.backend(plan)),
@@ -150,15 +152,20 @@ pub fn simulate(ranks: usize, servers: usize, request: Request) -> Result<i32> {
     exit_on_panic("simulate");
     let timeout = Duration::from_secs(config.servers.timeout);
     let threads = request.threads.unwrap_or(1);
-    let opened = ServedRun::open(Call { run: request, servers, workers: Some(workers), log: "coordinator".into() })?;
-    let site = Site::of(opened.directory());
-    let post = Post {
+    let opened = CoordinatorRun::open(CoordinatorOptions {
+        run: request,
+        servers,
+        workers: Some(workers),
+        log: "coordinator".into(),
+    })?;
+    let site = PsRendezvous::of(opened.directory());
+    let post = ServerOptions {
         site: site.clone(),
         address: config.servers.address.as_deref().and_then(host_of),
         patience: timeout,
         threads,
     };
-    let hand = Hand { site, patience: timeout, threads, leaves: false };
+    let hand = WorkerOptions { site, patience: timeout, threads, leaves: false };
     let device = cpu_name(&config);
     std::thread::scope(|scope| {
         let coordinator = scope.spawn(|| opened.run());
@@ -175,7 +182,7 @@ pub fn simulate(ranks: usize, servers: usize, request: Request) -> Result<i32> {
 
 /// Coordinates a run of processes that come and go; returns the exit code.
 pub fn coordinate_as(run: Request, servers: usize, workers: Option<usize>) -> i32 {
-    match ServedRun::open(Call { run, servers, workers, log: "coordinator".into() }) {
+    match CoordinatorRun::open(CoordinatorOptions { run, servers, workers, log: "coordinator".into() }) {
         Ok(opened) => {
             let run = opened.directory().display();
             say(format_args!("hpctrain server --run {run}\nhpctrain worker --run {run}\n"));
@@ -197,7 +204,7 @@ pub fn serve_alone(args: &ServerArgs) -> i32 {
 /// # Errors
 /// The address cannot be listened on, or the coordinator is gone.
 pub fn serve_as(run: &Path, address: Option<String>, patience: Duration) -> Result<()> {
-    serve(&Post { site: Site::of(run), address, patience, threads: cores() })
+    serve(&ServerOptions { site: PsRendezvous::of(run), address, patience, threads: cores() })
 }
 
 /// `hpctrain worker`; returns the exit code.
@@ -212,7 +219,7 @@ pub fn work_alone(args: &WorkerArgs) -> i32 {
 /// # Errors
 /// The coordinator is gone, the data cannot be read, or the device failed.
 pub fn work_as(run: &Path, patience: Duration) -> Result<i32> {
-    let hand = Hand { site: Site::of(run), patience, threads: cores(), leaves: true };
+    let hand = WorkerOptions { site: PsRendezvous::of(run), patience, threads: cores(), leaves: true };
     match config_of_run(&hand)? {
         Err(code) => Ok(code),
         Ok(config) => work_on_device(&single(), &config, &hand),
@@ -229,7 +236,7 @@ fn cores() -> usize {
 /// # Errors
 /// The run has no coordinator.
 pub fn status(args: &StatusArgs) -> Result<()> {
-    let told = crate::servers::status(&Site::of(&args.run))?;
+    let told = crate::servers::status(&PsRendezvous::of(&args.run))?;
     if args.json {
         return super::json(&told);
     }

@@ -6,9 +6,9 @@ use super::train::RunArgs;
 use crate::engine::on_threads;
 use crate::error::Result;
 use crate::job::fail;
-use crate::run_dir::Ending;
+use crate::run_dir::RunOutcome;
 use crate::signals;
-use crate::train::{Own, Request, train_on_device};
+use crate::train::{Customization, Request, train};
 
 /// Arguments of `hpctrain simulate`.
 #[derive(Args)]
@@ -39,6 +39,6 @@ pub fn run(args: &SimulateArgs) -> i32 {
 }
 
 fn simulate(ranks: usize, request: &Request) -> Result<i32> {
-    let endings = on_threads(ranks, |comm| train_on_device(comm, request, Own::default(), None))?;
-    Ok(endings.first().map_or(0, Ending::exit_code))
+    let endings = on_threads(ranks, |comm| train(comm, request, Customization::default(), None))?;
+    Ok(endings.first().map_or(0, RunOutcome::exit_code))
 }

@@ -11,17 +11,17 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-use crate::comm::{MEETING, Meeting, write_secret};
+use crate::comm::{MEETING, TcpRendezvous, write_secret};
 use crate::error::{Error, Result};
 use crate::job::fail;
 use crate::run_dir::REQUEUE;
-use crate::{private, signals};
+use crate::{signals, user_dirs};
 
 /// Interval at which ranks and signals are looked at.
-const LOOK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Time that the other ranks have to end, once one has failed.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Starts `ranks` processes with the arguments of this one, waits for all, and returns the exit code of the job: that of the
 /// first rank that fails.
@@ -51,9 +51,9 @@ impl Place {
         let mut builder = tempfile::Builder::new();
         let folder = builder.prefix(PLACE).permissions(Permissions::from_mode(0o700)).tempdir_in(root);
         let folder = folder.map_err(|e| Error::io("create a directory in", root, e))?;
-        private::directory(folder.path())?;
+        user_dirs::directory(folder.path())?;
         let path = folder.path().join(LOCK);
-        let lock = private::lock_file(&path)?;
+        let lock = user_dirs::lock_file(&path)?;
         lock.try_lock().map_err(|e| Error::io("lock", &path, e.to_string()))?;
         write_secret(folder.path())?;
         Ok(Self { folder, _lock: lock })
@@ -65,12 +65,12 @@ fn remove_abandoned(root: &Path) {
     for entry in root.read_dir().into_iter().flatten().flatten() {
         let path = entry.path();
         let is_place = entry.file_name().to_string_lossy().starts_with(PLACE);
-        if !is_place || !private::is_my_directory(&path) {
+        if !is_place || !user_dirs::is_my_directory(&path) {
             continue;
         }
         // A launcher creates the lock before the secret: without one there is nothing to hide.
         let lock = path.join(LOCK);
-        if private::is_mine(&lock) && private::lock_file(&lock).is_ok_and(|lock| lock.try_lock().is_ok()) {
+        if user_dirs::is_mine(&lock) && user_dirs::lock_file(&lock).is_ok_and(|lock| lock.try_lock().is_ok()) {
             match std::fs::remove_dir_all(&path) {
                 Ok(()) => log::info!("removed {}, which a killed launcher has left", path.display()),
                 Err(e) => log::warn!("cannot remove {}, which a killed launcher has left: {e}", path.display()),
@@ -86,7 +86,7 @@ fn spawn(ranks: usize) -> Result<i32> {
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
     let mut job = Job { ranks: Vec::with_capacity(ranks) };
     for rank in 0..ranks {
-        let meeting = Meeting { dir: place.folder.path().into(), rank, ranks };
+        let meeting = TcpRendezvous { dir: place.folder.path().into(), rank, ranks };
         let child = Command::new(&program).args(&arguments).env(MEETING, meeting.to_string()).spawn();
         job.ranks.push(child.map_err(|e| Error::io("start", &program, e))?);
     }
@@ -104,7 +104,7 @@ impl Job {
         let mut codes: Vec<Option<i32>> = vec![None; self.ranks.len()];
         let (mut first, mut told, mut failed) = (0, None, None);
         while codes.contains(&None) {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
             let came = signals::came();
             if came != told {
                 told = came;
@@ -124,7 +124,7 @@ impl Job {
                     failed.get_or_insert_with(Instant::now);
                 }
             }
-            if failed.is_some_and(|since: Instant| since.elapsed() > PATIENCE) {
+            if failed.is_some_and(|since: Instant| since.elapsed() > TIMEOUT) {
                 break;
             }
         }

@@ -7,17 +7,17 @@ use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
 use clap::{Arg, Args, Command};
 
 use super::eval::evaluate;
-use super::roles::{Part, Role, Start};
+use super::rank_roles::{Part, Role, Start};
 use super::servers;
-use super::used::{patience, seconds};
+use super::with_checkpoint::{patience, seconds};
 use crate::comm::Launch;
 use crate::config::{Config, PRESETS, Sources, load};
 use crate::error::{Error, Result};
 use crate::evaluate::{self, Policy};
 use crate::job::{self, fail};
-use crate::run_dir::{Resume, Take};
+use crate::run_dir::{RestoreScope, Resume};
 use crate::signals;
-use crate::train::{Own, Request, check_alike, train_on_device};
+use crate::train::{Customization, Request, check_alike, train};
 
 /// Where the configuration comes from.
 #[derive(Args)]
@@ -150,9 +150,9 @@ impl RunArgs {
                 )
                 .hint("give the path of a checkpoint the first time, and --resume auto alone afterwards"));
             }
-            (true, _) => Take::Weights,
-            (_, true) => Take::NoOptimizer,
-            _ => Take::Everything,
+            (true, _) => RestoreScope::Weights,
+            (_, true) => RestoreScope::NoOptimizer,
+            _ => RestoreScope::Everything,
         };
         let (trace, profile) = (self.trace.clone(), self.profile);
         let allow_changed_data = self.allow_changed_data;
@@ -169,7 +169,7 @@ pub fn run(args: &TrainArgs, launch: Option<&Launch>) -> i32 {
     let request = args.run.request_of_job(args.servers, None);
     let patience = request.as_ref().map_or_else(|_| patience(&[]), |request| seconds(request.config.comm.timeout));
     job::run(launch, patience, |comm| {
-        let request = comm.world().agree(request)?;
+        let request = comm.world().all_ok(request)?;
         let role = Role::find(comm, Start::Train { evaluators: args.evaluators, servers: args.servers })?;
         if role.part != Part::Evaluates {
             check_alike(&role.side.world(), &request.config).inspect_err(|e| role.release_evaluators(e))?;
@@ -185,10 +185,10 @@ pub fn run(args: &TrainArgs, launch: Option<&Launch>) -> i32 {
 /// Trains as one of the ranks that do; returns the exit code.
 fn train_as(role: &Role, mut request: Request) -> Result<i32> {
     if !role.mixed {
-        return train_on_device(&role.comm, &request, Own::default(), None).map(|ending| ending.exit_code());
+        return train(&role.comm, &request, Customization::default(), None).map(|ending| ending.exit_code());
     }
     request.config.eval.inline = false;
     request.threads = Some(role.threads);
-    let ending = train_on_device(&role.comm, &request, Own::default(), Some(&role.everyone));
+    let ending = train(&role.comm, &request, Customization::default(), Some(&role.everyone));
     ending.inspect_err(|e| role.release_evaluators(e)).map(|ending| ending.exit_code())
 }

@@ -84,8 +84,8 @@ pub struct RankArgs {
 /// Runs one rank of a row; returns the exit code.
 pub fn run_rank(args: &RankArgs, launch: Option<&Launch>) -> i32 {
     let task = task(&args.task);
-    job::run(launch, super::used::patience(&[]), |comm| {
-        let task = comm.world().agree(task)?;
+    job::run(launch, super::with_checkpoint::patience(&[]), |comm| {
+        let task = comm.world().all_ok(task)?;
         rank(comm, &task, &args.recording).map(|()| 0)
     })
 }

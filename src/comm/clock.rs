@@ -3,7 +3,7 @@
 //! Clocks of one host agree. Ranks of other hosts ask rank 0 32 times at the start and take the quickest answer; later
 //! drift is not corrected.
 
-use super::wire::{Members, Wire};
+use super::transport::{GroupRanks, Transport};
 use hpctrain_base::error::Result;
 
 /// Questions a rank asks; the quickest answer counts.
@@ -13,7 +13,7 @@ const ROUNDS: usize = 32;
 ///
 /// One rank after the other asks rank 0 for its time. The answer was written between question and receipt, in the
 /// middle if both ways take equally long: the error is at most half the time of the quickest exchange.
-pub fn offset(wire: &mut dyn Wire, group: &Members, now: impl Fn() -> u64) -> Result<i64> {
+pub fn offset(wire: &mut dyn Transport, group: &GroupRanks, now: impl Fn() -> u64) -> Result<i64> {
     if group.rank == 0 {
         for rank in 1..group.size() {
             for _ in 0..ROUNDS {

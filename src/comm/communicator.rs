@@ -9,22 +9,22 @@ use std::time::{Duration, Instant};
 
 use super::algorithms::{self, Algorithm};
 use super::clock;
-use super::device::own::OwnDevice;
-use super::device::path::DevicePath;
-use super::device::{direct, grouped, staged};
+use super::device::local_device::LocalDevice;
+use super::device::path::DeviceTransport;
+use super::device::{cuda_aware, host_staged, nccl_p2p};
 use super::exit::{Abort, Exit, leave};
-use super::health::ledger::{LEAVE, Label, Size};
-use super::health::watchdog::{CODE, Guard, Seat};
+use super::health::flight_recorder::{LEAVE, Label, Size};
+use super::health::watchdog::{CODE, Guard, WatchdogContext};
 use super::pending::reply;
 use super::shared::{Shared, Stats};
-use super::wire::launch::launched_size;
-use super::wire::tcp::{self, Meeting};
-use super::wire::threads;
-use super::wire::{Members, NodeInfo, Wire, World, mpi};
+use super::transport::in_process;
+use super::transport::launch::launched_size;
+use super::transport::tcp::{self, TcpRendezvous};
+use super::transport::{GroupRanks, NodeInfo, Transport, World, mpi};
 use super::worker::{Request, Worker};
-use hpctrain_base::activity;
-use hpctrain_base::activity::Activity;
 use hpctrain_base::error::{Error, Result};
+use hpctrain_base::spans;
+use hpctrain_base::spans::Activity;
 use hpctrain_device::{Backend, MemoryKind};
 
 /// Name of the group of all ranks.
@@ -34,13 +34,13 @@ pub(super) const WORLD: &str = "world";
 pub struct Comm<B: Backend> {
     pub(super) inner: Arc<Inner>,
     /// The ranks that this handle takes for the world.
-    pub(super) home: Members,
+    pub(super) home: GroupRanks,
     /// The path of messages to device memory.
-    pub(super) path: DevicePath,
+    pub(super) path: DeviceTransport,
     /// The reason for it, where it was chosen here.
     pub(super) why: Option<Arc<str>>,
     /// The device of this rank, if it is known.
-    pub(super) device: Option<Arc<OwnDevice<B>>>,
+    pub(super) device: Option<Arc<LocalDevice<B>>>,
     /// Words of device memory that go through the host at a time.
     pub(super) slot: usize,
     backend: PhantomData<fn() -> B>,
@@ -82,7 +82,7 @@ pub fn single<B: Backend>() -> Comm<B> {
 }
 
 /// Time between two looks whether a rank has started.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Time that the processes of a job have to start, at least: launchers do not start all of them at once.
 const START: Duration = Duration::from_secs(15);
@@ -93,7 +93,7 @@ const START: Duration = Duration::from_secs(15);
 fn start(
     name: &str,
     patience: Duration,
-    open: impl FnOnce(Arc<Shared>) -> Result<(Box<dyn Wire>, World)> + Send + 'static,
+    open: impl FnOnce(Arc<Shared>) -> Result<(Box<dyn Transport>, World)> + Send + 'static,
 ) -> Result<(Worker, Arc<Shared>, World)> {
     let shared: Arc<Shared> = Arc::default();
     let (tell, told) = sync_channel(1);
@@ -112,10 +112,10 @@ fn start(
     // As in the watch, time in which this process was stopped does not count.
     let (mut last, mut waited) = (Instant::now(), Duration::ZERO);
     loop {
-        match told.recv_timeout(LOOK) {
+        match told.recv_timeout(POLL_INTERVAL) {
             Ok(news) => return Ok((worker, shared, news?)),
             Err(RecvTimeoutError::Disconnected) => return Err(Error::comm("the communication thread did not start")),
-            Err(RecvTimeoutError::Timeout) => waited += last.elapsed().min(2 * LOOK),
+            Err(RecvTimeoutError::Timeout) => waited += last.elapsed().min(2 * POLL_INTERVAL),
         }
         last = Instant::now();
         if !patience.is_zero() && waited > patience.max(START) {
@@ -162,7 +162,7 @@ pub fn start_mpi_within<B: Backend>(algorithm: Algorithm, patience: Duration) ->
 ///
 /// # Errors
 /// They do not come in time, or the network refused.
-pub fn start_tcp<B: Backend>(meeting: &Meeting, algorithm: Algorithm) -> Result<Comm<B>> {
+pub fn start_tcp<B: Backend>(meeting: &TcpRendezvous, algorithm: Algorithm) -> Result<Comm<B>> {
     let place = meeting.clone();
     // The meeting has a time limit of its own.
     let open = move |shared| tcp::open(&place, shared);
@@ -184,20 +184,20 @@ pub fn start_threads<B: Backend>(ranks: usize, algorithm: Algorithm) -> Result<V
 /// The same.
 pub fn start_threads_on_nodes<B: Backend>(nodes: &[usize], algorithm: Algorithm) -> Result<Vec<Comm<B>>> {
     let shared: Vec<Arc<Shared>> = nodes.iter().map(|_| Arc::default()).collect();
-    let start = |((wire, world), shared): ((Box<dyn Wire + Send>, World), Arc<Shared>)| {
+    let start = |((wire, world), shared): ((Box<dyn Transport + Send>, World), Arc<Shared>)| {
         let name = format!("comm-{}", world.rank);
-        let worker = (nodes.len() > 1).then(|| Worker::start(&name, &shared, move || Some(wire as Box<dyn Wire>)));
+        let worker = (nodes.len() > 1).then(|| Worker::start(&name, &shared, move || Some(wire as Box<dyn Transport>)));
         Ok(Comm::new(world, algorithm, Abort::Unwind, shared, worker.transpose()?))
     };
-    threads::open(nodes, &shared).into_iter().zip(shared).map(start).collect()
+    in_process::open(nodes, &shared).into_iter().zip(shared).map(start).collect()
 }
 
 impl<B: Backend> Comm<B> {
     fn new(world: World, algorithm: Algorithm, abort: Abort, shared: Arc<Shared>, worker: Option<Worker>) -> Self {
-        let home = Members::world(world.rank, world.nodes.clone());
+        let home = GroupRanks::world(world.rank, world.nodes.clone());
         let exit = Exit::new(abort, world.nodes.len() > 1, shared.clone(), worker);
         let inner = Inner { world, algorithm, shared, exit, has_roles: Arc::default(), watch: Mutex::new(None) };
-        let (path, slot) = (DevicePath::Staged, staged::WORDS);
+        let (path, slot) = (DeviceTransport::Staged, host_staged::WORDS);
         Self { inner: Arc::new(inner), home, path, why: None, device: None, slot, backend: PhantomData }
     }
 
@@ -210,7 +210,7 @@ impl<B: Backend> Comm<B> {
 
     /// The same, of a rank that has this device.
     #[must_use]
-    pub fn beside(&self, device: OwnDevice<B>) -> Self {
+    pub fn with_local_device(&self, device: LocalDevice<B>) -> Self {
         Self { device: Some(Arc::new(device)), ..self.clone() }
     }
 
@@ -264,12 +264,12 @@ impl<B: Backend> Comm<B> {
         let on_device = match self.device_path() {
             Some(_) if self.size() == 1 => 0,
             None => 0,
-            Some(DevicePath::Staged) => staged::BYTES,
-            Some(DevicePath::Direct) => direct::BYTES + algorithms::staging(self.size()),
-            Some(DevicePath::Nccl) => {
-                let chunk = grouped::chunk(self.slot, self.size());
-                let terms = grouped::terms(chunk, chunk, self.size()) * size_of::<f32>();
-                direct::BYTES + algorithms::staging(self.size()) + grouped::PLACES * terms
+            Some(DeviceTransport::Staged) => host_staged::BYTES,
+            Some(DeviceTransport::Direct) => cuda_aware::BYTES + algorithms::staging(self.size()),
+            Some(DeviceTransport::Nccl) => {
+                let chunk = nccl_p2p::chunk(self.slot, self.size());
+                let terms = nccl_p2p::terms(chunk, chunk, self.size()) * size_of::<f32>();
+                cuda_aware::BYTES + algorithms::staging(self.size()) + nccl_p2p::PLACES * terms
             }
         };
         self.inner.world.staging + on_device
@@ -277,12 +277,12 @@ impl<B: Backend> Comm<B> {
 
     /// A handle whose messages reach device memory by a path that is known to work. All ranks take the same.
     #[must_use]
-    pub fn through(&self, path: DevicePath) -> Self {
+    pub fn with_transport(&self, path: DeviceTransport) -> Self {
         Self { path, why: None, ..self.clone() }
     }
 
-    /// As [`Comm::through`], with the reasons.
-    pub(super) fn because(&self, path: DevicePath, why: Arc<str>) -> Self {
+    /// As [`Comm::with_transport`], with the reasons.
+    pub(super) fn because(&self, path: DeviceTransport, why: Arc<str>) -> Self {
         Self { path, why: Some(why), ..self.clone() }
     }
 
@@ -293,12 +293,12 @@ impl<B: Backend> Comm<B> {
     }
 
     /// The path of messages to the memory of the backend; none if it is the host's.
-    pub fn device_path(&self) -> Option<DevicePath> {
+    pub fn device_path(&self) -> Option<DeviceTransport> {
         (!B::ON_HOST).then_some(self.path)
     }
 
-    /// The reasons for that path, where [`Comm::on_path`] had the choice.
-    pub fn why_path(&self) -> Option<&str> {
+    /// The reasons for that path, where [`Comm::select_transport`] had the choice.
+    pub fn transport_reason(&self) -> Option<&str> {
         self.why.as_deref().filter(|_| !B::ON_HOST)
     }
 
@@ -333,7 +333,7 @@ impl<B: Backend> Comm<B> {
     }
 
     /// The ranks that share my colour.
-    pub(super) fn members(&self, colors: &[usize]) -> Result<Members> {
+    pub(super) fn members(&self, colors: &[usize]) -> Result<GroupRanks> {
         if colors.len() != self.size() {
             return Err(Error::internal(format!("{} colours for {} ranks", colors.len(), self.size())));
         }
@@ -351,7 +351,7 @@ impl<B: Backend> Comm<B> {
         };
         let ours = self.home.ranks.iter().zip(colors).filter(|(_, color)| **color == mine);
         let ranks: Vec<usize> = ours.map(|(rank, _)| *rank).collect();
-        Ok(Members::new(id, self.inner.world.rank, ranks, self.inner.world.nodes.clone()))
+        Ok(GroupRanks::new(id, self.inner.world.rank, ranks, self.inner.world.nodes.clone()))
     }
 
     /// Record of the activity of this rank's threads.
@@ -359,7 +359,7 @@ impl<B: Backend> Comm<B> {
         &self.inner.shared.activity
     }
 
-    /// Collective over the world: nanoseconds to add to this rank's [`now`](hpctrain_base::activity::now) for that of rank 0.
+    /// Collective over the world: nanoseconds to add to this rank's [`now`](hpctrain_base::spans::now) for that of rank 0.
     ///
     /// # Errors
     /// The message failed.
@@ -371,8 +371,7 @@ impl<B: Backend> Comm<B> {
         let label = self.label("clock", Size::Same(0));
         let (reply, pending) = reply(&self.inner.shared);
         self.inner.submit(Request::run(move |state| {
-            reply
-                .send(state.collective(&world, &label, |state| clock::offset(&mut *state.wire, &world, activity::now)));
+            reply.send(state.collective(&world, &label, |state| clock::offset(&mut *state.wire, &world, spans::now)));
         }));
         pending.wait()
     }
@@ -405,9 +404,14 @@ impl Inner {
     }
 
     /// This rank as its watch sees it.
-    pub fn seat(&self) -> Seat {
+    pub fn seat(&self) -> WatchdogContext {
         let Self { world, shared, exit, has_roles, .. } = self;
-        Seat { shared: shared.clone(), world: world.clone(), exit: exit.clone(), has_roles: has_roles.clone() }
+        WatchdogContext {
+            shared: shared.clone(),
+            world: world.clone(),
+            exit: exit.clone(),
+            has_roles: has_roles.clone(),
+        }
     }
 
     fn watch(&self) -> MutexGuard<'_, Option<Guard>> {
@@ -439,7 +443,7 @@ impl Inner {
 
     fn end(&self) {
         if let Some(worker) = self.exit.take_worker() {
-            let world = Members::world(self.world.rank, self.world.nodes.clone());
+            let world = GroupRanks::world(self.world.rank, self.world.nodes.clone());
             let label =
                 Label { op: LEAVE, group: WORLD, unit: None, size: Size::Own(0), algorithm: "direct", root: None };
             worker.submit(Request::run(move |state| {

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::shared::Shared;
-use super::wire::threads::Aborted;
+use super::transport::in_process::Aborted;
 use super::worker::{Request, Worker};
 
 /// Time limit of an abort, after which the process ends on its own.

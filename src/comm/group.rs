@@ -6,26 +6,26 @@ use std::sync::Arc;
 use super::algorithms::{self, Algorithm, Call, Operation, bytes};
 use super::autotune::table::Table;
 use super::communicator::{Comm, WORLD};
-use super::device::direct::Direct;
-use super::device::grouped::{self, Grouped};
-use super::device::path::DevicePath;
-use super::device::staged::Staging;
-use super::health::ledger::{Label, RECV, Size};
-use super::operand::Host;
+use super::device::cuda_aware::CudaAware;
+use super::device::host_staged::Staging;
+use super::device::nccl_p2p::{self, NcclP2pCollective};
+use super::device::path::DeviceTransport;
+use super::health::flight_recorder::{Label, RECV, Size};
+use super::p2p_request::{Entry, P2pRequest, chunks, on_host, whole};
 use super::pending::{Pending, reply};
-use super::posted::{Entry, Posted, chunks, on_host, whole};
+use super::reduce_buffer::Host;
 use super::shared::Stats;
-use super::wire::{Members, Parcel as _, Peer, Wire};
+use super::transport::{GroupRanks, P2pBuffer as _, Peer, Transport};
 use super::worker::{CommThreadState, Request};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{Backend, Reach};
+use hpctrain_device::{Backend, CommBuffer};
 
 /// Some ranks of the world, in order. Clones share the communication thread.
 ///
 /// Collectives are requested by all ranks of the group, in the same order. A group of one is the identity.
 pub struct Group<B: Backend> {
     comm: Comm<B>,
-    members: Members,
+    members: GroupRanks,
     table: Arc<Table>,
     name: &'static str,
     /// Name of the block that requests through this handle concern.
@@ -61,7 +61,7 @@ impl<B: Backend> Comm<B> {
 }
 
 impl<B: Backend> Group<B> {
-    fn new(comm: Comm<B>, members: Members) -> Self {
+    fn new(comm: Comm<B>, members: GroupRanks) -> Self {
         let table = Arc::new(Table::always(comm.algorithm()));
         Self { comm, members, table, name: "group", unit: None }
     }
@@ -76,13 +76,13 @@ impl<B: Backend> Group<B> {
     /// A handle for requests about a unit, such as a block: people find its name in ledgers, errors and traces. Debug
     /// builds check that all ranks request the same of the same.
     #[must_use]
-    pub fn about(&self, unit: &Arc<str>) -> Self {
+    pub fn with_label(&self, unit: &Arc<str>) -> Self {
         Self { unit: Some(unit.clone()), ..self.clone() }
     }
 
     /// The same ranks, with algorithms chosen by `table`, which is the same on all of them.
     #[must_use]
-    pub fn choosing(&self, table: Table) -> Self {
+    pub fn with_algorithms(&self, table: Table) -> Self {
         Self { table: Arc::new(table), ..self.clone() }
     }
 
@@ -104,7 +104,7 @@ impl<B: Backend> Group<B> {
     /// Algorithms that this group can run: the library's own only where there is a library. With `exact`, only those
     /// that add in the order of [`Algorithm::Tree`].
     pub fn algorithms(&self, exact: bool) -> Vec<Algorithm> {
-        let vendor = self.comm.inner.world.vendor || self.comm.device_path() == Some(DevicePath::Nccl);
+        let vendor = self.comm.inner.world.vendor || self.comm.device_path() == Some(DeviceTransport::Nccl);
         let able = |algorithm: &Algorithm| vendor || *algorithm != Algorithm::Mpi;
         let fits = |algorithm: &Algorithm| able(algorithm) && (!exact || algorithm.is_exact(&self.members));
         Algorithm::ALL.into_iter().filter(fits).collect()
@@ -205,7 +205,7 @@ impl<B: Backend> Group<B> {
     /// Sends a buffer, which comes back when it may be written again. The communication thread does not wait
     /// for the receiver before it turns to the next request.
     pub fn send(&self, to: usize, buf: B::Buf) -> Pending<B::Buf> {
-        let ready = match self.check_peer(to).and_then(|()| B::stamp(&buf)) {
+        let ready = match self.check_peer(to).and_then(|()| B::record_event(&buf)) {
             Ok(ready) => ready,
             Err(error) => return Pending::refused(error),
         };
@@ -213,17 +213,17 @@ impl<B: Backend> Group<B> {
         let (reply, pending) = reply(&self.comm.inner.shared);
         let (path, words) = (self.comm.path, self.comm.slot);
         self.comm.inner.submit(Request::run(move |state| {
-            let mut parcel = Box::new(Posted::<B> { buf, reply, entry: None });
+            let mut parcel = Box::new(P2pRequest::<B> { buf, reply, entry: None });
             if let Err(error) = state.after(ready).and_then(|()| state.failure().map_or(Ok(()), Err)) {
                 return parcel.finish(Err(error));
             }
             if !B::ON_HOST && path.stages_messages() {
                 let sent = state.attempt(|state| match whole::<B>(&mut parcel.buf)? {
-                    Reach::Device(memory, copies) => {
+                    CommBuffer::Device(memory, copies) => {
                         let staging = Staging { copies: &*copies, slots: &state.slots, words };
                         staging.send(memory, &mut *state.wire, &members, to)
                     }
-                    Reach::Host(_) => Err(on_host()),
+                    CommBuffer::Host(_) => Err(on_host()),
                 });
                 return parcel.finish(sent);
             }
@@ -236,7 +236,7 @@ impl<B: Backend> Group<B> {
     /// Fills a buffer with a message of rank `from`, which has the same length. The communication thread does not wait for
     /// it before it turns to the next request.
     pub fn recv(&self, from: usize, buf: B::Buf) -> Pending<B::Buf> {
-        let ready = match self.check_peer(from).and_then(|()| B::stamp(&buf)) {
+        let ready = match self.check_peer(from).and_then(|()| B::record_event(&buf)) {
             Ok(ready) => ready,
             Err(error) => return Pending::refused(error),
         };
@@ -246,7 +246,7 @@ impl<B: Backend> Group<B> {
         let (reply, pending) = reply(&self.comm.inner.shared);
         let (path, words) = (self.comm.path, self.comm.slot);
         self.comm.inner.submit(Request::run(move |state| {
-            let mut posted = Box::new(Posted::<B> { buf, reply, entry: None });
+            let mut posted = Box::new(P2pRequest::<B> { buf, reply, entry: None });
             if let Err(error) = state.after(ready).and_then(|()| state.failure().map_or(Ok(()), Err)) {
                 return posted.finish(Err(error));
             }
@@ -306,7 +306,7 @@ impl<B: Backend> Group<B> {
     ///
     /// # Errors
     /// A message failed.
-    pub fn gather_numbers(&self, mine: &[u64]) -> Result<Vec<Vec<u64>>> {
+    pub fn all_gather_u64(&self, mine: &[u64]) -> Result<Vec<Vec<u64>>> {
         Ok(self.gather_bytes(encode(mine)).wait()?.iter().map(|bytes| decode(bytes)).collect())
     }
 
@@ -339,7 +339,7 @@ impl<B: Backend> Group<B> {
     fn metadata<T: Send + 'static>(
         &self,
         label: Label,
-        exchange: impl FnOnce(&mut dyn Wire, &Members) -> Result<T> + Send + 'static,
+        exchange: impl FnOnce(&mut dyn Transport, &GroupRanks) -> Result<T> + Send + 'static,
     ) -> Pending<T> {
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
@@ -355,7 +355,7 @@ impl<B: Backend> Group<B> {
     /// # Errors
     /// The error of the lowest rank that has one, the same on every rank. It names that rank, unless all ranks
     /// failed alike.
-    pub fn agree<T>(&self, mine: Result<T>) -> Result<T> {
+    pub fn all_ok<T>(&self, mine: Result<T>) -> Result<T> {
         if self.size() == 1 {
             return mine;
         }
@@ -365,7 +365,7 @@ impl<B: Backend> Group<B> {
         }
     }
 
-    /// The error that all ranks of [`Self::agree`] return, if one of them has one. Not generic: it is compiled once.
+    /// The error that all ranks of [`Self::all_ok`] return, if one of them has one. Not generic: it is compiled once.
     fn first_error(&self, mine: Option<&Error>) -> Option<Error> {
         let report = match serde_json::to_vec(&mine) {
             Ok(report) => report,
@@ -408,7 +408,7 @@ impl<B: Backend> Group<B> {
             return before;
         }
         // A buffer that a request gives is done with when it comes.
-        let ready = match before.at_hand().map(B::stamp).transpose() {
+        let ready = match before.at_hand().map(B::record_event).transpose() {
             Ok(ready) => ready.flatten(),
             Err(error) => return Pending::refused(error),
         };
@@ -424,7 +424,7 @@ impl<B: Backend> Group<B> {
                 state.collective(&members, &label, |state| {
                     // Requests run in their order: the buffer is there.
                     let mut buf = before.wait()?;
-                    let reach = (range.len(), B::reach(&mut buf, range)?);
+                    let reach = (range.len(), B::comm_buffer(&mut buf, range)?);
                     run(state, call, &members, reach, path)?;
                     Ok(buf)
                 })
@@ -461,15 +461,15 @@ fn decode(bytes: &[u8]) -> Vec<u64> {
 fn run(
     state: &mut CommThreadState,
     call: Call,
-    group: &Members,
-    (elements, memory): (usize, Reach<'_>),
-    (path, slot): (DevicePath, usize),
+    group: &GroupRanks,
+    (elements, memory): (usize, CommBuffer<'_>),
+    (path, slot): (DeviceTransport, usize),
 ) -> Result<()> {
     let CommThreadState { wire, scratch, slots, room, device_comms, shared, .. } = state;
     let wire = &mut **wire;
     let words = match &memory {
-        Reach::Host(memory) => memory.len(),
-        Reach::Device(memory, _) => memory.words(),
+        CommBuffer::Host(memory) => memory.len(),
+        CommBuffer::Device(memory, _) => memory.words(),
     };
     if call.operation.adds() && words != elements {
         return Err(Error::internal(format!("{} of numbers that are not f32", call.operation)));
@@ -480,23 +480,23 @@ fn run(
         return Err(Error::internal(told));
     }
     match (memory, path) {
-        (Reach::Host(memory), _) => algorithms::run(call, &mut Host { memory, scratch }, wire, group),
-        (Reach::Device(memory, copies), DevicePath::Staged) => {
+        (CommBuffer::Host(memory), _) => algorithms::run(call, &mut Host { memory, scratch }, wire, group),
+        (CommBuffer::Device(memory, copies), DeviceTransport::Staged) => {
             Staging { copies: &*copies, slots, words: slot }.collective(call, memory, wire, scratch, group)
         }
-        (Reach::Device(memory, copies), DevicePath::Direct) => {
+        (CommBuffer::Device(memory, copies), DeviceTransport::Direct) => {
             let copies = &*copies;
-            algorithms::run(call, &mut Direct { memory, device_comm: None, copies, room, shared }, wire, group)
+            algorithms::run(call, &mut CudaAware { memory, device_comm: None, copies, room, shared }, wire, group)
         }
-        (Reach::Device(memory, copies), DevicePath::Nccl) => {
+        (CommBuffer::Device(memory, copies), DeviceTransport::Nccl) => {
             let (copies, device_comm) = (&*copies, device_comms.of(&*copies, wire, group)?);
-            if let Some(levels) = grouped::takes(call, group) {
-                let chunk = grouped::chunk(slot, group.size());
-                let grouped = Grouped { memory, device_comm, copies, places: &mut room.terms, chunk };
+            if let Some(levels) = nccl_p2p::takes(call, group) {
+                let chunk = nccl_p2p::chunk(slot, group.size());
+                let grouped = NcclP2pCollective { memory, device_comm, copies, places: &mut room.terms, chunk };
                 return grouped.run(call, &levels, wire, group);
             }
             let device_comm = Some(device_comm);
-            algorithms::run(call, &mut Direct { memory, device_comm, copies, room, shared }, wire, group)
+            algorithms::run(call, &mut CudaAware { memory, device_comm, copies, room, shared }, wire, group)
         }
     }
 }

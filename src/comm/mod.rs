@@ -12,42 +12,42 @@
 
 mod algorithms;
 mod autotune;
-mod backoff;
+mod chunking;
 mod clock;
 mod communicator;
-mod cut;
 mod device;
 mod exit;
 mod group;
 mod health;
-mod operand;
-mod patience;
+mod keepalive;
+mod p2p_request;
 mod pending;
-mod posted;
+mod polling;
+mod reduce_buffer;
 mod shared;
 
 #[cfg(test)]
 mod tests;
-mod wire;
+mod transport;
 mod worker;
 
 pub use algorithms::{Algorithm, Operation};
 pub use autotune::choice::{Choice, measure, slowest};
 pub use autotune::table::Table;
 pub use communicator::{Comm, single, start_mpi, start_mpi_within, start_tcp, start_threads, start_threads_on_nodes};
-pub use device::own::OwnDevice;
-pub use device::path::{DevicePath, PathSetting};
+pub use device::local_device::LocalDevice;
+pub use device::nccl_probe::{TOGETHER, answer_trial, can_be_tried};
+pub use device::path::{DeviceTransport, PathSetting};
 pub use device::select::{PROOF, prove, proved_by};
-pub use device::trial::{TOGETHER, answer_trial, can_be_tried};
 pub use group::Group;
-pub use health::watch::Watch;
+pub use health::watchdog_guard::WatchdogGuard;
 pub use pending::Pending;
 pub use shared::Stats;
-pub use wire::launch::{Launch, launched};
-pub use wire::mpi;
-pub use wire::tcp::{
-    Acceptor, Caller, Connection, Credentials, HANDSHAKE_TIMEOUT, Handshake, MEETING, Meeting, Secret, call,
+pub use transport::in_process::Aborted;
+pub use transport::launch::{Launch, launched};
+pub use transport::mpi;
+pub use transport::tcp::{
+    Acceptor, Connection, Credentials, HANDSHAKE_TIMEOUT, Handshake, MEETING, PeerId, Secret, TcpRendezvous, call,
     write_secret,
 };
-pub use wire::threads::Aborted;
-pub use wire::{NodeInfo, sorted_by_node};
+pub use transport::{NodeInfo, sorted_by_node};

@@ -5,9 +5,9 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
-use super::health::ledger::CollectiveLedger;
-use super::health::partners::Partners;
-use hpctrain_base::activity::{Activity, Doing, Event, Track, span};
+use super::health::flight_recorder::FlightRecorder;
+use super::health::pending_peers::Partners;
+use hpctrain_base::spans::{Activity, Doing, Event, Track, span};
 
 /// No abort was ordered; exit codes are 32 bits wide.
 const NO_ABORT: i64 = i64::MIN;
@@ -45,7 +45,7 @@ pub struct Shared {
     abort: AtomicI64,
     /// The communication thread, once it runs.
     thread: OnceLock<Thread>,
-    ledger: Mutex<CollectiveLedger>,
+    ledger: Mutex<FlightRecorder>,
     /// The ranks of the exchange under way.
     pub partners: Partners,
     /// Activity of this rank.
@@ -135,7 +135,7 @@ impl Shared {
     }
 
     /// The last collectives.
-    pub fn ledger(&self) -> MutexGuard<'_, CollectiveLedger> {
+    pub fn ledger(&self) -> MutexGuard<'_, FlightRecorder> {
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -5,15 +5,16 @@ use std::sync::LazyLock;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use super::health::ledger::Size;
+use super::health::flight_recorder::Size;
 use super::pending::{Pending, reply};
-use super::wire::Members;
+use super::transport::GroupRanks;
 use super::worker::Request;
 use super::{
-    Aborted, Algorithm, Comm, Group, Meeting, Operation, clock, single, start_tcp, start_threads_on_nodes, write_secret,
+    Aborted, Algorithm, Comm, Group, Operation, TcpRendezvous, clock, single, start_tcp, start_threads_on_nodes,
+    write_secret,
 };
-use hpctrain_base::activity;
 use hpctrain_base::error::{Error, Kind, Result};
+use hpctrain_base::spans;
 use hpctrain_cpu::{Cpu, CpuBuf};
 use hpctrain_device::{Backend, MemoryKind};
 
@@ -39,7 +40,7 @@ fn run_over_tcp<T: Send + 'static>(
     let folder = tempfile::tempdir().unwrap();
     write_secret(folder.path()).unwrap();
     let start = |rank| {
-        let meeting = Meeting { dir: folder.path().into(), rank, ranks };
+        let meeting = TcpRendezvous { dir: folder.path().into(), rank, ranks };
         move || start_tcp(&meeting, algorithm).unwrap()
     };
     run_each((0..ranks).map(start).collect(), rank)
@@ -186,7 +187,7 @@ fn rounds(ranks: usize, algorithm: Algorithm) -> Vec<(&'static str, u64, u64)> {
             told.push((name, after.rounds - before.rounds, after.sent - before.sent));
             Ok::<(), Error>(())
         };
-        count("agree", &|| world.agree(Ok(())))?;
+        count("agree", &|| world.all_ok(Ok(())))?;
         count("gather_bytes", &|| world.gather_bytes(vec![0; 100]).wait().map(drop))?;
         count("gather_bytes_to_root", &|| world.gather_bytes_to_root(vec![0; 100]).wait().map(drop))?;
         count("broadcast_bytes", &|| world.broadcast_bytes(vec![0; 100]).wait().map(drop))?;
@@ -434,13 +435,13 @@ fn a_rank_that_left_is_missed_over_tcp() {
 fn ranks_agree_on_errors() {
     let results = run(&[0; 4], Algorithm::Tree, |comm| {
         let world = comm.world();
-        assert_eq!(world.agree(Ok(comm.rank())), Ok(comm.rank()));
-        let alike = world.agree::<()>(Err(Error::input("no such file").hint("look"))).unwrap_err();
+        assert_eq!(world.all_ok(Ok(comm.rank())), Ok(comm.rank()));
+        let alike = world.all_ok::<()>(Err(Error::input("no such file").hint("look"))).unwrap_err();
         let lone = match comm.rank() {
             rank @ (1 | 2) => Err(Error::io("read", "x.h5".as_ref(), format!("broken for {rank}"))),
             _ => Ok(()),
         };
-        (alike, world.agree(lone).unwrap_err())
+        (alike, world.all_ok(lone).unwrap_err())
     });
     for result in results {
         let (alike, lone) = result.unwrap();
@@ -515,14 +516,14 @@ fn units_and_roots_are_compared() {
     let results = run(&[0, 0], Algorithm::Tree, |comm| {
         let unit: std::sync::Arc<str> = format!("{}{}", "long".repeat(50), comm.rank()).into();
         let world = comm.world();
-        let alike = world.about(&"block0".into()).all_gather(buf(&[0.0; 2])).wait();
-        (alike.map(drop), world.about(&unit).all_gather(buf(&[0.0; 2])).wait().map(drop))
+        let alike = world.with_label(&"block0".into()).all_gather(buf(&[0.0; 2])).wait();
+        (alike.map(drop), world.with_label(&unit).all_gather(buf(&[0.0; 2])).wait().map(drop))
     });
     assert!(results.iter().all(|result| result.as_ref().unwrap().0.is_ok()), "{results:?}");
     assert!(results.iter().any(|result| result.as_ref().unwrap().1.is_err()), "{results:?}");
 
     let results = run(&[0, 0], Algorithm::Tree, |comm| {
-        let request = comm.world().about(&"block1".into()).broadcast(buf(&[0.0; 2]), comm.rank());
+        let request = comm.world().with_label(&"block1".into()).broadcast(buf(&[0.0; 2]), comm.rank());
         request.wait().err().map(|error| error.to_string())
     });
     let wants = "rank 1 wants collective 1: broadcast of block1, 8 bytes from 1 by tree";
@@ -535,12 +536,12 @@ fn clocks_are_compared() {
     const APART: u64 = 3_600_000_000_000;
     let results = run(&[0, 0, 1], Algorithm::Tree, |comm| {
         assert!(comm.clock_offset().unwrap().unsigned_abs() < 1_000_000_000);
-        let (members, label) = (Members::world(comm.rank(), [0, 0, 1].into()), comm.label("clock", Size::Same(0)));
+        let (members, label) = (GroupRanks::world(comm.rank(), [0, 0, 1].into()), comm.label("clock", Size::Same(0)));
         // Every rank's clock is an hour ahead of the one before.
         let ahead = comm.rank() as u64 * APART;
         let (reply, pending) = reply(&comm.inner.shared);
         comm.inner.submit(Request::run(move |state| {
-            let now = || activity::now() + ahead;
+            let now = || spans::now() + ahead;
             reply.send(state.collective(&members, &label, |state| clock::offset(&mut *state.wire, &members, now)));
         }));
         pending.wait().unwrap()

@@ -5,17 +5,17 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::backoff::{self, Backoff};
 use super::device::comms::DeviceComms;
-use super::device::direct::Room;
-use super::device::staged::Slots;
-use super::health::ledger::{Label, Size};
-use super::operand::Scratch;
+use super::device::cuda_aware::Room;
+use super::device::host_staged::Slots;
+use super::health::flight_recorder::{Label, Size};
+use super::polling::{self, Backoff};
+use super::reduce_buffer::Scratch;
 use super::shared::Shared;
-use super::wire::noted::Noted;
-use super::wire::{Members, UnderWay, Wire};
-use hpctrain_base::activity::Track;
+use super::transport::tracked::TrackedTransport;
+use super::transport::{GroupRanks, InFlight, Transport};
 use hpctrain_base::error::{Error, Result};
+use hpctrain_base::spans::Track;
 use hpctrain_base::spawn::spawn;
 use hpctrain_device as backend;
 
@@ -38,7 +38,7 @@ impl Request {
 
 /// State of the communication thread, which requests use.
 pub struct CommThreadState {
-    pub wire: Box<dyn Wire>,
+    pub wire: Box<dyn Transport>,
     pub scratch: Scratch,
     /// For device memory that goes through the host.
     pub slots: Arc<Slots>,
@@ -71,7 +71,7 @@ impl CommThreadState {
     /// Waits for the work of compute on a buffer. The wait does not count as communication.
     pub fn after(&mut self, ready: Option<Box<dyn backend::Event>>) -> Result<()> {
         let (Some(ready), None) = (ready, &self.failed) else { return Ok(()) };
-        backoff::settle(&*ready, &mut *self.wire, &self.shared).inspect_err(|error| self.fail(error.clone()))
+        polling::settle(&*ready, &mut *self.wire, &self.shared).inspect_err(|error| self.fail(error.clone()))
     }
 
     /// The error that stopped the thread's work.
@@ -86,20 +86,20 @@ impl CommThreadState {
     }
 
     /// Lets posted messages go on; those that are still under way.
-    fn in_flight(&mut self) -> UnderWay {
+    fn in_flight(&mut self) -> InFlight {
         if self.failed.is_some() {
-            return UnderWay::Nothing;
+            return InFlight::Nothing;
         }
         self.wire.progress().unwrap_or_else(|error| {
             self.fail(error);
-            UnderWay::Nothing
+            InFlight::Nothing
         })
     }
 
     /// As [`CommThreadState::attempt`], for operations that the ledger records.
     pub fn recorded<T>(
         &mut self,
-        group: &Members,
+        group: &GroupRanks,
         label: &Label,
         act: impl FnOnce(&mut Self, u64) -> Result<T>,
     ) -> Result<T> {
@@ -115,7 +115,7 @@ impl CommThreadState {
     /// As [`CommThreadState::recorded`], for collectives of a group.
     pub fn collective<T>(
         &mut self,
-        group: &Members,
+        group: &GroupRanks,
         label: &Label,
         act: impl FnOnce(&mut Self) -> Result<T>,
     ) -> Result<T> {
@@ -128,7 +128,7 @@ impl CommThreadState {
     }
 
     /// Compares my next collective, `number` of the group, with my neighbour's.
-    fn compare(&mut self, group: &Members, label: &Label, number: u64) -> Result<()> {
+    fn compare(&mut self, group: &GroupRanks, label: &Label, number: u64) -> Result<()> {
         let mut mine = format!("collective {number}: {}", announced(label)).into_bytes();
         // The hash covers the end of long names, which is cut off.
         let hash = crc32fast::hash(&mine);
@@ -180,7 +180,7 @@ impl Worker {
     pub fn start(
         name: &str,
         shared: &Arc<Shared>,
-        open: impl FnOnce() -> Option<Box<dyn Wire>> + Send + 'static,
+        open: impl FnOnce() -> Option<Box<dyn Transport>> + Send + 'static,
     ) -> Result<Self> {
         let (requests, queue) = channel();
         let (here, shared) = (shared.clone(), shared.clone());
@@ -189,7 +189,7 @@ impl Worker {
             shared.activity.here(Track::Communication);
             if let Some(wire) = open() {
                 let (scratch, room) = (Scratch::new(shared.clone()), Room::new(&shared));
-                let wire: Box<dyn Wire> = Box::new(Noted::new(wire, shared.clone()));
+                let wire: Box<dyn Transport> = Box::new(TrackedTransport::new(wire, shared.clone()));
                 let (slots, device_comms) = (Arc::new(Slots::new(shared.clone())), DeviceComms::new(shared.clone()));
                 let state =
                     CommThreadState { wire, scratch, slots, room, device_comms, shared, failed: None, awaited: false };
@@ -224,7 +224,7 @@ fn serve(mut state: CommThreadState, queue: &Receiver<Request>) {
     }
     // Posted messages must be done with before the wire is closed.
     let mut backoff = Backoff::new(true);
-    while state.in_flight() != UnderWay::Nothing {
+    while state.in_flight() != InFlight::Nothing {
         backoff.pause(&state.shared);
     }
     if state.failed.is_none() {
@@ -246,10 +246,10 @@ fn next(state: &mut CommThreadState, queue: &Receiver<Request>) -> Option<Reques
         }
         lookout = lookout.filter(|&end| Instant::now() < end);
         match (state.in_flight(), lookout) {
-            (UnderWay::Nothing, None) => return queue.recv().ok(),
-            (UnderWay::Nothing, Some(_)) => std::thread::yield_now(),
-            (UnderWay::Arriving, _) => backoff.idle(&state.shared),
-            (UnderWay::Leaving, _) => backoff.leaving(&state.shared),
+            (InFlight::Nothing, None) => return queue.recv().ok(),
+            (InFlight::Nothing, Some(_)) => std::thread::yield_now(),
+            (InFlight::Arriving, _) => backoff.idle(&state.shared),
+            (InFlight::Leaving, _) => backoff.leaving(&state.shared),
         }
     }
 }

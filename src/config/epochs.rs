@@ -2,7 +2,7 @@
 
 use toml::{Table, Value};
 
-use super::{Config, Every};
+use super::{Config, Interval};
 use hpctrain_base::error::{Error, Result};
 
 /// Section, key in steps, and the key that takes its place in epochs. Where one of them is 0 the other counts.
@@ -77,7 +77,7 @@ impl Config {
 
     /// Whether steps cannot be counted without the training data.
     pub fn is_in_epochs(&self) -> bool {
-        self.run.epochs > 0 || self.parallel.average_every == Every::Epoch
+        self.run.epochs > 0 || self.parallel.average_every == Interval::Epoch
     }
 }
 

@@ -3,12 +3,12 @@
 use std::ops::Range;
 
 use super::range::out_of_range;
-use super::{Config, Every, ModelKind, Parallel};
+use super::{Config, Interval, ModelKind, Parallel};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::layout::Slices;
+use hpctrain_base::layout::TensorShards;
 use hpctrain_base::mesh::Mesh;
 use hpctrain_nn::Network;
-use hpctrain_parallel::{Averaging, Outer, PipelineSchedule, Storage, Zero, partition};
+use hpctrain_parallel::{LocalSgd, OuterOptimizer, PipelineSchedule, Storage, Zero, partition};
 
 /// Tokens that a micro-batch has at most unless the configuration says: enough for efficient products, few enough for
 /// the memory of activations.
@@ -94,7 +94,7 @@ fn check_storage(parallel: &Parallel) -> Result<()> {
         ))
         .hint("leave parallel.shard out"));
     }
-    if parallel.average_every != Every::Steps(0) {
+    if parallel.average_every != Interval::Steps(0) {
         return Err(Error::input(
             "parallel.average_every trains replicas apart, which parallel.storage = central does not",
         )
@@ -107,9 +107,9 @@ fn check_storage(parallel: &Parallel) -> Result<()> {
 ///
 /// # Errors
 /// There is one replica, the ranks cannot divide them among themselves, or a key of averages is set without any.
-pub fn averaging(config: &Config, mesh: &Mesh) -> Result<Option<Averaging>> {
+pub fn averaging(config: &Config, mesh: &Mesh) -> Result<Option<LocalSgd>> {
     let Parallel { average_every, average_replicas, outer_lr: lr, outer_momentum: momentum, .. } = config.parallel;
-    let Every::Steps(every) = average_every else {
+    let Interval::Steps(every) = average_every else {
         return Err(Error::input("parallel.average_every = epoch, but the data whose epoch it is was not looked at")
             .hint("give the steps of an epoch: samples / batch.global"));
     };
@@ -157,8 +157,8 @@ pub fn averaging(config: &Config, mesh: &Mesh) -> Result<Option<Averaging>> {
         ))
         .hint(format!("the nearest that is: {nearest}")));
     }
-    let outer = (lr != 1.0 || momentum > 0.0).then_some(Outer { lr: lr as f32, momentum });
-    Ok(Some(Averaging { every, replicas, outer }))
+    let outer = (lr != 1.0 || momentum > 0.0).then_some(OuterOptimizer { lr: lr as f32, momentum });
+    Ok(Some(LocalSgd { every, replicas, outer }))
 }
 
 /// Rows whose logits are in memory at once; 0 are all.
@@ -167,7 +167,7 @@ pub fn averaging(config: &Config, mesh: &Mesh) -> Result<Option<Averaging>> {
 /// The configuration gives a number, but the network's last block takes all rows at once.
 pub fn logit_rows(config: &Config, network: &Network, mesh: &Mesh, tensor_lanes: usize, on_gpu: bool) -> Result<usize> {
     let Parallel { logit_rows, sequence, schedule, .. } = config.parallel;
-    let slices = Slices::of_rank(tensor_lanes, 0, mesh.tensor, sequence);
+    let slices = TensorShards::of_rank(tensor_lanes, 0, mesh.tensor, sequence);
     let is_row_by_row = || network.cpu_blocks(&slices).last().is_some_and(|last| last.is_row_by_row());
     let why = match () {
         () if !network.is_language() => "but the network is no language model",

@@ -12,9 +12,9 @@ use serde::{Deserialize as _, Deserializer, Serialize};
 use toml::Table;
 
 use super::Config;
+use super::aliases::meant;
 use super::epochs::replace_partners;
 use super::paths::expand_paths;
-use super::synonyms::meant;
 use hpctrain_base::error::{Error, Result};
 
 /// The presets, by name.

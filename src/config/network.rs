@@ -10,7 +10,7 @@ use hpctrain_nn::gpt::Gpt;
 use hpctrain_nn::layers::{Layer, Layers};
 use hpctrain_nn::llama::Llama;
 use hpctrain_nn::loss::Loss;
-use hpctrain_nn::{Input, Network, OwnNetwork};
+use hpctrain_nn::{CustomModel, Input, Network};
 
 /// The network that a section describes; fills the keys that it leaves open. `of_data` is the number of token ids in
 /// the data, if that is known.
@@ -112,7 +112,7 @@ pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
 }
 
 /// A network that a program has built.
-fn own_network(model: &Model, own: OwnNetwork, of_data: Option<usize>) -> Result<Network> {
+fn own_network(model: &Model, own: CustomModel, of_data: Option<usize>) -> Result<Network> {
     let name = own.name();
     let elements = match own.input() {
         None => {

@@ -4,28 +4,28 @@ use std::ops::Range;
 
 use super::bounds;
 use super::epochs;
+use super::host_embedding::placed;
 use super::layout::{averaging, batch, lanes, logit_rows, mesh, stages, tensor_lanes};
 use super::network::{loss, network};
-use super::place::placed;
 use super::range::out_of_range;
 use super::{
-    Compute, Config, LayerList, LayoutChoice, ModelKind, Optimizer, OptimizerKind, Parallel, Scaling, TablesPlace,
+    Compute, Config, EmbeddingPlacement, LayerList, LayoutMode, ModelKind, Optimizer, OptimizerKind, Parallel, Scaling,
 };
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::part;
-use hpctrain_base::layout::{Slices, Tensor};
+use hpctrain_base::layout::{Tensor, TensorShards};
 use hpctrain_base::mesh::{Axis, Mesh};
 use hpctrain_data::SampleSpec;
 use hpctrain_device::{Elementwise, Kernels};
 use hpctrain_nn::layers::Layer;
 use hpctrain_nn::loss::{Loss, Objective};
-use hpctrain_nn::optim::{Group, Rule, Schedule};
-use hpctrain_nn::{Loan, Network};
-use hpctrain_parallel::{Averaging, PipelineSchedule, Residency, Stage, StepSchedule};
+use hpctrain_nn::optim::{Group, Schedule, UpdateRule};
+use hpctrain_nn::{Network, TiedParam};
+use hpctrain_parallel::{LocalSgd, PipelineSchedule, ShardingPolicy, Stage, StepSchedule};
 
-/// Facts about the environment that a [`Plan`] depends on.
+/// Facts about the environment that a [`ResolvedConfig`] depends on.
 #[derive(Debug, Clone, Copy)]
-pub struct Facts {
+pub struct Environment {
     /// Ranks that train.
     pub ranks: usize,
     /// Compute threads of this rank, unless the configuration says.
@@ -38,7 +38,7 @@ pub struct Facts {
 
 /// A run with nothing left open. It holds no invalid combination.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Plan {
+pub struct ResolvedConfig {
     /// The configuration, resolved: running it again gives this plan again.
     pub config: Config,
     /// The layout of the ranks.
@@ -64,16 +64,16 @@ pub struct Plan {
     /// The samples that it takes.
     pub samples: SampleSpec,
     /// The update rule.
-    pub rule: Rule,
+    pub rule: UpdateRule,
     /// Decay of the parameters' running average, if one is kept.
     pub average: Option<f32>,
     /// The averages of replicas, where those train apart.
-    pub averaging: Option<Averaging>,
+    pub averaging: Option<LocalSgd>,
     /// The learning rate over time.
     pub schedule: Schedule,
 }
 
-impl Plan {
+impl ResolvedConfig {
     /// The network's objective, on a device.
     pub fn objective<B: Kernels>(&self) -> Objective<B> {
         Objective::new(self.loss.clone(), self.network.outputs(), !self.network.is_language())
@@ -124,7 +124,7 @@ impl Plan {
         (step - step.saturating_sub(1) / round * round) * self.config.batch.global
     }
 
-    /// As [`Plan::is_due`], of something that is wanted at the end of every so many epochs of `samples` samples: the round that ends with
+    /// As [`ResolvedConfig::is_due`], of something that is wanted at the end of every so many epochs of `samples` samples: the round that ends with
     /// step `step` ends at `position`.
     pub fn is_due_by_epochs(&self, every: u64, step: u64, position: u64, samples: u64) -> bool {
         every > 0 && epochs::ended(position, self.round_samples(step), samples).any(|epoch| epoch.is_multiple_of(every))
@@ -140,7 +140,7 @@ impl Plan {
 
     /// Stage `index` of the pipeline, of a network whose blocks have these loans. With one stage it may be another network
     /// than the plan's.
-    pub fn stage(&self, index: usize, loans: &[Option<Loan>]) -> Stage {
+    pub fn stage(&self, index: usize, loans: &[Option<TiedParam>]) -> Stage {
         match self.mesh.pipeline {
             1 if self.has_tables_on_host() => Stage::behind_tables(loans),
             1 => Stage::whole(loans),
@@ -150,24 +150,24 @@ impl Plan {
 
     /// Whether the first block is tables that the host keeps.
     pub fn has_tables_on_host(&self) -> bool {
-        self.config.model.place.tables == TablesPlace::Host
+        self.config.model.place.tables == EmbeddingPlacement::Host
     }
 
     /// The slices of blocks that rank `rank` of the run has.
-    pub fn slices(&self, rank: usize) -> Slices {
+    pub fn slices(&self, rank: usize) -> TensorShards {
         let tensor = self.mesh.coordinates(rank)[Axis::Tensor as usize];
-        Slices::of_rank(self.tensor_lanes, tensor, self.mesh.tensor, self.config.parallel.sequence)
+        TensorShards::of_rank(self.tensor_lanes, tensor, self.mesh.tensor, self.config.parallel.sequence)
     }
 
     /// Lifetime of full buffers.
-    pub fn residency(&self) -> Residency {
+    pub fn residency(&self) -> ShardingPolicy {
         let Parallel { prefetch, zero, offload_shards, .. } = self.config.parallel;
-        Residency { ahead: prefetch, on_host: offload_shards, ..zero.residency() }.over(self.mesh.shard)
+        ShardingPolicy { ahead: prefetch, on_host: offload_shards, ..zero.residency() }.over(self.mesh.shard)
     }
 
     /// The same of tables that the host has.
-    pub fn host_residency(&self) -> Residency {
-        Residency { on_host: false, ..self.residency() }.over(self.mesh.shard)
+    pub fn host_residency(&self) -> ShardingPolicy {
+        ShardingPolicy { on_host: false, ..self.residency() }.over(self.mesh.shard)
     }
 
     /// Tokens in the part of a global batch whose mean is a gradient: all, or where replicas train apart, those of one.
@@ -188,8 +188,8 @@ const LONGEST_TIMEOUT: u64 = 604_800;
 ///
 /// # Errors
 /// The first invalid key, with its value and the values that are valid.
-pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
-    if config.parallel.layout == LayoutChoice::Auto {
+pub fn resolve(mut config: Config, facts: &Environment) -> Result<ResolvedConfig> {
+    if config.parallel.layout == LayoutMode::Auto {
         return Err(Error::input(
             "parallel.layout = auto chooses a layout for a run, which this command does not start",
         )
@@ -221,14 +221,14 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     let schedule = schedule(&config);
     let Optimizer { beta1, beta2, eps, momentum, nesterov, trust, .. } = config.optimizer;
     let rule = match config.optimizer.kind {
-        OptimizerKind::Adamw => Rule::AdamW { beta1, beta2, eps },
-        OptimizerKind::Sgd => Rule::Sgd { momentum, nesterov },
-        OptimizerKind::Adam => Rule::Elementwise(Elementwise::Adam { beta1, beta2, eps }),
-        OptimizerKind::Adagrad => Rule::Elementwise(Elementwise::Adagrad { eps }),
-        OptimizerKind::Rmsprop => Rule::Elementwise(Elementwise::RmsProp { alpha: beta2, eps, momentum }),
-        OptimizerKind::Lamb => Rule::Lamb { beta1, beta2, eps },
-        OptimizerKind::Lars => Rule::Lars { momentum, nesterov, trust },
-        OptimizerKind::Lion => Rule::Elementwise(Elementwise::Lion { beta1, beta2 }),
+        OptimizerKind::Adamw => UpdateRule::AdamW { beta1, beta2, eps },
+        OptimizerKind::Sgd => UpdateRule::Sgd { momentum, nesterov },
+        OptimizerKind::Adam => UpdateRule::Elementwise(Elementwise::Adam { beta1, beta2, eps }),
+        OptimizerKind::Adagrad => UpdateRule::Elementwise(Elementwise::Adagrad { eps }),
+        OptimizerKind::Rmsprop => UpdateRule::Elementwise(Elementwise::RmsProp { alpha: beta2, eps, momentum }),
+        OptimizerKind::Lamb => UpdateRule::Lamb { beta1, beta2, eps },
+        OptimizerKind::Lars => UpdateRule::Lars { momentum, nesterov, trust },
+        OptimizerKind::Lion => UpdateRule::Elementwise(Elementwise::Lion { beta1, beta2 }),
     };
     config.precision.compute = compute(&config, facts.on_gpu)?;
     if config.optimizer.offload && !facts.on_gpu {
@@ -278,7 +278,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     config.run.threads = Some(threads);
     config.schedule.decay = Some(schedule.decay);
     let average = (config.optimizer.ema > 0.0).then_some(config.optimizer.ema);
-    Ok(Plan {
+    Ok(ResolvedConfig {
         config,
         mesh,
         stages,
@@ -442,7 +442,8 @@ fn check_groups(groups: &[Group], network: &Network) -> Result<()> {
     if groups.is_empty() {
         return Ok(());
     }
-    let tensors: Vec<Tensor> = network.cpu_blocks(&Slices::whole()).iter().flat_map(|block| block.tensors()).collect();
+    let tensors: Vec<Tensor> =
+        network.cpu_blocks(&TensorShards::whole()).iter().flat_map(|block| block.tensors()).collect();
     for (i, group) in groups.iter().enumerate() {
         let key = format!("optimizer.groups[{i}]");
         if !(group.lr_factor >= 0.0 && group.lr_factor.is_finite()) {
@@ -485,10 +486,10 @@ mod tests {
     use crate::{Sources, load};
     use hpctrain_nn::FrequencyScaling;
 
-    fn plan(ranks: usize, overrides: &[&str]) -> Result<Plan> {
+    fn plan(ranks: usize, overrides: &[&str]) -> Result<ResolvedConfig> {
         let overrides: Vec<String> = overrides.iter().map(|s| s.to_string()).collect();
         let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() })?;
-        resolve(config, &Facts { ranks, threads: 2, vocabulary: Some(65), on_gpu: false })
+        resolve(config, &Environment { ranks, threads: 2, vocabulary: Some(65), on_gpu: false })
     }
 
     fn refusal(ranks: usize, overrides: &[&str]) -> String {
@@ -501,7 +502,7 @@ mod tests {
     fn a_resolved_plan_resolves_to_itself() {
         let first = plan(4, &["parallel.zero=2", "parallel.replica=2", "parallel.lanes=8"]).unwrap();
         assert_eq!((first.mesh.shard, first.mesh.replica, first.lane_samples, first.micro), (2, 2, 2, 2));
-        let facts = Facts { ranks: 4, threads: 99, vocabulary: None, on_gpu: false };
+        let facts = Environment { ranks: 4, threads: 99, vocabulary: None, on_gpu: false };
         assert_eq!(resolve(first.config.clone(), &facts).unwrap(), first);
     }
 
@@ -546,7 +547,7 @@ mod tests {
             [0, 1, 2, 3].map(|rank| sharded.lanes_of(rank)),
             [[0..1, 2..3], [1..2, 3..4], [4..5, 6..7], [5..6, 7..8]]
         );
-        let facts = Facts { ranks: 4, threads: 2, vocabulary: None, on_gpu: false };
+        let facts = Environment { ranks: 4, threads: 2, vocabulary: None, on_gpu: false };
         assert_eq!(resolve(sharded.config.clone(), &facts).unwrap(), sharded);
         let together = plan(4, &["parallel.zero=1", "parallel.shard=2", "parallel.lanes=8"]).unwrap();
         assert_eq!([0, 3].map(|rank| together.lanes_of(rank)), [vec![0..2; 1], vec![6..8; 1]]);
@@ -601,7 +602,7 @@ mod tests {
         let rows = |on_gpu: bool, overrides: &[&str]| {
             let overrides: Vec<String> = overrides.iter().map(|setting| (*setting).into()).collect();
             let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
-            let facts = Facts { ranks: 2, threads: 1, vocabulary: Some(65), on_gpu };
+            let facts = Environment { ranks: 2, threads: 1, vocabulary: Some(65), on_gpu };
             resolve(config, &facts).map(|plan| plan.logit_rows).map_err(|error| error.to_string())
         };
         let zero_bubble = ["parallel.pipeline=2", "parallel.schedule=zero-bubble", "batch.micro=1"];
@@ -710,7 +711,7 @@ mod tests {
         let model = ["model.kind=layers", "model.input=[4, 4, 1]", dense];
         let first = plan(1, &model).unwrap();
         assert_eq!((first.network.outputs(), first.network.context(), first.micro), (10, 1, 16));
-        let facts = Facts { ranks: 1, threads: 9, vocabulary: None, on_gpu: false };
+        let facts = Environment { ranks: 1, threads: 9, vocabulary: None, on_gpu: false };
         assert_eq!(resolve(first.config.clone(), &facts).unwrap(), first);
         for (setting, wanted) in [
             ("model.layers=3", "model.kind = layers wants model.input and [[model.layers]]"),

@@ -7,7 +7,7 @@ use super::elementwise::CHUNK;
 use super::math::{exp, simd};
 use super::threads::Threads;
 use hpctrain_base::error::Result;
-use hpctrain_device::{Activation, ActivationOps, Work};
+use hpctrain_device::{Activation, ActivationOps, KernelCost};
 
 /// √(2/π) and the cubic coefficient of GELU's tanh form.
 const GELU_SCALE: f32 = 0.797_884_6;
@@ -162,13 +162,13 @@ pub fn backward(threads: &Threads, f: Activation, x: &[f32], dy: &mut [f32]) {
 
 impl ActivationOps for Cpu {
     fn activation(&self, f: Activation, x: &[f32], y: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(Work::activation(f, x.len()));
+        let _launch = self.launched(KernelCost::activation(f, x.len()));
         forward(&self.threads, f, x, y);
         Ok(())
     }
 
     fn activation_backward(&self, f: Activation, x: &[f32], dy: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(Work::activation_backward(f, x.len()));
+        let _launch = self.launched(KernelCost::activation_backward(f, x.len()));
         backward(&self.threads, f, x, dy);
         Ok(())
     }

@@ -3,7 +3,7 @@
 //! Each (sequence, head) is one task. Queries go in blocks, whose scores lie transposed, a row of them for each key: so a
 //! vector has the scores of some queries for one key, and maxima and sums of the softmax are those of whole vectors. The
 //! scores of a block are kept until its output is summed; the backward computes them again from the saved
-//! log-denominators (Dao et al., "FlashAttention", 2022). All products are those of [`tile`](super::tile), which skip most of
+//! log-denominators (Dao et al., "FlashAttention", 2022). All products are those of [`tile`](super::small_gemm), which skip most of
 //! what the mask hides. A query's output has the same bits with any other queries in its block.
 
 use std::cell::RefCell;
@@ -17,11 +17,11 @@ use rayon::prelude::*;
 
 use super::Cpu;
 use super::math::{exp2s, max, vectors};
-use super::stream::prefetch;
+use super::nontemporal::prefetch;
+use super::small_gemm::{ByColumns, ByRows, COLUMNS, ROWS, Strip, pack, panels, products, turn, unpack, vectors_of};
 use super::threads::{Threads, list};
-use super::tile::{ByColumns, ByRows, COLUMNS, ROWS, Strip, pack, panels, products, turn, unpack, vectors_of};
 use hpctrain_base::error::Result;
-use hpctrain_device::{Attention, AttentionOps, Work};
+use hpctrain_device::{Attention, AttentionOps, KernelCost};
 
 /// Partial sums of a softmax's denominator, to which keys go in turn.
 const PARTS: usize = 4;
@@ -585,7 +585,7 @@ pub fn backward(
 
 impl AttentionOps for Cpu {
     fn attention(&self, shape: Attention, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(Work::attention(shape));
+        let _launch = self.launched(KernelCost::attention(shape));
         forward(&self.threads, shape, 0, qkv, y, lse);
         Ok(())
     }
@@ -598,7 +598,7 @@ impl AttentionOps for Cpu {
         y: &mut [f32],
         lse: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(Work::attention_from(shape, first));
+        let _launch = self.launched(KernelCost::attention_from(shape, first));
         forward(&self.threads, shape, first, qkv, y, lse);
         Ok(())
     }
@@ -612,7 +612,7 @@ impl AttentionOps for Cpu {
         dy: &[f32],
         dqkv: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(Work::attention_backward(shape));
+        let _launch = self.launched(KernelCost::attention_backward(shape));
         backward(&self.threads, shape, qkv, y, lse, dy, dqkv);
         Ok(())
     }

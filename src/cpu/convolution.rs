@@ -9,12 +9,12 @@ use rayon::prelude::*;
 
 use super::Cpu;
 use super::elementwise::{CHUNK, add_serial};
+use super::gemm::multiply;
+use super::im2col_pool::{fold_rows, unfold_rows};
 use super::matrix::{add_rows, matrix, matrix_mut};
-use super::product::multiply;
 use super::threads::Threads;
-use super::window::{fold_rows, unfold_rows};
 use hpctrain_base::error::Result;
-use hpctrain_device::{Backend, Convolution, ConvolutionOps, MemoryKind, Window, Work, ops};
+use hpctrain_device::{Backend, Convolution, ConvolutionOps, Im2colShape, KernelCost, MemoryKind, ops};
 
 /// Elements of an unfolded tile: 128 KiB.
 const TILE: usize = 1 << 15;
@@ -123,7 +123,7 @@ pub fn backward_weight(
 pub fn backward_input(threads: &Threads, s: Convolution, dy: &[f32], weight: &[f32], dx: &mut [f32]) {
     let (seen, tile) = (s.seen(), tile(s));
     assert!(dx.len() == s.window.elements() && dy.len() == s.window.rows() * s.filters, "{s:?}");
-    let image = Window { batch: 1, ..s.window };
+    let image = Im2colShape { batch: 1, ..s.window };
     let weight = matrix(weight, s.filters, seen);
     // Windows overlap: an image belongs to one task, tile after tile.
     threads.each(dy.par_chunks(image.rows() * s.filters).zip(dx.par_chunks_mut(image.elements())), |(dy, dx)| {
@@ -143,7 +143,7 @@ impl ConvolutionOps for Cpu {
         if !suits(shape) {
             return ops::convolution::forward(self, shape, x, weight, bias, y);
         }
-        let _launch = self.launched(Work::convolve(shape, bias.len()));
+        let _launch = self.launched(KernelCost::convolve(shape, bias.len()));
         forward(&self.threads, shape, x, weight, bias, y);
         Ok(())
     }
@@ -159,7 +159,7 @@ impl ConvolutionOps for Cpu {
         if !suits(shape) {
             return ops::convolution::backward_weight(self, shape, dy, x, dweight, dbias);
         }
-        let _launch = self.launched(Work::convolve_backward_weight(shape, dbias.len()));
+        let _launch = self.launched(KernelCost::convolve_backward_weight(shape, dbias.len()));
         let mut partial = self.alloc(MemoryKind::Activations, partial(shape))?;
         backward_weight(&self.threads, shape, dy, x, partial.as_mut_slice(), dweight, dbias);
         Ok(())
@@ -169,7 +169,7 @@ impl ConvolutionOps for Cpu {
         if !suits(shape) {
             return ops::convolution::backward_input(self, shape, dy, weight, dx);
         }
-        let _launch = self.launched(Work::convolve_backward_input(shape));
+        let _launch = self.launched(KernelCost::convolve_backward_input(shape));
         backward_input(&self.threads, shape, dy, weight, dx);
         Ok(())
     }

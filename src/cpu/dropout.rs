@@ -8,7 +8,7 @@ use super::math::simd;
 use super::threads::Threads;
 use hpctrain_base::error::Result;
 use hpctrain_base::random::Stream;
-use hpctrain_device::{Dropout, DropoutOps, Work};
+use hpctrain_device::{Dropout, DropoutOps, KernelCost};
 
 /// Blocks of random words that are computed side by side.
 const BLOCKS: usize = 64;
@@ -64,7 +64,7 @@ pub fn dropout(threads: &Threads, mask: Dropout, x: &mut [f32]) {
 
 impl DropoutOps for Cpu {
     fn dropout(&self, mask: Dropout, x: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(Work::dropout(x.len()));
+        let _launch = self.launched(KernelCost::dropout(x.len()));
         dropout(&self.threads, mask, x);
         Ok(())
     }

@@ -8,7 +8,7 @@ use super::Cpu;
 use super::math::{simd, to_bf16};
 use super::threads::Threads;
 use hpctrain_base::error::Result;
-use hpctrain_device::{ElementwiseOps, Work};
+use hpctrain_device::{ElementwiseOps, KernelCost};
 
 /// Elements of one task.
 pub const CHUNK: usize = 1 << 14;
@@ -100,30 +100,30 @@ pub fn squares(x: &[f32]) -> f64 {
 
 impl ElementwiseOps for Cpu {
     fn zero(&self, y: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(Work::zero(y.len()));
+        let _launch = self.launched(KernelCost::zero(y.len()));
         zero(&self.threads, y);
         Ok(())
     }
 
     fn copy(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(Work::copy(x.len()));
+        let _launch = self.launched(KernelCost::copy(x.len()));
         copy(&self.threads, x, y);
         Ok(())
     }
 
     fn add(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(Work::add(x.len()));
+        let _launch = self.launched(KernelCost::add(x.len()));
         add(&self.threads, x, y);
         Ok(())
     }
 
     fn sum(&self, x: &[f32]) -> Result<f64> {
-        let _launch = self.launched(Work::sum(x.len()));
+        let _launch = self.launched(KernelCost::sum(x.len()));
         Ok(x.iter().copied().map(f64::from).sum())
     }
 
     fn sum_squares(&self, x: &[f32]) -> Result<f64> {
-        let _launch = self.launched(Work::sum(x.len()));
+        let _launch = self.launched(KernelCost::sum(x.len()));
         Ok(sum_squares(&self.threads, x))
     }
 }

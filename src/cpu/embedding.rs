@@ -6,7 +6,7 @@ use super::math::simd;
 use super::threads::Threads;
 use super::{Cpu, CpuInts};
 use hpctrain_base::error::Result;
-use hpctrain_device::{EmbeddingOps, Work};
+use hpctrain_device::{EmbeddingOps, KernelCost};
 
 /// Rows of one task.
 const ROWS: usize = 64;
@@ -104,7 +104,7 @@ impl EmbeddingOps for Cpu {
         position_table: &[f32],
         y: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(Work::embedding(y.len(), position_table.len()));
+        let _launch = self.launched(KernelCost::embedding(y.len(), position_table.len()));
         forward(&self.threads, tokens, first, token_table, position_table, y);
         Ok(())
     }
@@ -117,7 +117,7 @@ impl EmbeddingOps for Cpu {
         dtoken_table: &mut [f32],
         dposition_table: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(Work::embedding_backward(dy.len(), dposition_table.len()));
+        let _launch = self.launched(KernelCost::embedding_backward(dy.len(), dposition_table.len()));
         backward(&self.threads, tokens, first, dy, dtoken_table, dposition_table);
         Ok(())
     }

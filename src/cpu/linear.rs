@@ -1,17 +1,17 @@
 //! Affine maps of rows, and their two backward products.
 
 use super::bf16::{self, Operand};
+use super::gemm::{multiply_across, multiply_parallel};
 use super::matrix::{add_rows, left, matrix, matrix_mut, right};
-use super::product::{multiply_across, multiply_parallel};
-use super::start::Start;
+use super::output_init::OutputInit;
 use super::threads::Threads;
 use super::{Cpu, Products};
 use hpctrain_base::error::Result;
-use hpctrain_device::{Gemm, Linear, LinearOps, Work};
+use hpctrain_device::{Gemm, KernelCost, Linear, LinearOps};
 
 /// Computes the product, and adds it to the bias, if there is one.
 pub fn gemm(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32], bias: &[f32]) {
-    let (c, start) = (matrix_mut(c, s.m, s.n), Start::new(s.acc, bias));
+    let (c, start) = (matrix_mut(c, s.m, s.n), OutputInit::new(s.acc, bias));
     if s.ta {
         assert_eq!(a.len(), s.k * s.m);
         multiply_across(threads, a, s.m, right(s, b), c, start, &mut []);
@@ -24,7 +24,7 @@ pub fn gemm(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32], bia
 /// operand are added to `sums`, if there are any.
 pub fn gemm_bf16(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32], bias: &[f32], sums: &mut [f32]) {
     let (left, right) = (Operand::new(a, s.m, s.k, s.ta), Operand::new(b, s.n, s.k, !s.tb));
-    bf16::multiply(threads, left, right, c, Start::new(s.acc, bias), sums);
+    bf16::multiply(threads, left, right, c, OutputInit::new(s.acc, bias), sums);
 }
 
 /// The product of [`hpctrain_device::LinearOps::linear`].
@@ -56,22 +56,22 @@ pub fn backward_weight(
 ) {
     assert_eq!(dy.len(), s.rows * s.outputs);
     let (x, dweight) = (matrix(x, s.rows, s.inputs), matrix_mut(dweight, s.outputs, s.inputs));
-    multiply_across(threads, dy, s.outputs, x, dweight, Start::new(add, &[]), dbias);
+    multiply_across(threads, dy, s.outputs, x, dweight, OutputInit::new(add, &[]), dbias);
 }
 
 impl LinearOps for Cpu {
     fn gemm(&self, shape: Gemm, a: &[f32], b: &[f32], c: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(Work::gemm(shape));
+        let _launch = self.launched(KernelCost::gemm(shape));
         self.product(shape, a, b, c, &[])
     }
 
     fn linear(&self, shape: Linear, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(Work::linear(shape, bias.len()));
+        let _launch = self.launched(KernelCost::linear(shape, bias.len()));
         self.weighed(forward(shape), x, weight, y, bias)
     }
 
     fn linear_backward_input(&self, shape: Linear, dy: &[f32], weight: &[f32], dx: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(Work::linear_backward_input(shape));
+        let _launch = self.launched(KernelCost::linear_backward_input(shape));
         self.weighed(backward_input(shape), dy, weight, dx, &[])
     }
 
@@ -84,7 +84,7 @@ impl LinearOps for Cpu {
         dbias: &mut [f32],
         add: bool,
     ) -> Result<()> {
-        let _launch = self.launched(Work::linear_backward_weight(shape, dbias.len(), add));
+        let _launch = self.launched(KernelCost::linear_backward_weight(shape, dbias.len(), add));
         match self.products {
             Products::Own => backward_weight(&self.threads, shape, dy, x, dweight, dbias, add),
             Products::OwnBf16 => {
@@ -99,7 +99,7 @@ impl LinearOps for Cpu {
     }
 
     fn linear_backward_bias(&self, rows: usize, dy: &[f32], dbias: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(Work::linear_backward_bias(rows, dbias.len()));
+        let _launch = self.launched(KernelCost::linear_backward_bias(rows, dbias.len()));
         add_rows(&self.threads, dy, dbias.len(), dbias);
         Ok(())
     }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use bytemuck::{Pod, Zeroable};
 
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{Ledger, MemoryKind, readable};
+use hpctrain_device::{MemoryKind, MemoryStats, readable};
 
 /// One cache line; makes every buffer aligned to it.
 #[repr(C, align(64))]
@@ -23,7 +23,7 @@ const LINE: usize = 16;
 #[derive(Default)]
 pub struct Pool {
     free: Mutex<Vec<Vec<Line>>>,
-    pub(super) ledger: Ledger,
+    pub(super) ledger: MemoryStats,
 }
 
 impl Pool {

@@ -3,55 +3,57 @@
 mod activation;
 mod attention;
 mod bf16;
-mod channel;
-mod classifier;
-mod columns;
+mod channel_norm;
+mod checksum;
 mod convolution;
-mod cut;
-mod digest;
+mod cross_entropy;
+mod dot_interaction;
 mod dropout;
 mod elementwise;
 mod embedding;
-mod in_place;
-mod kept;
+mod gemm;
+mod gemm_blocking;
+mod im2col_pool;
 mod linear;
 mod math;
 mod matrix;
 mod memory;
+mod nontemporal;
 mod norm;
 mod onednn;
 mod optimizer;
-mod pairs;
-mod panels;
+mod output_init;
+mod packed_cache;
+mod packed_matrix;
 mod peak;
-mod product;
 mod recorded_peak;
-mod regression;
+mod regression_loss;
 mod rotary;
+mod sgemm;
+mod small_gemm;
 mod softmax;
-mod start;
-mod stream;
+mod strided_copy;
 #[cfg(test)]
 mod suite;
 mod swiglu;
 mod threads;
-mod tile;
 mod transpose;
-mod window;
 
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{Backend, Event, Gemm, Kernels, Launch, Ledger, MemoryKind, Profile, Reach, Work};
+use hpctrain_device::{
+    Backend, CommBuffer, Event, Gemm, KernelCost, Kernels, Launch, MemoryKind, MemoryStats, Profile,
+};
 
 pub use elementwise::add_serial;
 pub use memory::{CpuBuf, CpuInts};
-pub use stream::copy_for_another_core;
+pub use nontemporal::copy_for_another_core;
 pub use threads::Threads;
 
-use start::Start;
+use output_init::OutputInit;
 
 /// Peak rates of a machine, per second.
 #[derive(Debug, Clone, Copy)]
@@ -113,7 +115,7 @@ pub struct Cpu {
     threads: Arc<Threads>,
     profile: Profile,
     products: Products,
-    kept: Arc<kept::Kept>,
+    kept: Arc<packed_cache::PackedCache>,
 }
 
 impl Cpu {
@@ -124,7 +126,7 @@ impl Cpu {
 
     /// As [`Cpu::new`]; its kernels count in the profile of another backend.
     pub fn profiled(threads: usize, profile: Profile) -> Self {
-        product::configure();
+        gemm::configure();
         let threads = Arc::new(Threads::new(threads));
         Self { pool: Arc::default(), threads, profile, products: Products::Own, kept: Arc::default() }
     }
@@ -218,7 +220,7 @@ impl Cpu {
         };
         match panels {
             Some(panels) => {
-                let (y, start) = (matrix::matrix_mut(y, s.m, s.n), Start::new(s.acc, bias));
+                let (y, start) = (matrix::matrix_mut(y, s.m, s.n), OutputInit::new(s.acc, bias));
                 panels.multiply(&self.threads, matrix::left(s, x), y, start);
                 Ok(())
             }
@@ -241,7 +243,7 @@ impl Cpu {
     }
 
     /// A kernel begins; it ends where the returned value is dropped.
-    fn launched(&self, work: Work) -> Launch<'_, impl Fn()> {
+    fn launched(&self, work: KernelCost) -> Launch<'_, impl Fn()> {
         self.profile.launch(size_of::<f32>(), || (), work)
     }
 }
@@ -260,7 +262,7 @@ impl Backend for Cpu {
     const WORKSPACE: usize = 0;
 
     type Buf = CpuBuf;
-    type Ints = CpuInts;
+    type IndexBuf = CpuInts;
     type Scalar = f64;
     type View<'a> = &'a [f32];
     type ViewMut<'a> = &'a mut [f32];
@@ -273,7 +275,7 @@ impl Backend for Cpu {
         self.pool.take(what, len)
     }
 
-    fn computes_narrow(&self) -> bool {
+    fn has_master_weights(&self) -> bool {
         false
     }
 
@@ -283,7 +285,7 @@ impl Backend for Cpu {
     }
 
     fn download(&self, from: &[f32], host: &mut [f32]) -> Result<()> {
-        stream::copy(from, host);
+        nontemporal::copy(from, host);
         Ok(())
     }
 
@@ -299,7 +301,7 @@ impl Backend for Cpu {
         ints.len()
     }
 
-    fn part_of_ints(ints: &CpuInts, range: Range<usize>) -> CpuInts {
+    fn slice_indices(ints: &CpuInts, range: Range<usize>) -> CpuInts {
         ints.part(range)
     }
 
@@ -323,7 +325,7 @@ impl Backend for Cpu {
         buf.len()
     }
 
-    fn cut(view: Self::View<'_>, at: usize) -> (Self::View<'_>, Self::View<'_>) {
+    fn split_at(view: Self::View<'_>, at: usize) -> (Self::View<'_>, Self::View<'_>) {
         view.split_at(at)
     }
 
@@ -331,31 +333,31 @@ impl Backend for Cpu {
         view.split_at_mut(at)
     }
 
-    fn reach(buf: &mut CpuBuf, range: Range<usize>) -> Result<Reach<'_>> {
-        Ok(Reach::Host(&mut buf.as_mut_slice()[range]))
+    fn comm_buffer(buf: &mut CpuBuf, range: Range<usize>) -> Result<CommBuffer<'_>> {
+        Ok(CommBuffer::Host(&mut buf.as_mut_slice()[range]))
     }
 
-    fn stamp(_: &CpuBuf) -> Result<Option<Box<dyn Event>>> {
+    fn record_event(_: &CpuBuf) -> Result<Option<Box<dyn Event>>> {
         Ok(None)
     }
 
-    fn reuse(&self, parameters: &[f32]) {
+    fn begin_weight_reuse(&self, parameters: &[f32]) {
         self.kept.announce(parameters);
     }
 
-    fn end_reuse(&self) {
+    fn end_weight_reuse(&self) {
         self.kept.clear();
     }
 
     fn reuse_bytes(elements: usize, rows: usize) -> usize {
-        kept::bytes(elements, rows)
+        packed_cache::bytes(elements, rows)
     }
 
     fn trim(&self) {
         self.pool.trim();
     }
 
-    fn ledger(&self) -> &Ledger {
+    fn ledger(&self) -> &MemoryStats {
         &self.pool.ledger
     }
 

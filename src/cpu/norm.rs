@@ -6,7 +6,7 @@ use super::Cpu;
 use super::math::{LANES, simd, sum};
 use super::threads::{Threads, with_chunks};
 use hpctrain_base::error::Result;
-use hpctrain_device::{Norm, NormOps, Work};
+use hpctrain_device::{KernelCost, Norm, NormOps};
 
 /// Rows of one task.
 const ROWS: usize = 32;
@@ -205,7 +205,7 @@ impl NormOps for Cpu {
         y: &mut [f32],
         stats: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(Work::norm(shape, bias.len()));
+        let _launch = self.launched(KernelCost::norm(shape, bias.len()));
         forward(&self.threads, shape, x, weight, bias, y, stats);
         Ok(())
     }
@@ -220,7 +220,7 @@ impl NormOps for Cpu {
         y: &mut [f32],
         stats: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(Work::add_norm(shape, bias.len()));
+        let _launch = self.launched(KernelCost::add_norm(shape, bias.len()));
         add_forward(&self.threads, shape, x, stream, weight, bias, y, stats);
         Ok(())
     }
@@ -236,7 +236,7 @@ impl NormOps for Cpu {
         dweight: &mut [f32],
         dbias: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(Work::norm_backward(shape, dbias.len()));
+        let _launch = self.launched(KernelCost::norm_backward(shape, dbias.len()));
         backward(&self.threads, shape, dy, x, weight, stats, dx, dweight, dbias);
         Ok(())
     }

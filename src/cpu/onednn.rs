@@ -22,9 +22,9 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 
+use super::gemm::each_part;
 use super::matrix::{left, matrix_mut, right};
-use super::product::each_part;
-use super::start::Start;
+use super::output_init::OutputInit;
 use super::threads::Threads;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::Gemm;
@@ -485,7 +485,7 @@ fn multiply_part<T: Operand>(
 /// # Errors
 /// The library is not there, or failed.
 pub fn multiply<T: Operand>(threads: &Threads, s: Gemm, a: &[T], b: &[T], c: &mut [f32], bias: &[f32]) -> Result<()> {
-    let (a, b, start) = (left(s, a), right(s, b), Start::new(s.acc, bias));
+    let (a, b, start) = (left(s, a), right(s, b), OutputInit::new(s.acc, bias));
     let failed = Mutex::new(None);
     each_part(threads, matrix_mut(c, s.m, s.n), s.k, [false, false], |rows, columns, mut c| {
         let acc = start.of(columns.clone()).written(c.view_mut());

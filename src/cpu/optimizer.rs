@@ -3,13 +3,13 @@
 use rayon::prelude::*;
 
 use super::Cpu;
-use super::digest::{Counts, Unwatched, Watch, Watched, audited};
+use super::checksum::{Counts, Unwatched, Watch, Watched, audited};
 use super::elementwise::{SQUARES_CHUNK, squares, sum_chunks};
 use super::math::simd;
 use super::threads::Threads;
 use hpctrain_base::error::Result;
-use hpctrain_device::ops::digest::CHUNK;
-use hpctrain_device::{AdamW, Audit, Elements, Elementwise, OptimizerOps, Sgd, Work};
+use hpctrain_device::ops::checksum::CHUNK;
+use hpctrain_device::{AdamW, Audit, Elements, Elementwise, KernelCost, OptimizerOps, Sgd};
 
 /// One pass over a gradient and the `N` buffers that an update changes, all of one length.
 fn pass<const N: usize>(
@@ -272,14 +272,14 @@ impl OptimizerOps for Cpu {
         copy: Option<&mut [f32]>,
         audit: Option<&mut Audit<f64>>,
     ) -> Result<()> {
-        let _launch = self.launched(Work::adamw(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
+        let _launch = self.launched(KernelCost::adamw(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
         audited(audit, |counts| adamw(&self.threads, update, grad, [m, v, &mut *p], counts));
         self.copied(p, copy);
         Ok(())
     }
 
     fn adamw_step_squares(&self, update: AdamW, grad: &[f32], m: &[f32], v: &[f32], p: &[f32]) -> Result<f64> {
-        let _launch = self.launched(Work::adamw_step_squares(grad.len()));
+        let _launch = self.launched(KernelCost::adamw_step_squares(grad.len()));
         Ok(adamw_step_squares(&self.threads, update, grad, m, v, p))
     }
 
@@ -292,7 +292,7 @@ impl OptimizerOps for Cpu {
         copy: Option<&mut [f32]>,
         audit: Option<&mut Audit<f64>>,
     ) -> Result<()> {
-        let _launch = self.launched(Work::sgd(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
+        let _launch = self.launched(KernelCost::sgd(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
         audited(audit, |counts| sgd(&self.threads, update, grad, [m, &mut *p], counts));
         self.copied(p, copy);
         Ok(())
@@ -306,7 +306,7 @@ impl OptimizerOps for Cpu {
         copy: Option<&mut [f32]>,
         audit: Option<&mut Audit<f64>>,
     ) -> Result<()> {
-        let _launch = self.launched(Work::approach(x.len(), copy.as_ref().map_or(0, |copy| copy.len())));
+        let _launch = self.launched(KernelCost::approach(x.len(), copy.as_ref().map_or(0, |copy| copy.len())));
         audited(audit, |counts| approach(&self.threads, rate, x, y, counts));
         self.copied(y, copy);
         Ok(())
@@ -322,7 +322,8 @@ impl OptimizerOps for Cpu {
         copy: Option<&mut [f32]>,
         audit: Option<&mut Audit<f64>>,
     ) -> Result<()> {
-        let _launch = self.launched(Work::elements(update, grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
+        let _launch =
+            self.launched(KernelCost::elements(update, grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
         audited(audit, |counts| elements(&self.threads, update, grad, [first, second, &mut *p], counts));
         self.copied(p, copy);
         Ok(())

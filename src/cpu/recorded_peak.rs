@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::private;
+use hpctrain_base::user_dirs;
 
 /// Name of the file in the user's cache directory.
 const FILE: &str = "cpu-peaks.json";
@@ -30,8 +30,8 @@ struct Peak {
 /// Records the peak of `threads` threads in FLOP/s, in place of an earlier one; returns the file.
 pub(super) fn record(format: &str, flops: f64, threads: usize) -> Result<PathBuf> {
     let mut refused = None;
-    for (root, name) in private::cache_roots() {
-        let written = private::below(&root, &[&name])
+    for (root, name) in user_dirs::cache_roots() {
+        let written = user_dirs::below(&root, &[&name])
             .and_then(|directory| record_in(&directory.join(FILE), &kind_of_cpu(), format, flops, threads));
         match written {
             Ok(file) => return Ok(file),
@@ -56,8 +56,8 @@ fn record_in(file: &Path, cpu: &str, format: &str, flops: f64, threads: usize) -
 /// The recorded peak of `threads` threads of this CPU in FLOP/s.
 pub(super) fn find(format: &str, threads: usize) -> Option<f64> {
     let cpu = kind_of_cpu();
-    let files = private::cache_roots().into_iter().map(|(root, name)| root.join(name).join(FILE));
-    files.filter(|file| private::is_mine(file)).find_map(|file| find_in(&file, &cpu, format, threads))
+    let files = user_dirs::cache_roots().into_iter().map(|(root, name)| root.join(name).join(FILE));
+    files.filter(|file| user_dirs::is_mine(file)).find_map(|file| find_in(&file, &cpu, format, threads))
 }
 
 fn find_in(file: &Path, cpu: &str, format: &str, threads: usize) -> Option<f64> {

@@ -6,7 +6,7 @@ use super::Cpu;
 use super::math::simd;
 use super::threads::Threads;
 use hpctrain_base::error::Result;
-use hpctrain_device::{Rotary, RotaryOps, Work};
+use hpctrain_device::{KernelCost, Rotary, RotaryOps};
 
 /// Rows of one task.
 const ROWS: usize = 16;
@@ -36,7 +36,7 @@ pub fn rotary(threads: &Threads, s: Rotary, table: &[f32], x: &mut [f32]) {
 
 impl RotaryOps for Cpu {
     fn rotary(&self, shape: Rotary, table: &[f32], x: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(Work::rotary(shape.batch * shape.time * shape.heads * shape.head_width));
+        let _launch = self.launched(KernelCost::rotary(shape.batch * shape.time * shape.heads * shape.head_width));
         rotary(&self.threads, shape, table, x);
         Ok(())
     }

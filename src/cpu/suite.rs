@@ -3,7 +3,7 @@
 use hpctrain_device_tests::common::{Results, bits, random};
 use hpctrain_device_tests::each_operation;
 
-use hpctrain_device::{Backend as _, ElementwiseOps as _, Tally};
+use hpctrain_device::{Backend as _, ElementwiseOps as _, KernelStats};
 
 use crate::{Cpu, Products};
 
@@ -81,7 +81,7 @@ fn launches_are_counted_while_it_records() {
     cpu.add(&x[1..], &mut y[1..]).unwrap();
     let tallies = cpu.profile().take();
     assert_eq!(tallies.keys().collect::<Vec<_>>(), [&("add", [99, 0, 0, 0]), &("add", [100, 0, 0, 0])]);
-    let Tally { calls, seconds, fastest, flops, bytes } = tallies[&("add", [100, 0, 0, 0])];
+    let KernelStats { calls, seconds, fastest, flops, bytes } = tallies[&("add", [100, 0, 0, 0])];
     assert_eq!((calls, flops, bytes), (2, 0.0, 2400.0));
     assert!(fastest > 0.0 && seconds >= 2.0 * fastest);
     assert!(cpu.profile().take().is_empty());

@@ -1,12 +1,12 @@
 //! Attention: launches of `attention.cu` and `attention_backward.cu`, whose comments hold the formulas used here.
 
 use super::Cuda;
-use super::grid::Grid;
 use super::launch::Arg;
+use super::launch_dims::Grid;
 use super::memory::{Element, View, ViewMut};
-use super::program::Variant;
+use super::nvrtc::Variant;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{Attention, AttentionOps, Backend, ElementwiseOps, MemoryKind, Work};
+use hpctrain_device::{Attention, AttentionOps, Backend, ElementwiseOps, KernelCost, MemoryKind};
 
 /// Widest head that the kernels are made for.
 const WIDEST_HEAD: usize = 256;
@@ -113,7 +113,7 @@ impl Cuda {
 
 impl AttentionOps for Cuda {
     fn attention(&self, shape: Attention, qkv: View<'_>, y: ViewMut<'_>, lse: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(Work::attention(shape));
+        let _launch = self.launched(KernelCost::attention(shape));
         self.attend(shape, qkv, &y, &lse)
     }
 
@@ -126,7 +126,7 @@ impl AttentionOps for Cuda {
         y: ViewMut<'_>,
         lse: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(Work::attention_from(shape, first));
+        let _launch = self.launched(KernelCost::attention_from(shape, first));
         let Attention { time, heads, head_width, .. } = shape;
         let mut all = self.alloc(MemoryKind::Activations, time * heads * head_width)?;
         let mut of_all = self.alloc_f32(MemoryKind::Activations, heads * time)?;
@@ -150,7 +150,7 @@ impl AttentionOps for Cuda {
         dy: View<'_>,
         dqkv: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(Work::attention_backward(shape));
+        let _launch = self.launched(KernelCost::attention_backward(shape));
         self.attend_backward(shape, qkv, y, lse, dy, &dqkv)
     }
 }

@@ -1,15 +1,15 @@
 //! Dropout.
 
 use super::Cuda;
-use super::grid::Grid;
 use super::launch::Arg;
+use super::launch_dims::Grid;
 use super::memory::ViewMut;
 use hpctrain_base::error::Result;
-use hpctrain_device::{Dropout, DropoutOps, Work};
+use hpctrain_device::{Dropout, DropoutOps, KernelCost};
 
 impl DropoutOps for Cuda {
     fn dropout(&self, mask: Dropout, x: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(Work::dropout(x.len));
+        let _launch = self.launched(KernelCost::dropout(x.len));
         if mask.rate == 0.0 {
             return Ok(());
         }

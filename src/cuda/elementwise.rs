@@ -1,11 +1,11 @@
 //! Fills, copies, sums.
 
-use super::grid::Grid;
 use super::launch::Arg;
+use super::launch_dims::Grid;
 use super::memory::{Element, View, ViewMut};
 use super::{Cuda, Scalar};
 use hpctrain_base::error::Result;
-use hpctrain_device::{ElementwiseOps, Work};
+use hpctrain_device::{ElementwiseOps, KernelCost};
 
 impl Cuda {
     fn sum_of(&self, x: View<'_>, squares: bool) -> Result<Scalar> {
@@ -30,29 +30,29 @@ impl Cuda {
 
 impl ElementwiseOps for Cuda {
     fn zero(&self, y: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(Work::zero(y.len));
+        let _launch = self.launched(KernelCost::zero(y.len));
         self.clear(&y)
     }
 
     fn copy(&self, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(Work::copy(x.len));
+        let _launch = self.launched(KernelCost::copy(x.len));
         self.convert(x, &y)
     }
 
     fn add(&self, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(Work::add(x.len));
+        let _launch = self.launched(KernelCost::add(x.len));
         assert!(x.len == y.len && x.element == y.element, "a sum");
         let name = if x.element == Element::F32 { "add_f32" } else { "add" };
         self.launch("add.cu", name, Grid::over(x.len.div_ceil(8)), &[x.into(), (&y).into(), Arg::long(x.len)])
     }
 
     fn sum(&self, x: View<'_>) -> Result<Scalar> {
-        let _launch = self.launched(Work::sum(x.len));
+        let _launch = self.launched(KernelCost::sum(x.len));
         self.sum_of(x, false)
     }
 
     fn sum_squares(&self, x: View<'_>) -> Result<Scalar> {
-        let _launch = self.launched(Work::sum(x.len));
+        let _launch = self.launched(KernelCost::sum(x.len));
         self.sum_of(x, true)
     }
 }

@@ -1,10 +1,10 @@
 //! Tables of tokens and positions.
 
-use super::grid::Grid;
+use super::launch_dims::Grid;
 use super::memory::{View, ViewMut};
 use super::{Cuda, CudaInts};
 use hpctrain_base::error::Result;
-use hpctrain_device::{Backend, EmbeddingOps, Work};
+use hpctrain_device::{Backend, EmbeddingOps, KernelCost};
 
 impl EmbeddingOps for Cuda {
     fn embedding(
@@ -15,7 +15,7 @@ impl EmbeddingOps for Cuda {
         position_table: View<'_>,
         y: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(Work::embedding(y.len, position_table.len));
+        let _launch = self.launched(KernelCost::embedding(y.len, position_table.len));
         let rows = tokens.len();
         let width = y.len / rows.max(1);
         let time = position_table.len / width.max(1);
@@ -34,7 +34,7 @@ impl EmbeddingOps for Cuda {
         dtoken_table: ViewMut<'_>,
         dposition_table: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(Work::embedding_backward(dy.len, dposition_table.len));
+        let _launch = self.launched(KernelCost::embedding_backward(dy.len, dposition_table.len));
         let rows = tokens.len();
         let width = dy.len / rows.max(1);
         let time = dposition_table.len / width.max(1);

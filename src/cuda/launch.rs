@@ -4,10 +4,10 @@ use std::ffi::c_void;
 
 use cudarc::driver::result::launch_kernel;
 
-use super::grid::Grid;
+use super::launch_dims::Grid;
 use super::libraries::check;
 use super::memory::{Element, View, ViewMut};
-use super::program::Variant;
+use super::nvrtc::Variant;
 use super::{Cuda, CudaInts};
 use hpctrain_base::error::Result;
 

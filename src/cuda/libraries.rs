@@ -6,7 +6,7 @@ use std::ffi::CStr;
 
 use cudarc::driver;
 
-use super::toolkit;
+use super::library_versions;
 use hpctrain_base::error::{Error, Result};
 
 /// The oldest driver that runs kernels compiled here, as `cuDriverGetVersion` counts: CUDA 12.0.
@@ -55,7 +55,7 @@ pub fn driver() -> Result<String> {
 /// # Errors
 /// The library is not there, or too new for the driver.
 pub fn nvrtc() -> Result<String> {
-    Ok(toolkit::nvrtc()?.version())
+    Ok(library_versions::nvrtc()?.version())
 }
 
 /// cuBLASLt's version, such as `13.0`.
@@ -63,7 +63,7 @@ pub fn nvrtc() -> Result<String> {
 /// # Errors
 /// As [`nvrtc()`].
 pub fn cublaslt() -> Result<String> {
-    Ok(toolkit::cublaslt()?.version())
+    Ok(library_versions::cublaslt()?.version())
 }
 
 /// The driver's text of an error: `CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected`.

@@ -1,10 +1,10 @@
 //! Products of matrices, and affine maps of rows.
 
+use super::matmul_desc::{BIAS_ALIGNMENT, Epilogue, Matrix, Product};
 use super::memory::{Element, View, ViewMut};
-use super::product::{BIAS_ALIGNMENT, Epilogue, Matrix, Product};
 use super::{Cuda, CudaBuf};
 use hpctrain_base::error::Result;
-use hpctrain_device::{Activation, ActivationOps, Gemm, Linear, LinearOps, MemoryKind, Work};
+use hpctrain_device::{Activation, ActivationOps, Gemm, KernelCost, Linear, LinearOps, MemoryKind};
 
 /// Whether a product can keep the input of its GELU there: cuBLASLt does so in bf16, in rows that are aligned.
 fn keeps_gelu(width: usize, kept: View<'_>) -> bool {
@@ -65,12 +65,12 @@ impl Cuda {
 
 impl LinearOps for Cuda {
     fn gemm(&self, shape: Gemm, a: View<'_>, b: View<'_>, c: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(Work::gemm(shape));
+        let _launch = self.launched(KernelCost::gemm(shape));
         self.run(&product(shape, a, b, &c, Epilogue::None))
     }
 
     fn linear(&self, shape: Linear, x: View<'_>, weight: View<'_>, bias: View<'_>, y: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(Work::linear(shape, bias.len));
+        let _launch = self.launched(KernelCost::linear(shape, bias.len));
         let Linear { rows, inputs, outputs, stride } = shape;
         let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: false };
         let bias = self.bias(bias)?;
@@ -87,7 +87,7 @@ impl LinearOps for Cuda {
         more: View<'_>,
         y: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(Work::linear_add(shape, bias.len));
+        let _launch = self.launched(KernelCost::linear_add(shape, bias.len));
         let Linear { rows, inputs, outputs, .. } = shape;
         assert!(more.len == y.len && more.element == y.element, "a sum of {} and {} elements", more.len, y.len);
         let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: true };
@@ -101,7 +101,7 @@ impl LinearOps for Cuda {
     }
 
     fn linear_backward_input(&self, shape: Linear, dy: View<'_>, weight: View<'_>, dx: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(Work::linear_backward_input(shape));
+        let _launch = self.launched(KernelCost::linear_backward_input(shape));
         let Linear { rows, inputs, outputs, stride } = shape;
         let gemm = Gemm { m: rows, n: inputs, k: outputs, ta: false, tb: false, acc: false };
         self.run(&strided(gemm, [stride, inputs, inputs], dy, weight, &dx, Epilogue::None))
@@ -123,7 +123,7 @@ impl LinearOps for Cuda {
             let epilogue = Epilogue::Gelu { bias: own.pointer, kept: h.pointer };
             let fused = product(gemm, x, weight, &y, epilogue);
             if self.0.matmul.knows(&fused)? {
-                let _launch = self.launched(Work::linear_gelu(shape, bias.len));
+                let _launch = self.launched(KernelCost::linear_gelu(shape, bias.len));
                 return self.run(&fused);
             }
         }
@@ -144,7 +144,7 @@ impl LinearOps for Cuda {
             let gemm = Gemm { m: rows, n: inputs, k: outputs, ta: false, tb: false, acc: false };
             let fused = product(gemm, dy, weight, &dh, Epilogue::GeluBackward { kept: h.pointer });
             if self.0.matmul.knows(&fused)? {
-                let _launch = self.launched(Work::linear_gelu_backward_input(shape));
+                let _launch = self.launched(KernelCost::linear_gelu_backward_input(shape));
                 return self.run(&fused);
             }
         }
@@ -161,7 +161,7 @@ impl LinearOps for Cuda {
         dbias: ViewMut<'_>,
         add: bool,
     ) -> Result<()> {
-        let _launch = self.launched(Work::linear_backward_weight(shape, dbias.len, add));
+        let _launch = self.launched(KernelCost::linear_backward_weight(shape, dbias.len, add));
         let Linear { rows, inputs, outputs, stride } = shape;
         let gemm = Gemm { m: outputs, n: inputs, k: rows, ta: true, tb: false, acc: add };
         self.run(&strided(gemm, [stride, inputs, inputs], dy, x, &dweight, Epilogue::None))?;
@@ -173,7 +173,7 @@ impl LinearOps for Cuda {
     }
 
     fn linear_backward_bias(&self, rows: usize, dy: View<'_>, dbias: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(Work::linear_backward_bias(rows, dbias.len));
+        let _launch = self.launched(KernelCost::linear_backward_bias(rows, dbias.len));
         self.add_columns(dy, rows, &dbias)
     }
 }

@@ -10,9 +10,9 @@ use cudarc::cublaslt::sys;
 use cudarc::driver::CudaContext;
 
 use super::libraries::check;
+use super::library_versions::{self, CublasLt};
+use super::matmul_desc::{BEST_ALIGNMENT, BIAS_ALIGNMENT, Epilogue, Product};
 use super::memory::Element;
-use super::product::{BEST_ALIGNMENT, BIAS_ALIGNMENT, Epilogue, Product};
-use super::toolkit::{self, CublasLt};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Algorithm, Chosen, ProductKind};
 
@@ -82,7 +82,7 @@ impl Matmul {
     /// # Errors
     /// The library is not there, or fails.
     pub fn new(context: &Arc<CudaContext>, arithmetic: Arithmetic) -> Result<Self> {
-        let library = &toolkit::cublaslt()?.functions;
+        let library = &library_versions::cublaslt()?.functions;
         check("be chosen", context.bind_to_thread())?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: writes the handle.

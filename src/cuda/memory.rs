@@ -4,10 +4,10 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::device_copies::Lines;
+use super::device_memcpy::CopyStreams;
 use super::pool::Piece;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{Event, Reach, Span};
+use hpctrain_device::{CommBuffer, Event, Span};
 
 /// Element type of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -38,7 +38,7 @@ pub struct CudaBuf {
     piece: Piece,
     len: usize,
     element: Element,
-    lines: Arc<Lines>,
+    lines: Arc<CopyStreams>,
     /// Elements that lie before it in its piece: tests look at windows that begin anywhere.
     #[cfg(test)]
     lead: usize,
@@ -74,7 +74,7 @@ impl CudaBuf {
     }
 
     /// A buffer of `len` elements in `piece`, which messages reach by `lines`.
-    pub(super) fn new(piece: Piece, len: usize, element: Element, lines: &Arc<Lines>) -> Self {
+    pub(super) fn new(piece: Piece, len: usize, element: Element, lines: &Arc<CopyStreams>) -> Self {
         Self {
             piece,
             len,
@@ -89,7 +89,7 @@ impl CudaBuf {
     ///
     /// # Errors
     /// The range cuts a word of four bytes, or the device failed.
-    pub(super) fn reach(&mut self, range: Range<usize>) -> Result<Reach<'_>> {
+    pub(super) fn reach(&mut self, range: Range<usize>) -> Result<CommBuffer<'_>> {
         let to_words = |elements: usize| (elements * self.element.size()).div_ceil(size_of::<f32>());
         let is_whole = |at: usize| at == self.len || (at * self.element.size()).is_multiple_of(size_of::<f32>());
         if !is_whole(range.start) || !is_whole(range.end) {
@@ -101,7 +101,7 @@ impl CudaBuf {
         // borrow; it is not of the stream-ordered allocator, so MPI may open it.
         let span = unsafe { Span::new(address, words) };
         self.lines.bind()?;
-        Ok(Reach::Device(span, self.lines.copies()))
+        Ok(CommBuffer::Device(span, self.lines.copies()))
     }
 
     /// Done when the kernels queued so far are.

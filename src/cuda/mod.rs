@@ -24,46 +24,46 @@
 
 mod activation;
 mod attention;
-mod channel;
-mod classifier;
-mod columns;
+mod channel_norm;
+mod checksum;
 mod convolution;
+mod cross_entropy;
 mod device;
-mod device_copies;
-mod digest;
+mod device_memcpy;
+mod dot_interaction;
 mod dropout;
 mod elementwise;
 mod embedding;
 mod event;
-mod grid;
-mod ints;
-mod journal;
+mod im2col_pool;
+mod index_upload;
 mod launch;
+mod launch_dims;
 pub mod libraries;
+mod library_versions;
 mod linear;
 mod matmul;
+mod matmul_desc;
+mod matmul_tuning;
 mod memory;
 pub mod nccl;
 mod norm;
+pub mod nvrtc;
 mod optimizer;
-mod pairs;
 mod peak;
 mod pinned;
+mod placement_log;
 mod pool;
-mod product;
-pub mod program;
-mod regression;
+mod reduce;
+mod regression_loss;
 mod rotary;
 mod scalar;
 mod softmax;
 mod streams;
+mod strided_copy;
 #[cfg(test)]
 mod suite;
-mod sums;
 mod swiglu;
-mod toolkit;
-mod tuning;
-mod window;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -74,22 +74,23 @@ use half::slice::HalfFloatSliceExt;
 
 use hpctrain_base::error::Result;
 use hpctrain_device::{
-    Backend, ComputeOrderedCopies, Event, Kernels, Launch, Ledger, MemoryKind, ProductAlgorithms, Profile, Reach, Work,
+    Backend, CommBuffer, ComputeOrderedCopies, Event, KernelCost, Kernels, Launch, MemoryKind, MemoryStats,
+    ProductAlgorithms, Profile,
 };
-use journal::Journal;
 use libraries::check;
 use matmul::Matmul;
 use memory::Element;
+use nvrtc::KernelModules;
+use placement_log::PlacementLog;
 use pool::{Piece, Pool};
-use program::Programs;
 
 pub use device::{Device, devices};
-pub use ints::CudaInts;
+pub use index_upload::CudaInts;
 pub use matmul::Arithmetic;
 #[cfg(test)]
 pub use memory::lead;
 pub use memory::{CudaBuf, View, ViewMut};
-pub use pool::Allotment;
+pub use pool::PoolBudget;
 pub use scalar::Scalar;
 
 /// Number formats of a rank's arithmetic.
@@ -107,18 +108,18 @@ pub struct Cuda(Arc<Inner>);
 
 struct Inner {
     device: Device,
-    journal: Journal,
+    journal: PlacementLog,
     precision: Precision,
     /// The stream of the kernels.
     compute: Arc<CudaStream>,
     pool: Arc<Pool>,
-    programs: Arc<Programs>,
-    lines: Arc<device_copies::Lines>,
+    programs: Arc<KernelModules>,
+    lines: Arc<device_memcpy::CopyStreams>,
     matmul: Matmul,
     /// Scratch of matrix products.
     workspace: Piece,
     scalars: Arc<scalar::Scalars>,
-    intake: Arc<ints::Intake>,
+    intake: Arc<index_upload::IndexUploader>,
     profile: Profile,
 }
 
@@ -128,7 +129,7 @@ impl Cuda {
     /// # Errors
     /// A library is not there, the device cannot compute in this precision, or has less memory.
     pub fn new(device: &Device, bytes: usize, precision: Precision) -> Result<Self> {
-        Self::with_journal(device, Allotment { bytes, grows: false }, precision, false)
+        Self::with_journal(device, PoolBudget { bytes, grows: false }, precision, false)
     }
 
     /// As [`Cuda::new`], also with memory that grows; with `placement`, buffers, kernels and products on the device are logged,
@@ -136,7 +137,7 @@ impl Cuda {
     ///
     /// # Errors
     /// As [`Cuda::new`].
-    pub fn with_journal(device: &Device, memory: Allotment, precision: Precision, placement: bool) -> Result<Self> {
+    pub fn with_journal(device: &Device, memory: PoolBudget, precision: Precision, placement: bool) -> Result<Self> {
         device.check_precision(precision)?;
         let context = device.context()?;
         // SAFETY: buffers here are never cudarc's slices, whose reuse the events would guard.
@@ -147,18 +148,18 @@ impl Cuda {
             Precision::Bf16 => Arithmetic::Full,
         };
         let (programs, matmul) =
-            (Arc::new(Programs::new(context, device.architecture())?), Matmul::new(context, arithmetic)?);
+            (Arc::new(KernelModules::new(context, device.architecture())?), Matmul::new(context, arithmetic)?);
         let pool = Pool::new(context, memory)?;
         Ok(Self(Arc::new(Inner {
             device: device.clone(),
-            journal: Journal::new(format!("{} at {}", device.name, device.pci), placement),
+            journal: PlacementLog::new(format!("{} at {}", device.name, device.pci), placement),
             precision,
-            lines: device_copies::Lines::new(&pool, &compute, &programs)?,
+            lines: device_memcpy::CopyStreams::new(&pool, &compute, &programs)?,
             programs,
             matmul,
             workspace: pool.take(MemoryKind::Workspace, matmul::WORKSPACE)?,
             scalars: scalar::Scalars::new(&pool, &compute)?,
-            intake: ints::Intake::new(&pool, copy, compute.clone()),
+            intake: index_upload::IndexUploader::new(&pool, copy, compute.clone()),
             compute,
             pool,
             profile: Profile::default(),
@@ -231,7 +232,7 @@ impl Cuda {
     }
 
     /// A kernel begins; it ends where the returned value is dropped.
-    fn launched(&self, work: Work) -> Launch<'_, impl Fn()> {
+    fn launched(&self, work: KernelCost) -> Launch<'_, impl Fn()> {
         // A failure here fails the next kernel, too.
         let settle = || drop(self.finish());
         self.0.profile.launch(self.element().size(), settle, work)
@@ -245,7 +246,7 @@ impl Backend for Cuda {
     const WORKSPACE: usize = matmul::WORKSPACE + scalar::BYTES;
 
     type Buf = CudaBuf;
-    type Ints = CudaInts;
+    type IndexBuf = CudaInts;
     type Scalar = Scalar;
     type View<'a> = View<'a>;
     type ViewMut<'a> = ViewMut<'a>;
@@ -262,7 +263,7 @@ impl Backend for Cuda {
         self.take(what, len, Element::F32)
     }
 
-    fn computes_narrow(&self) -> bool {
+    fn has_master_weights(&self) -> bool {
         self.element() == Element::Bf16
     }
 
@@ -319,7 +320,7 @@ impl Backend for Cuda {
         ints.len()
     }
 
-    fn part_of_ints(ints: &CudaInts, range: Range<usize>) -> CudaInts {
+    fn slice_indices(ints: &CudaInts, range: Range<usize>) -> CudaInts {
         ints.part(range)
     }
 
@@ -343,7 +344,7 @@ impl Backend for Cuda {
         buf.len()
     }
 
-    fn cut(view: Self::View<'_>, at: usize) -> (Self::View<'_>, Self::View<'_>) {
+    fn split_at(view: Self::View<'_>, at: usize) -> (Self::View<'_>, Self::View<'_>) {
         view.cut(at)
     }
 
@@ -351,16 +352,16 @@ impl Backend for Cuda {
         view.cut(at)
     }
 
-    fn reach(buf: &mut CudaBuf, range: Range<usize>) -> Result<Reach<'_>> {
+    fn comm_buffer(buf: &mut CudaBuf, range: Range<usize>) -> Result<CommBuffer<'_>> {
         buf.reach(range)
     }
 
-    fn stamp(buf: &CudaBuf) -> Result<Option<Box<dyn Event>>> {
+    fn record_event(buf: &CudaBuf) -> Result<Option<Box<dyn Event>>> {
         buf.stamp().map(Some)
     }
 
     fn copies(&self) -> Result<Option<Arc<dyn ComputeOrderedCopies>>> {
-        Ok(Some(Arc::new(device_copies::CudaCopies::new(&self.0.pool, &self.0.compute, &self.0.programs)?)))
+        Ok(Some(Arc::new(device_memcpy::CudaCopies::new(&self.0.pool, &self.0.compute, &self.0.programs)?)))
     }
 
     fn device_comm_library() -> Result<String> {
@@ -379,7 +380,7 @@ impl Backend for Cuda {
         self.0.intake.trim();
     }
 
-    fn ledger(&self) -> &Ledger {
+    fn ledger(&self) -> &MemoryStats {
         &self.0.pool.ledger
     }
 

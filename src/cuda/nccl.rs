@@ -20,14 +20,14 @@ use std::time::Duration;
 use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, result};
 
 use super::event::passed;
-use super::grid::Grid;
+use super::launch_dims::Grid;
 use super::libraries::check;
-use super::program::{Programs, Variant};
+use super::nvrtc::{KernelModules, Variant};
 use super::streams;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::library;
 use hpctrain_device::library_functions;
-use hpctrain_device::{CommId, DeviceComm, Event, FOLDED, Fold, Span, Vendor};
+use hpctrain_device::{CommId, DeviceCollective, DeviceComm, Event, FOLDED, OrderedSum, Span};
 
 /// Its file: as it is installed to run programs, and to build them.
 const FILES: [&CStr; 2] = [c"libnccl.so.2", c"libnccl.so"];
@@ -49,7 +49,7 @@ const WORD: c_int = 7;
 const SUM: c_int = 0;
 
 /// Polling interval of a thread that has nothing else to do.
-const LOOK: Duration = Duration::from_micros(50);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// `ncclComm_t`
 type Handle = *mut c_void;
@@ -244,7 +244,7 @@ impl NcclComm {
     /// The library is not there, or it failed.
     pub fn init_rank(
         context: &Arc<CudaContext>,
-        programs: &Arc<Programs>,
+        programs: &Arc<KernelModules>,
         comm_id: &CommId,
         rank: usize,
         size: usize,
@@ -253,7 +253,8 @@ impl NcclComm {
         check("be chosen", context.bind_to_thread())?;
         let (stream, sums) = (streams::urgent(context)?, streams::urgent(context)?);
         // Before any message: the driver may wait for the device to load a kernel.
-        let fold = programs.function(Variant { source: "fold.cu", narrow: false, head: None }, "fold_terms", 0)?;
+        let fold =
+            programs.function(Variant { source: "reduce_terms.cu", narrow: false, head: None }, "fold_terms", 0)?;
         let (mut handle, mut config) = (null(), Config::NON_BLOCKING);
         let (ranks, number) = (count(size)?, count(rank)?);
         // SAFETY: writes the handle; the configuration is one of 2.14, and read before the call returns.
@@ -267,7 +268,7 @@ impl NcclComm {
     }
 
     /// Starts one sum.
-    fn add(&self, Fold { own, number, others }: Fold<'_>) -> Result<()> {
+    fn add(&self, OrderedSum { own, number, others }: OrderedSum<'_>) -> Result<()> {
         let ranks = others.words().checked_div(own.words()).map_or(1, |others| others + 1);
         assert!(others.words() == (ranks - 1) * own.words() && number < ranks, "term {number} of {ranks}");
         if ranks > FOLDED {
@@ -329,7 +330,7 @@ impl DeviceComm for NcclComm {
         })
     }
 
-    fn fold(&self, folds: &[Fold<'_>]) -> Result<()> {
+    fn fold(&self, folds: &[OrderedSum<'_>]) -> Result<()> {
         if !folds.is_empty() {
             check("wait for itself", self.sums.join(&self.stream))?;
             folds.iter().try_for_each(|&fold| self.add(fold))?;
@@ -349,12 +350,12 @@ impl DeviceComm for NcclComm {
         }
     }
 
-    fn vendor(&self, call: Vendor, memory: Span<'_>) -> Result<()> {
+    fn vendor(&self, call: DeviceCollective, memory: Span<'_>) -> Result<()> {
         let (stream, part) = (self.stream.cu_stream().cast(), memory.words() / self.size);
         let mine = at(memory.part(self.rank * part..(self.rank + 1) * part));
         let (all, words) = (at(memory), memory.words());
         let root = match call {
-            Vendor::Broadcast { root } => count(root)?,
+            DeviceCollective::Broadcast { root } => count(root)?,
             _ => 0,
         };
         self.communicator.call("run a collective", |library, handle| {
@@ -362,11 +363,15 @@ impl DeviceComm for NcclComm {
             // is where NCCL wants it, my part being number `rank` of all.
             unsafe {
                 match call {
-                    Vendor::AllReduce => (library.all_reduce)(all, all, words, WORD, SUM, handle, stream),
-                    Vendor::Reduce => (library.reduce)(all, all, words, WORD, SUM, root, handle, stream),
-                    Vendor::ReduceScatter => (library.reduce_scatter)(all, mine, part, WORD, SUM, handle, stream),
-                    Vendor::AllGather => (library.all_gather)(mine, all, part, WORD, handle, stream),
-                    Vendor::Broadcast { .. } => (library.broadcast)(all, all, words, WORD, root, handle, stream),
+                    DeviceCollective::AllReduce => (library.all_reduce)(all, all, words, WORD, SUM, handle, stream),
+                    DeviceCollective::Reduce => (library.reduce)(all, all, words, WORD, SUM, root, handle, stream),
+                    DeviceCollective::ReduceScatter => {
+                        (library.reduce_scatter)(all, mine, part, WORD, SUM, handle, stream)
+                    }
+                    DeviceCollective::AllGather => (library.all_gather)(mine, all, part, WORD, handle, stream),
+                    DeviceCollective::Broadcast { .. } => {
+                        (library.broadcast)(all, all, words, WORD, root, handle, stream)
+                    }
                 }
             }
         })
@@ -412,7 +417,7 @@ impl Event for Queued {
 
     fn wait(&self) -> Result<()> {
         while !self.is_done()? {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         Ok(())
     }
@@ -444,7 +449,7 @@ impl Event for Mark {
 
     fn wait(&self) -> Result<()> {
         while !self.is_done()? {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         Ok(())
     }

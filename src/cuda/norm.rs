@@ -1,12 +1,12 @@
 //! Normalisation of rows.
 
-use super::grid::Grid;
 use super::launch::Arg;
+use super::launch_dims::Grid;
 use super::memory::{View, ViewMut};
-use super::sums::CHUNK_ROWS;
+use super::reduce::CHUNK_ROWS;
 use super::{Cuda, CudaBuf};
 use hpctrain_base::error::Result;
-use hpctrain_device::{Backend, MemoryKind, Norm, NormOps, Work};
+use hpctrain_device::{Backend, KernelCost, MemoryKind, Norm, NormOps};
 
 /// The kernels that take a norm back in one pass, with the packs of a row that a lane has in each.
 const IN_ONE: [(usize, &str); 4] =
@@ -45,7 +45,7 @@ impl NormOps for Cuda {
         y: ViewMut<'_>,
         stats: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(Work::norm(shape, bias.len));
+        let _launch = self.launched(KernelCost::norm(shape, bias.len));
         let args = [x.into(), weight.into(), bias.into(), (&y).into(), (&stats).into()];
         let sizes = [shape.rows.into(), shape.width.into(), shape.epsilon.into()];
         let grid = Grid::new(shape.rows.div_ceil(4), 128);
@@ -63,7 +63,7 @@ impl NormOps for Cuda {
         y: ViewMut<'_>,
         stats: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(Work::add_norm(shape, bias.len));
+        let _launch = self.launched(KernelCost::add_norm(shape, bias.len));
         let args = [x.into(), (&stream).into(), weight.into(), bias.into(), (&y).into(), (&stats).into()];
         let sizes = [shape.rows.into(), shape.width.into(), shape.epsilon.into()];
         let grid = Grid::new(shape.rows.div_ceil(4), 128);
@@ -82,7 +82,7 @@ impl NormOps for Cuda {
         dweight: ViewMut<'_>,
         dbias: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(Work::norm_backward(shape, dbias.len));
+        let _launch = self.launched(KernelCost::norm_backward(shape, dbias.len));
         let Norm { rows, width, centred, .. } = shape;
         let chunks = rows.div_ceil(CHUNK_ROWS);
         let partial: CudaBuf = self.alloc_f32(MemoryKind::Activations, chunks * 2 * width)?;

@@ -1,11 +1,11 @@
 //! Updates of parameters.
 
-use super::grid::Grid;
 use super::launch::Arg;
+use super::launch_dims::Grid;
 use super::memory::{Element, View, ViewMut};
 use super::{Cuda, Scalar};
 use hpctrain_base::error::Result;
-use hpctrain_device::{AdamW, Audit, Backend, Elements, Elementwise, OptimizerOps, Sgd, Work};
+use hpctrain_device::{AdamW, Audit, Backend, Elements, Elementwise, KernelCost, OptimizerOps, Sgd};
 
 impl OptimizerOps for Cuda {
     fn adamw(
@@ -18,7 +18,7 @@ impl OptimizerOps for Cuda {
         copy: Option<ViewMut<'_>>,
         audit: Option<&mut Audit<Scalar>>,
     ) -> Result<()> {
-        let _launch = self.launched(Work::adamw(grad.len, copy.as_ref().map_or(0, |copy| copy.len)));
+        let _launch = self.launched(KernelCost::adamw(grad.len, copy.as_ref().map_or(0, |copy| copy.len)));
         let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
         let rate = (f64::from(u.lr) / correct(u.beta1)) as f32;
         let root = (1.0 / correct(u.beta2).sqrt()) as f32;
@@ -34,7 +34,7 @@ impl OptimizerOps for Cuda {
     }
 
     fn adamw_step_squares(&self, u: AdamW, grad: View<'_>, m: View<'_>, v: View<'_>, p: View<'_>) -> Result<Scalar> {
-        let _launch = self.launched(Work::adamw_step_squares(grad.len));
+        let _launch = self.launched(KernelCost::adamw_step_squares(grad.len));
         let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
         let (rate, root) = ((1.0 / correct(u.beta1)) as f32, (1.0 / correct(u.beta2).sqrt()) as f32);
         self.sum_chunks(p.len, |grid, partial| {
@@ -53,7 +53,7 @@ impl OptimizerOps for Cuda {
         copy: Option<ViewMut<'_>>,
         audit: Option<&mut Audit<Scalar>>,
     ) -> Result<()> {
-        let _launch = self.launched(Work::sgd(grad.len, copy.as_ref().map_or(0, |copy| copy.len)));
+        let _launch = self.launched(KernelCost::sgd(grad.len, copy.as_ref().map_or(0, |copy| copy.len)));
         let to = copy.as_ref().map_or(Arg::Pointer(0), Arg::from);
         let args = [grad.into(), (&m).into(), (&p).into(), to, Arg::long(grad.len)];
         let nesterov = Arg::Int(i32::from(u.nesterov));
@@ -71,12 +71,12 @@ impl OptimizerOps for Cuda {
         copy: Option<ViewMut<'_>>,
         audit: Option<&mut Audit<Scalar>>,
     ) -> Result<()> {
-        let _launch = self.launched(Work::approach(x.len, copy.as_ref().map_or(0, |copy| copy.len)));
+        let _launch = self.launched(KernelCost::approach(x.len, copy.as_ref().map_or(0, |copy| copy.len)));
         assert!(x.len == y.len && x.element == Element::F32 && y.element == Element::F32, "an average");
         let to = copy.as_ref().map_or(Arg::Pointer(0), Arg::from);
         let args = [x.into(), (&y).into(), to, Arg::long(x.len), rate.into()];
         self.audited(audit, [<Self as Backend>::shared(&y)], || {
-            self.launch("approach.cu", "approach", Grid::over(x.len), &args)
+            self.launch("lerp.cu", "approach", Grid::over(x.len), &args)
         })
     }
 
@@ -90,7 +90,7 @@ impl OptimizerOps for Cuda {
         copy: Option<ViewMut<'_>>,
         audit: Option<&mut Audit<Scalar>>,
     ) -> Result<()> {
-        let _launch = self.launched(Work::elements(u, grad.len, copy.as_ref().map_or(0, |copy| copy.len)));
+        let _launch = self.launched(KernelCost::elements(u, grad.len, copy.as_ref().map_or(0, |copy| copy.len)));
         let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
         // In the order of the kernel's own list: rule, rate, root, decay, a, b, eps.
         let (rule, [rate, root, decay, a, b, eps]) = match u.rule {
@@ -109,7 +109,14 @@ impl OptimizerOps for Cuda {
         self.audited(
             audit,
             [<Self as Backend>::shared(&first), <Self as Backend>::shared(&second), <Self as Backend>::shared(&p)],
-            || self.launch("elements.cu", "elements", Grid::over(grad.len), &[&args[..], &constants].concat()),
+            || {
+                self.launch(
+                    "optimizer_elementwise.cu",
+                    "elements",
+                    Grid::over(grad.len),
+                    &[&args[..], &constants].concat(),
+                )
+            },
         )
     }
 }

@@ -4,7 +4,7 @@
 //! A buffer that is dropped is free at once, though kernels that use it may still be queued: its next user is queued
 //! behind them on the same stream. Work on another stream waits for events.
 //!
-//! Batches come in on a stream of their own (`ints.rs`) and messages have three (`device_copies.rs`).
+//! Batches come in on a stream of their own (`index_upload.rs`) and messages have three (`device_memcpy.rs`).
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,7 +14,7 @@ use cudarc::driver::{CudaContext, DriverError, result};
 
 use super::libraries::check;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{Ledger, MemoryKind, readable};
+use hpctrain_device::{MemoryKind, MemoryStats, readable};
 
 /// Buffers begin at multiples of this many bytes, as the driver's own do.
 const ALIGNMENT: usize = 256;
@@ -27,7 +27,7 @@ const GROWTH: usize = 8;
 
 /// The memory of a device that a rank takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Allotment {
+pub struct PoolBudget {
     /// Bytes; if it grows, at most.
     pub bytes: usize,
     /// Whether it is taken in blocks as they are needed, rather than at the start.
@@ -37,10 +37,10 @@ pub struct Allotment {
 /// The memory of one rank on its device.
 pub struct Pool {
     context: Arc<CudaContext>,
-    allotment: Allotment,
+    allotment: PoolBudget,
     blocks: Mutex<Blocks>,
     /// The bytes taken, by category.
-    pub ledger: Ledger,
+    pub ledger: MemoryStats,
 }
 
 /// A piece of the pool, given back when dropped.
@@ -58,10 +58,10 @@ impl Pool {
     ///
     /// # Errors
     /// The device has less.
-    pub fn new(context: &Arc<CudaContext>, Allotment { bytes, grows }: Allotment) -> Result<Arc<Self>> {
+    pub fn new(context: &Arc<CudaContext>, PoolBudget { bytes, grows }: PoolBudget) -> Result<Arc<Self>> {
         let bytes = bytes / ALIGNMENT * ALIGNMENT;
-        let (allotment, blocks) = (Allotment { bytes, grows }, Mutex::default());
-        let pool = Self { context: context.clone(), allotment, blocks, ledger: Ledger::default() };
+        let (allotment, blocks) = (PoolBudget { bytes, grows }, Mutex::default());
+        let pool = Self { context: context.clone(), allotment, blocks, ledger: MemoryStats::default() };
         let first = if grows { bytes.min(BLOCK) } else { bytes };
         if !pool.allocate(&mut pool.lock(), first)? {
             let (first, free) = (readable(first), pool.free()?);
@@ -125,7 +125,7 @@ impl Pool {
     /// # Errors
     /// It may not, or the device has no more.
     fn grow(&self, blocks: &mut Blocks, what: MemoryKind, bytes: usize) -> Result<()> {
-        let Allotment { bytes: most, grows } = self.allotment;
+        let PoolBudget { bytes: most, grows } = self.allotment;
         let (wanted, taken) = (readable(bytes), self.ledger.live_by_category());
         let hint = "set batch.micro lower, parallel.recompute=true, optimizer.offload=true or parallel.zero higher";
         if !grows || most - blocks.bytes() < bytes {

@@ -1,15 +1,15 @@
 //! Rotary positions.
 
 use super::Cuda;
-use super::grid::Grid;
 use super::launch::Arg;
+use super::launch_dims::Grid;
 use super::memory::{View, ViewMut};
 use hpctrain_base::error::Result;
-use hpctrain_device::{Rotary, RotaryOps, Work};
+use hpctrain_device::{KernelCost, Rotary, RotaryOps};
 
 impl RotaryOps for Cuda {
     fn rotary(&self, shape: Rotary, table: View<'_>, x: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(Work::rotary(shape.batch * shape.time * shape.heads * shape.head_width));
+        let _launch = self.launched(KernelCost::rotary(shape.batch * shape.time * shape.heads * shape.head_width));
         let Rotary { batch, time, heads, head_width, width, back } = shape;
         let (rows, half) = (batch * time, head_width / 2);
         let args = [table.into(), (&x).into(), rows.into(), time.into(), heads.into(), half.into(), width.into()];

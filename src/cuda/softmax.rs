@@ -1,21 +1,21 @@
 //! The softmax of rows.
 
 use super::Cuda;
-use super::grid::Grid;
+use super::launch_dims::Grid;
 use super::memory::{View, ViewMut};
 use hpctrain_base::error::Result;
-use hpctrain_device::{SoftmaxOps, Work};
+use hpctrain_device::{KernelCost, SoftmaxOps};
 
 impl SoftmaxOps for Cuda {
     fn softmax(&self, width: usize, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(Work::softmax(x.len));
+        let _launch = self.launched(KernelCost::softmax(x.len));
         let rows = x.len / width;
         let args = [x.into(), (&y).into(), rows.into(), width.into()];
         self.launch("softmax.cu", "softmax", Grid::new(rows.div_ceil(4), 128), &args)
     }
 
     fn softmax_backward(&self, width: usize, y: View<'_>, dy: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(Work::softmax_backward(y.len));
+        let _launch = self.launched(KernelCost::softmax_backward(y.len));
         let rows = y.len / width;
         let args = [y.into(), (&dy).into(), rows.into(), width.into()];
         self.launch("softmax.cu", "softmax_backward", Grid::new(rows.div_ceil(4), 128), &args)

@@ -200,10 +200,10 @@ fn channels_of_a_long_batch() {
 #[test]
 #[ignore = "needs a GPU or its simulator"]
 fn long_channels() {
-    use hpctrain_device::{Backend as _, ChannelOps as _, Channels};
+    use hpctrain_device::{Backend as _, ChannelNormShape, ChannelOps as _};
     on_first_gpu(crate::Precision::F32(crate::Arithmetic::Full), |cuda| {
         let moments = |samples, places, x: &[f32]| {
-            let shape = Channels { samples, places, channels: 1, groups: 1 };
+            let shape = ChannelNormShape { samples, places, channels: 1, groups: 1 };
             let (x, mut moments) = (up(cuda, x), up_f32(cuda, &vec![7.0; 3 * samples]));
             cuda.channel_moments(shape, Cuda::all(&x), Cuda::all_mut(&mut moments)).unwrap();
             down(cuda, &moments)

@@ -11,7 +11,7 @@ use hdf5::types::VarLenUnicode;
 use super::format::{Format, TokenShard, write_rows};
 use super::h5::one_line;
 use super::{DataSpec, Dataset, Ids, Loader, SampleSpec, Sampler, Split, Target, Tokenizer, Verify};
-use crate::hdf5_files;
+use crate::hdf5_open;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::random::Stream;
 
@@ -135,7 +135,7 @@ impl Case {
             return Ok(None);
         }
         let failed = |e: String| Error::io("read", &self.path, e);
-        let structured = hdf5_files::open(&self.path).map_err(|e| failed(one_line(&e)))?;
+        let structured = hdf5_open::open(&self.path).map_err(|e| failed(one_line(&e)))?;
         let offset = |name: &str| {
             let offset = structured.dataset(name).map_err(|e| failed(one_line(&e)))?.offset();
             offset.ok_or_else(|| Error::internal(format!("{name} was written contiguously and has no offset")))
@@ -158,7 +158,7 @@ impl Case {
 
 /// Images of random bytes with their checksums, or with few of them set in compressed chunks.
 fn write_images(path: &Path, samples: usize, packed: bool) -> hdf5::Result<()> {
-    let file = hdf5_files::create(path)?;
+    let file = hdf5_open::create(path)?;
     let (mut pixels, shape) = (random(samples * IMAGE), [samples, 28, 28, 1]);
     let classes: Vec<u32> = random(samples).into_iter().map(|byte| u32::from(byte % 10)).collect();
     let inputs = if packed {
@@ -176,7 +176,7 @@ fn write_images(path: &Path, samples: usize, packed: bool) -> hdf5::Result<()> {
         write_rows(&file, "/targets", &[samples], &classes)?;
         write_rows(&file, "/inputs", &shape, &pixels)?
     };
-    for (name, number) in [(super::standard::MEAN, 127.5f32), (super::standard::STD, 73.9)] {
+    for (name, number) in [(super::normalization::MEAN, 127.5f32), (super::normalization::STD, 73.9)] {
         inputs.new_attr::<f32>().shape(1).create(name)?.write_raw(&[number])?;
     }
     file.close()

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::Tokenizer;
-use super::preprocessing::Told;
+use super::preprocessing::DescribedPreprocessing;
 use super::shard::Shard;
 
 /// A shard without the parts that the one before has, too. Lists of values and tokenizers may be long, and are mostly the same in all
@@ -13,7 +13,7 @@ use super::shard::Shard;
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Brief {
     shard: Box<Shard>,
-    told: Option<Told>,
+    told: Option<DescribedPreprocessing>,
     tokenizer: OfText,
 }
 
@@ -28,7 +28,7 @@ enum OfText {
 /// The parts that the next shard may share, at either end.
 #[derive(Debug, Default)]
 pub(super) struct Before {
-    told: Option<Arc<Told>>,
+    told: Option<Arc<DescribedPreprocessing>>,
     tokenizer: Option<Option<Tokenizer>>,
 }
 

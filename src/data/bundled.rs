@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 
 use super::import::hex;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::private;
+use hpctrain_base::user_dirs;
 
 struct Bundle {
     name: &'static str,
@@ -33,7 +33,7 @@ const BUNDLES: &[Bundle] = &[Bundle {
 /// Any number of processes may call this at once.
 pub fn locate(name: &str) -> Result<PathBuf> {
     match BUNDLES.iter().find(|bundle| bundle.name == name) {
-        Some(bundle) => bundle.unpack(&private::cache_roots()),
+        Some(bundle) => bundle.unpack(&user_dirs::cache_roots()),
         None => {
             let names: Vec<&str> = BUNDLES.iter().map(|bundle| bundle.name).collect();
             Err(Error::input(format!("no bundled data set is named {name:?}"))
@@ -48,7 +48,7 @@ impl Bundle {
         let mut failure = Error::internal("there is no directory to unpack data into");
         for (root, name) in roots {
             // The hash keeps programs of different versions apart.
-            let unpacked = private::below(root, &[name, &self.hash()])
+            let unpacked = user_dirs::below(root, &[name, &self.hash()])
                 .and_then(|directory| self.unpack_into(&directory).map(|()| directory));
             match unpacked {
                 Ok(directory) => return Ok(directory),

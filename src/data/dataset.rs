@@ -4,20 +4,20 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::augment::{Augment, Augmenter};
-use super::catalogue::Catalogue;
-use super::compare::{Scratch, Seen};
-use super::content::{Content, Field, Rows};
-use super::division::{Division, millionths};
+use super::block_checksums::{Scratch, Seen};
+use super::element_convert::ReadAs;
 use super::import::left_out;
-use super::parts::{SampleMut, Sizes};
-use super::preprocessing::{self, Converted, Form, Preprocessing, Recoded};
+use super::preprocessing::{self, Converted, Preprocessing, Recoded, Transform};
 use super::rows::RowReader;
+use super::sample_fields::{SampleMut, Sizes};
 use super::shard::{Shard, first_invalid};
+use super::shard_index::ShardIndex;
+use super::shard_schema::{Field, Rows, ShardSchema};
 use super::spec::{DataSpec, Held, Ids, SampleSpec, Split, Target, Verify};
-use super::stored::As;
-use super::{Fingerprint, Tokenizer, completeness};
-use hpctrain_base::descriptors;
+use super::train_val_split::{TrainValSplit, millionths};
+use super::{Fingerprint, Tokenizer, shard_set_check};
 use hpctrain_base::error::{Error, Result};
+use hpctrain_base::fd_limit;
 use hpctrain_base::pattern::matches;
 use hpctrain_base::simd::simd;
 
@@ -38,7 +38,7 @@ pub struct Dataset {
     /// Samples of each data set.
     parts: Vec<u64>,
     /// The division of each data set: its stored samples that belong to the split.
-    divisions: Vec<Division>,
+    divisions: Vec<TrainValSplit>,
     /// Millionths of the stored samples that are kept for validation, where some are.
     held_out: u64,
     context: usize,
@@ -48,7 +48,7 @@ pub struct Dataset {
     open: OpenShards,
     /// Preprocessing of all samples, and the conversion to it for each shard.
     preprocessing: Preprocessing,
-    forms: Vec<Arc<Form>>,
+    forms: Vec<Arc<Transform>>,
     /// Augmentation of images, before they are scaled.
     augmenter: Option<Augmenter>,
 }
@@ -67,14 +67,14 @@ impl Dataset {
     /// # Errors
     /// As [`Dataset::open`], or the data sets do not go together.
     pub fn open_all(specs: &[DataSpec], split: Split, context: usize) -> Result<Self> {
-        Self::open_by(&mut Catalogue::of_files(), specs, split, context)
+        Self::open_by(&mut ShardIndex::of_files(), specs, split, context)
     }
 
     /// As [`Dataset::open_all`], with what `catalogue` knows of the files.
     ///
     /// # Errors
     /// As [`Dataset::open_all`].
-    pub fn open_by(catalogue: &mut Catalogue, specs: &[DataSpec], split: Split, context: usize) -> Result<Self> {
+    pub fn open_by(catalogue: &mut ShardIndex, specs: &[DataSpec], split: Split, context: usize) -> Result<Self> {
         if context == 0 {
             return Err(Error::input("a sample of 0 tokens teaches nothing").hint("set the context to 1 or more"));
         }
@@ -109,9 +109,9 @@ impl Dataset {
             divisions.push(if is_divided {
                 held_out = millionths(spec.val_fraction);
                 let is_text = matches!(spec.samples, SampleSpec::Text);
-                Division::new(stored, spec.val_fraction, is_text, split, &spec.path.to_string_lossy())?
+                TrainValSplit::new(stored, spec.val_fraction, is_text, split, &spec.path.to_string_lossy())?
             } else {
-                Division::all(stored)
+                TrainValSplit::all(stored)
             });
         }
         shards.iter().try_for_each(Shard::check_written)?;
@@ -121,8 +121,8 @@ impl Dataset {
             SampleSpec::Rows { ids: Ids::Input(below), .. } => *below,
             SampleSpec::Rows { .. } => 0,
         };
-        let open = OpenShards::new(&shards, descriptors::share(MAX_OPEN), spec.verify);
-        let (parts, spec) = (divisions.iter().map(Division::count).collect(), spec.samples.clone());
+        let open = OpenShards::new(&shards, fd_limit::share(MAX_OPEN), spec.verify);
+        let (parts, spec) = (divisions.iter().map(TrainValSplit::count).collect(), spec.samples.clone());
         let (preprocessing, forms) = (Preprocessing::default(), Vec::new());
         let mut dataset = Self {
             shards,
@@ -175,12 +175,12 @@ impl Dataset {
         let tokenizer = tokenizer.map_err(|e| e.at(self.shards[0].path.display()))?.cloned();
         let is_class = matches!(self.spec, SampleSpec::Rows { target: Target::Class(_), .. });
         let parts = Converted { numbers: self.sizes().features, classes: is_class };
-        let (mut notes, mut forms) = (Vec::new(), Vec::<Arc<Form>>::new());
+        let (mut notes, mut forms) = (Vec::new(), Vec::<Arc<Transform>>::new());
         for (index, shard) in self.shards.iter().enumerate() {
             // The shards of a data set mostly tell the same.
             let form = match forms.last() {
                 Some(before) if shard.told == self.shards[index - 1].told => before.clone(),
-                _ => Form::new(&shard.told, to, parts, &mut notes).map_err(|e| e.at(shard.path.display()))?.into(),
+                _ => Transform::new(&shard.told, to, parts, &mut notes).map_err(|e| e.at(shard.path.display()))?.into(),
             };
             forms.push(form);
         }
@@ -290,7 +290,8 @@ impl Dataset {
 
     /// A warning, if the network is given unscaled bytes.
     pub fn unscaled(&self) -> Option<String> {
-        let is_unscaled = |(shard, form): &(&Shard, &Arc<Form>)| shard.content.is_unscaled() && form.scale.is_none();
+        let is_unscaled =
+            |(shard, form): &(&Shard, &Arc<Transform>)| shard.content.is_unscaled() && form.scale.is_none();
         let (shard, _) = self.shards.iter().zip(&self.forms).find(is_unscaled)?;
         Some(format!(
             "inputs of {} are unsigned bytes without mean and std: the network sees 0 to 255; data.scale = \"unit\" divides them by 255, \"none\" keeps them",
@@ -365,7 +366,7 @@ impl Dataset {
         let (shard, form) = (&self.shards[index], &*self.forms[index]);
         let readers = self.open.readers(shard, index)?;
         match &shard.content {
-            Content::Tokens(tokens) if tokens.shape.len() > 1 => {
+            ShardSchema::Tokens(tokens) if tokens.shape.len() > 1 => {
                 let (context, len) = (self.context, tokens.document());
                 let windows = ((len - 1) / context) as u64;
                 let (mut whole, mut held) = (vec![0; len], None);
@@ -380,7 +381,7 @@ impl Dataset {
                     classes.copy_from_slice(&whole[first + 1..first + 1 + context]);
                 }
             }
-            Content::Tokens(tokens) => {
+            ShardSchema::Tokens(tokens) => {
                 let start = row * self.context as u64;
                 let read = readers[0].read_shifted(start, ids, classes);
                 read.map_err(|e| shard.unreadable(tokens, e))?;
@@ -388,11 +389,11 @@ impl Dataset {
                 check_ids(shard, tokens, start, ids, self.vocabulary)?;
                 check_ids(shard, tokens, start + ids.len() as u64, &classes[last..], self.vocabulary)?;
             }
-            Content::Samples { inputs: input_ids, targets: target_ids } => {
+            ShardSchema::Samples { inputs: input_ids, targets: target_ids } => {
                 read_checked(shard, input_ids, &mut readers[0], row, ids, self.vocabulary)?;
                 read_checked(shard, target_ids, &mut readers[1], row, classes, self.vocabulary)?;
             }
-            Content::Rows(rows) => {
+            ShardSchema::Rows(rows) => {
                 let Rows { inputs, categories, targets, weights: of_weights, planes, .. } = &**rows;
                 // In the order of the content's datasets.
                 let mut readers = readers.iter_mut();
@@ -453,7 +454,7 @@ fn check_completeness(spec: &DataSpec, split: Split, shards: &[Shard]) -> Result
         return Ok(());
     }
     let (key, pattern) = spec.pattern(split);
-    match completeness::problems(shards, |name| matches(pattern, name)).into_iter().next() {
+    match shard_set_check::problems(shards, |name| matches(pattern, name)).into_iter().next() {
         None => Ok(()),
         Some(problem) => Err(Error::input(format!("{}: {problem}", spec.path.display())).hint(format!(
             "copy or import the shards again; to leave some out on purpose, let {key} fit the others alone, as \"{}\" does",
@@ -558,7 +559,7 @@ fn check_ids(shard: &Shard, ids: &Field, first: u64, out: &[u32], vocabulary: us
 
 /// Reads rows' classes. A field of numbers has one-hot rows.
 fn read_class(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, out: &mut [u32]) -> Result<()> {
-    if field.kind == As::Numbers {
+    if field.kind == ReadAs::Numbers {
         return read_one_hot(shard, field, reader, row, out);
     }
     reader.read(row, out).map_err(|e| shard.unreadable(field, e))

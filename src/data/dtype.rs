@@ -6,8 +6,8 @@ use hdf5::Datatype;
 use hdf5_sys::h5t::H5T_class_t;
 use serde::{Deserialize, Serialize};
 
+use super::element_convert::ReadAs;
 use super::h5::{self, TypeFacts};
-use super::stored::As;
 use hpctrain_base::error::{Error, Result};
 
 /// The type of the elements of a dataset, irrespective of byte order.
@@ -55,19 +55,21 @@ impl Dtype {
     }
 
     /// Refuses elements of the dataset `of` that cannot be converted to `kind`.
-    pub(super) fn check(&self, of: &str, kind: As) -> Result<()> {
+    pub(super) fn check(&self, of: &str, kind: ReadAs) -> Result<()> {
         let wanted = match (kind, self.class) {
-            (_, Class::Integer | Class::Enum) | (As::Numbers, Class::Float) => return Ok(()),
-            (As::Ids, _) => "ids and classes are integers",
-            (As::Numbers, _) => "numbers are expected",
+            (_, Class::Integer | Class::Enum) | (ReadAs::Numbers, Class::Float) => return Ok(()),
+            (ReadAs::Ids, _) => "ids and classes are integers",
+            (ReadAs::Numbers, _) => "numbers are expected",
         };
         let hint = match (kind, self.class) {
-            (As::Ids, Class::Text) => "number the classes from 0 on, and store the numbers",
-            (As::Ids, Class::Float) => "store them as a dataset of integers of any width, or of one-hot rows",
-            (As::Numbers, Class::Compound) => "store each field, or all of them as columns, in a dataset of its own",
-            (As::Numbers, Class::OtherFloat) => "store it as float16, float32 or float64",
-            (As::Ids, _) => "store them as a dataset of integers of any width",
-            (As::Numbers, _) => "store it as a dataset of floating-point numbers or integers",
+            (ReadAs::Ids, Class::Text) => "number the classes from 0 on, and store the numbers",
+            (ReadAs::Ids, Class::Float) => "store them as a dataset of integers of any width, or of one-hot rows",
+            (ReadAs::Numbers, Class::Compound) => {
+                "store each field, or all of them as columns, in a dataset of its own"
+            }
+            (ReadAs::Numbers, Class::OtherFloat) => "store it as float16, float32 or float64",
+            (ReadAs::Ids, _) => "store them as a dataset of integers of any width",
+            (ReadAs::Numbers, _) => "store it as a dataset of floating-point numbers or integers",
         };
         Err(Error::input(format!("{of} is of type {self}, but {wanted}")).hint(hint))
     }

@@ -8,10 +8,10 @@ use hdf5::dataset::Layout;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::content::{Content, Field};
 use super::format::{BlockSums, Checksums, Header};
 use super::h5;
 use super::import::hex;
+use super::shard_schema::{Field, ShardSchema};
 use hpctrain_base::error::{Error, Result};
 
 /// Bytes of a hash: 64 bits, against chance and not against malice.
@@ -139,7 +139,7 @@ fn short(hash: Sha256) -> String {
 
 impl ShardPrint {
     /// The fingerprint of a file that has just been described.
-    pub(super) fn of(file: &hdf5::File, path: &Path, header: &Header, content: &Content) -> Result<Self> {
+    pub(super) fn of(file: &hdf5::File, path: &Path, header: &Header, content: &ShardSchema) -> Result<Self> {
         let mut hash = Sha256::new();
         let tokenizer = header.tokenizer.as_ref().map(|tokenizer| tokenizer.to_json()).transpose()?;
         hash.update(format!("{:?} {tokenizer:?}\n", header.vocabulary_size));

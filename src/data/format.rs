@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 use super::h5::{one_line, read_all, var_len};
 use super::spec::Split;
 use super::tokenizer::Tokenizer;
-use crate::hdf5_files;
+use crate::hdf5_open;
 use hpctrain_base::error::{Error, Result};
 
 /// Ids between two checksums; also the chunk of compressed shards, so that damage stays in one.
@@ -285,7 +285,7 @@ pub(super) fn write_rows_by<T: H5Type + bytemuck::NoUninit>(
         first += count;
     }
     if !file.link_exists(CHECKSUMS) {
-        hdf5_files::create_group(file, CHECKSUMS)?;
+        hdf5_open::create_group(file, CHECKSUMS)?;
     }
     sums.write(file, &format!("{CHECKSUMS}{name}"))?;
     Ok(dataset)
@@ -398,7 +398,7 @@ impl TokenShard<'_> {
         next: &mut dyn FnMut(usize) -> hdf5::Result<Vec<u32>>,
     ) -> hdf5::Result<()> {
         let width = self.id_width();
-        let file = hdf5_files::create(path)?;
+        let file = hdf5_open::create(path)?;
         for (name, text) in texts {
             file.new_attr::<VarLenUnicode>().create(*name)?.write_scalar(text)?;
         }

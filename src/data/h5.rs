@@ -26,11 +26,11 @@ use hdf5_sys::h5t::{
 };
 use hdf5_sys::h5z::H5Zfilter_avail;
 
-use super::stored::Stored;
-use super::{bounded, links};
-use crate::hdf5_files;
+use super::element_convert::ElementType;
+use super::{decompression_limit, external_links};
+use crate::hdf5_open;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::regular_files;
+use hpctrain_base::safe_open;
 
 /// The first bytes of an HDF5 file.
 const SIGNATURE: &[u8] = b"\x89HDF\r\n\x1a\n";
@@ -62,21 +62,21 @@ pub(super) fn open_file(path: &Path, cache: Option<ChunkCache>) -> Result<File> 
         options.with_fapl(|fapl| fapl.chunk_cache(slots, bytes, 0.0));
     }
     // HDF5 would wait for the other end of a pipe.
-    regular_files::check(path).map_err(|e| match e.kind() {
+    safe_open::check(path).map_err(|e| match e.kind() {
         ErrorKind::InvalidData => Error::input(format!("{} is not an HDF5 file: {e}", path.display()))
             .hint("name HDF5 files, or move it away from among them"),
         _ => Error::io("read", path, e),
     })?;
-    let mut opened = hdf5_files::open_with(&options, path);
+    let mut opened = hdf5_open::open_with(&options, path);
     for _ in 0..LOCK_TRIES {
         match &opened {
             Err(e) if e.to_string().contains(IN_USE) => std::thread::sleep(LOCK_PAUSE),
             _ => break,
         }
-        opened = hdf5_files::open_with(&options, path);
+        opened = hdf5_open::open_with(&options, path);
     }
     let file = opened.map_err(|e| cannot_open(path, &e))?;
-    links::check(&file, path).map(|()| file)
+    external_links::check(&file, path).map(|()| file)
 }
 
 /// Distinguishes the causes that the user can mend: no permission, not HDF5 at all, a newer format, a part of something
@@ -163,8 +163,8 @@ pub fn one_line(error: &hdf5::Error) -> String {
 
 /// All elements of a dataset that tells of others: not more than its stored bytes can hold.
 pub(super) fn read_all<T: H5Type>(dataset: &hdf5::Dataset) -> hdf5::Result<Vec<T>> {
-    let elements = bounded::extent(&dataset.get_shape()?).ok_or("its shape is larger than any memory")?;
-    bounded::check((elements as u64).saturating_mul(size_of::<T>() as u64), dataset.storage_size())?;
+    let elements = decompression_limit::extent(&dataset.get_shape()?).ok_or("its shape is larger than any memory")?;
+    decompression_limit::check((elements as u64).saturating_mul(size_of::<T>() as u64), dataset.storage_size())?;
     dataset.read_raw()
 }
 
@@ -189,13 +189,13 @@ pub(super) struct SlabReader {
 
 impl SlabReader {
     /// Elements are converted to `stored` from any type in the file: integers that do not fit are clamped by HDF5.
-    pub(super) fn new(dataset: hdf5::Dataset, stored: Stored) -> hdf5::Result<Self> {
+    pub(super) fn new(dataset: hdf5::Dataset, stored: ElementType) -> hdf5::Result<Self> {
         let shape = dataset.get_shape()?;
         if shape.is_empty() {
             return Err("a scalar has no rows".into());
         }
         Ok(Self {
-            row_len: bounded::extent(&shape[1..]).ok_or("a row is larger than any memory")?,
+            row_len: decompression_limit::extent(&shape[1..]).ok_or("a row is larger than any memory")?,
             width: stored.width(),
             file_space: dataset.space()?,
             mem_space: Dataspace::try_new(0)?,

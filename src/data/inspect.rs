@@ -11,7 +11,7 @@ pub use super::listing::{Inspected, Stored};
 use super::sandbox::Sandbox;
 use super::spec::file_names;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::visible::in_one_line;
+use hpctrain_base::escape::in_one_line;
 
 /// Contents of HDF5 files.
 #[derive(Debug, Clone, PartialEq, Serialize)]

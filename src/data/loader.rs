@@ -7,10 +7,10 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::parts::{Parts, Sizes};
-use super::{Draw, Order, Source};
-use hpctrain_base::activity::{Activity, Doing, Track, span};
+use super::sample_fields::{SampleFields, Sizes};
+use super::{Draw, SampleOrder, Source};
 use hpctrain_base::error::{Error, Result};
+use hpctrain_base::spans::{Activity, Doing, Track, span};
 use hpctrain_base::spawn::spawn;
 
 /// The samples of one micro-batch.
@@ -19,7 +19,7 @@ pub struct Batch {
     /// Positions of the samples in the run.
     pub positions: Range<u64>,
     /// Each part, sample after sample.
-    pub parts: Parts<Vec<u32>, Vec<f32>>,
+    pub parts: SampleFields<Vec<u32>, Vec<f32>>,
 }
 
 impl Batch {
@@ -92,7 +92,7 @@ impl Loader {
     /// them ready besides the one being read.
     pub fn start(
         dataset: impl Source + 'static,
-        order: impl Into<Order>,
+        order: impl Into<SampleOrder>,
         batches: impl Iterator<Item = Range<u64>> + Send + 'static,
         depth: usize,
     ) -> Result<Self> {
@@ -155,7 +155,7 @@ impl Drop for Loader {
 /// Sends all batches, or those before the first failure and the failure.
 fn read_ahead(
     mut dataset: impl Source,
-    order: &Order,
+    order: &SampleOrder,
     batches: impl Iterator<Item = Range<u64>>,
     depth: usize,
     ready: &SyncSender<Result<Batch>>,

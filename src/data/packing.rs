@@ -20,7 +20,7 @@ use hdf5::{Attribute, Dataset, Location};
 use hdf5_sys::h5t::H5T_class_t;
 use serde::{Deserialize, Serialize};
 
-use super::stored::{As, Stored};
+use super::element_convert::{ElementType, ReadAs};
 use super::{h5, storage};
 use hpctrain_base::error::{Error, Result};
 
@@ -101,9 +101,9 @@ impl Packing {
     pub(super) fn of(
         dataset: &Dataset,
         name: &str,
-        native: Option<Stored>,
-        kind: As,
-    ) -> Result<(Option<Stored>, Stored, Option<Self>)> {
+        native: Option<ElementType>,
+        kind: ReadAs,
+    ) -> Result<(Option<ElementType>, ElementType, Option<Self>)> {
         let said = is_unsigned(dataset, name)?;
         let native = match (native, said) {
             (Some(native), Some(true)) => Some(native.unsigned()),
@@ -118,8 +118,8 @@ impl Packing {
         let packing = Self::read(dataset, name, of_file, kind)?;
         let stored = native.unwrap_or(match (&packing, kind) {
             // A conversion to f32 would round before the scale does.
-            (Some(_), As::Numbers) => Stored::F64,
-            _ => Stored::converted(kind),
+            (Some(_), ReadAs::Numbers) => ElementType::F64,
+            _ => ElementType::converted(kind),
         });
         Ok((native, stored, packing))
     }
@@ -128,7 +128,7 @@ impl Packing {
     ///
     /// # Errors
     /// Returns an error if an attribute cannot be read or has no meaning, or if ids would be scaled.
-    fn read(dataset: &Dataset, name: &str, stored: Stored, kind: As) -> Result<Option<Self>> {
+    fn read(dataset: &Dataset, name: &str, stored: ElementType, kind: ReadAs) -> Result<Option<Self>> {
         let has = attributes(dataset, name)?;
         let read = |attribute: &'static str| match has.iter().any(|has| has == attribute) {
             true => numbers(dataset, name, attribute).map(Some),
@@ -148,7 +148,7 @@ impl Packing {
                 return Err(odd(name, attribute, &format!("is {number}")));
             }
         }
-        if kind == As::Ids && (factor, offset) != (1.0, 0.0) {
+        if kind == ReadAs::Ids && (factor, offset) != (1.0, 0.0) {
             return Err(Error::input(format!(
                 "{name} has {SCALE} {factor} and {OFFSET} {offset}, but ids and classes are integers"
             ))
@@ -209,7 +209,7 @@ impl Packing {
     }
 
     /// The elements of stored numbers, rounded once.
-    pub(super) fn unpack_all(&self, stored: Stored, bytes: &[u8], out: &mut [f32]) {
+    pub(super) fn unpack_all(&self, stored: ElementType, bytes: &[u8], out: &mut [f32]) {
         if self.is_scaled() {
             stored.doubles(bytes).zip(out).for_each(|(number, out)| *out = self.unpack(number) as f32);
         } else {
@@ -260,12 +260,12 @@ fn is_unsigned(dataset: &Dataset, name: &str) -> Result<Option<bool>> {
 }
 
 /// The type that rounds as the elements of a dataset do, whatever their byte order and width.
-fn similar(dataset: &Dataset) -> hdf5::Result<Stored> {
+fn similar(dataset: &Dataset) -> hdf5::Result<ElementType> {
     let facts = h5::type_facts(&dataset.dtype()?)?;
     Ok(match (facts.class, facts.size) {
-        (H5T_class_t::H5T_FLOAT, 4) => Stored::F32,
-        (H5T_class_t::H5T_FLOAT, _) => Stored::F64,
-        _ => Stored::I64,
+        (H5T_class_t::H5T_FLOAT, 4) => ElementType::F32,
+        (H5T_class_t::H5T_FLOAT, _) => ElementType::F64,
+        _ => ElementType::I64,
     })
 }
 
@@ -339,15 +339,15 @@ fn first(texts: Vec<impl ToString>) -> Option<String> {
 
 /// An attribute's number as an element of a type: attributes may be of wider types, and negative where `_Unsigned` has integers
 /// without a sign.
-fn rounded(stored: Stored, number: f64) -> f64 {
+fn rounded(stored: ElementType, number: f64) -> f64 {
     let without_sign = |bits: u32| if number < 0.0 { number + 2f64.powi(bits as i32) } else { number };
     match stored {
-        Stored::F16 => f16::from_f64(number).to_f64(),
-        Stored::F32 => f64::from(number as f32),
-        Stored::U8 => without_sign(8),
-        Stored::U16 => without_sign(16),
-        Stored::U32 => without_sign(32),
-        Stored::U64 => without_sign(64),
+        ElementType::F16 => f16::from_f64(number).to_f64(),
+        ElementType::F32 => f64::from(number as f32),
+        ElementType::U8 => without_sign(8),
+        ElementType::U16 => without_sign(16),
+        ElementType::U32 => without_sign(32),
+        ElementType::U64 => without_sign(64),
         _ => number,
     }
 }
@@ -358,7 +358,7 @@ mod tests {
 
     fn written(write: impl FnOnce(&Dataset)) -> (tempfile::TempDir, Dataset) {
         let folder = tempfile::tempdir().unwrap();
-        let file = crate::hdf5_files::create(&folder.path().join("x.h5")).unwrap();
+        let file = crate::hdf5_open::create(&folder.path().join("x.h5")).unwrap();
         let dataset = file.new_dataset::<i16>().shape(3).create("x").unwrap();
         write(&dataset);
         (folder, dataset)
@@ -368,8 +368,8 @@ mod tests {
         dataset.new_attr::<T>().shape(values.len()).create(name).unwrap().write_raw(values).unwrap();
     }
 
-    fn read(dataset: &Dataset, kind: As) -> Result<Option<Packing>> {
-        Packing::read(dataset, "/x", Stored::I16, kind)
+    fn read(dataset: &Dataset, kind: ReadAs) -> Result<Option<Packing>> {
+        Packing::read(dataset, "/x", ElementType::I16, kind)
     }
 
     #[test]
@@ -383,7 +383,7 @@ mod tests {
             attribute(dataset, "valid_min", &[-10i16]);
             attribute(dataset, "valid_max", &[300.0f32]);
         });
-        let packing = read(&dataset, As::Numbers).unwrap().unwrap();
+        let packing = read(&dataset, ReadAs::Numbers).unwrap().unwrap();
         assert_eq!((packing.unpack(3.0), packing.is_scaled()), (101.5, true));
         assert_eq!(packing.first_missing([-10.0, 400.0, 0.0].into_iter()), None);
         for (number, expected) in [
@@ -395,15 +395,15 @@ mod tests {
             let (place, missing) = packing.first_missing([0.0, number].into_iter()).unwrap();
             assert_eq!((place, missing.to_string().as_str()), (1, expected));
         }
-        let error = read(&dataset, As::Ids).unwrap_err().to_string();
+        let error = read(&dataset, ReadAs::Ids).unwrap_err().to_string();
         assert!(error.contains("/x has scale_factor 0.5 and add_offset 100, but ids"), "{error}");
     }
 
     #[test]
     fn attributes_without_a_meaning_are_refused() {
-        assert_eq!(read(&written(|_| {}).1, As::Numbers).unwrap(), None);
+        assert_eq!(read(&written(|_| {}).1, ReadAs::Numbers).unwrap(), None);
         let one = |dataset: &Dataset| attribute(dataset, "scale_factor", &[1.0f32]);
-        assert_eq!(read(&written(one).1, As::Ids).unwrap(), None);
+        assert_eq!(read(&written(one).1, ReadAs::Ids).unwrap(), None);
         for (name, numbers) in [
             ("scale_factor", &[0.0][..]),
             ("scale_factor", &[1.0, 2.0]),
@@ -411,7 +411,7 @@ mod tests {
             ("valid_range", &[1.0]),
         ] {
             let (_folder, dataset) = written(|dataset| attribute(dataset, name, numbers));
-            let error = read(&dataset, As::Numbers).unwrap_err().to_string();
+            let error = read(&dataset, ReadAs::Numbers).unwrap_err().to_string();
             assert!(error.contains(&format!("attribute {name} of /x ")) && error.contains("\nhint: "), "{error}");
         }
         let (_folder, dataset) = written(|dataset| {
@@ -419,7 +419,10 @@ mod tests {
             dataset.new_attr::<VarLenUnicode>().create("_FillValue").unwrap().write_scalar(&text).unwrap();
         });
         assert!(
-            read(&dataset, As::Numbers).unwrap_err().to_string().contains("attribute _FillValue of /x cannot be read")
+            read(&dataset, ReadAs::Numbers)
+                .unwrap_err()
+                .to_string()
+                .contains("attribute _FillValue of /x cannot be read")
         );
     }
 
@@ -427,7 +430,7 @@ mod tests {
     #[test]
     fn default_fill_values_of_netcdf_are_missing_elements() {
         let folder = tempfile::tempdir().unwrap();
-        let file = crate::hdf5_files::create(&folder.path().join("x.nc")).unwrap();
+        let file = crate::hdf5_open::create(&folder.path().join("x.nc")).unwrap();
         file.new_dataset::<i16>().fill_value(-32767i16).shape(3).create("short").unwrap();
         file.new_dataset::<f32>().fill_value(9.969_21e36f32).shape(3).create("float").unwrap();
         file.new_dataset::<u64>().fill_value(u64::MAX - 1).shape(3).create("long").unwrap();
@@ -436,19 +439,19 @@ mod tests {
         let own = file.new_dataset::<i16>().fill_value(-1i16).shape(3).create("own").unwrap();
         attribute(&own, "_FillValue", &[-1i16]);
         let missing = |name: &str, stored, numbers: &[f64]| {
-            let packing = Packing::read(&file.dataset(name).unwrap(), name, stored, As::Numbers).unwrap();
+            let packing = Packing::read(&file.dataset(name).unwrap(), name, stored, ReadAs::Numbers).unwrap();
             packing.and_then(|packing| packing.first_missing(numbers.iter().copied())).map(|(_, it)| it.to_string())
         };
         let cases = [
-            ("short", Stored::I16, -32767.0, Some("is missing: -32767 is its fill value by NetCDF")),
-            ("float", Stored::F32, f64::from(9.969_21e36f32), Some("is its fill value by NetCDF")),
-            ("long", Stored::U64, (u64::MAX - 1) as f64, Some("is its fill value by NetCDF")),
-            ("bytes", Stored::U8, 255.0, None),
-            ("nofill", Stored::I16, 0.0, None),
-            ("own", Stored::I16, -1.0, Some("is missing: -1 is its _FillValue")),
+            ("short", ElementType::I16, -32767.0, Some("is missing: -32767 is its fill value by NetCDF")),
+            ("float", ElementType::F32, f64::from(9.969_21e36f32), Some("is its fill value by NetCDF")),
+            ("long", ElementType::U64, (u64::MAX - 1) as f64, Some("is its fill value by NetCDF")),
+            ("bytes", ElementType::U8, 255.0, None),
+            ("nofill", ElementType::I16, 0.0, None),
+            ("own", ElementType::I16, -1.0, Some("is missing: -1 is its _FillValue")),
         ];
         // A fill value of any HDF5 file means nothing by itself.
-        assert_eq!(missing("short", Stored::I16, &[-32767.0]), None);
+        assert_eq!(missing("short", ElementType::I16, &[-32767.0]), None);
         let text: VarLenAscii = VarLenAscii::from_ascii("version=2,netcdf=4.10.1,hdf5=2.2.0").unwrap();
         file.new_attr::<VarLenAscii>().create("_NCProperties").unwrap().write_scalar(&text).unwrap();
         for (name, stored, number, expected) in cases {
@@ -470,10 +473,10 @@ mod tests {
             dataset.new_attr::<VarLenUnicode>().create("_Unsigned").unwrap().write_scalar(&text).unwrap();
             attribute(dataset, "_FillValue", &[-1i16]);
         });
-        let (native, stored, packing) = Packing::of(&dataset, "/x", Some(Stored::I16), As::Numbers).unwrap();
-        assert_eq!((native, stored), (Some(Stored::U16), Stored::U16));
+        let (native, stored, packing) = Packing::of(&dataset, "/x", Some(ElementType::I16), ReadAs::Numbers).unwrap();
+        assert_eq!((native, stored), (Some(ElementType::U16), ElementType::U16));
         assert!(packing.unwrap().first_missing([65535.0].into_iter()).is_some());
         // HDF5 would convert with a sign.
-        assert!(Packing::of(&dataset, "/x", None, As::Numbers).is_err());
+        assert!(Packing::of(&dataset, "/x", None, ReadAs::Numbers).is_err());
     }
 }

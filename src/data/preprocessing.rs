@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Tokenizer;
 use super::columns::{Category, Coder, Coding, Columns, UNKNOWN};
-use super::standard::Standard;
+use super::normalization::MeanStd;
 use hpctrain_base::error::{Error, Result};
 
 /// Conversion of stored samples into inputs and classes.
@@ -40,15 +40,15 @@ pub struct Scale {
     pub std: Vec<f32>,
 }
 
-impl From<&Standard> for Scale {
-    fn from(Standard { mean, std }: &Standard) -> Self {
+impl From<&MeanStd> for Scale {
+    fn from(MeanStd { mean, std }: &MeanStd) -> Self {
         Self { mean: mean.clone(), std: std.clone() }
     }
 }
 
 /// Preprocessing that a shard describes.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct Told {
+pub(super) struct DescribedPreprocessing {
     pub scale: Option<Scale>,
     #[serde(with = "columns")]
     pub columns: Option<Arc<Columns>>,
@@ -74,8 +74,8 @@ mod columns {
 
 /// Conversion of a shard's samples to a preprocessing.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(super) struct Form {
-    pub scale: Option<Standard>,
+pub(super) struct Transform {
+    pub scale: Option<MeanStd>,
     /// Stored index of each number of a row; none if the order is the same.
     pub numbers: Option<Vec<usize>>,
     /// Stored column of each category, with the new id of each stored id where ids differ; none if nothing differs.
@@ -99,13 +99,18 @@ pub(super) struct Converted {
     pub classes: bool,
 }
 
-impl Form {
+impl Transform {
     /// Conversion of samples stored with the preprocessing `own` to the preprocessing `to`. Adds a description of each
     /// conversion to `notes`.
     ///
     /// # Errors
     /// There is no such conversion.
-    pub fn new(own: &Told, to: &Preprocessing, parts: Converted, notes: &mut Vec<String>) -> Result<Self> {
+    pub fn new(
+        own: &DescribedPreprocessing,
+        to: &Preprocessing,
+        parts: Converted,
+        notes: &mut Vec<String>,
+    ) -> Result<Self> {
         let mut form = Self::default();
         if parts.numbers > 0 {
             form.scale = scale(own.scale.as_ref(), to, parts.numbers, notes)?;
@@ -129,7 +134,7 @@ fn note(notes: &mut Vec<String>, text: String) {
 }
 
 /// The scale of inputs of `row_len` numbers.
-fn scale(own: Option<&Scale>, to: &Preprocessing, row_len: usize, notes: &mut Vec<String>) -> Result<Option<Standard>> {
+fn scale(own: Option<&Scale>, to: &Preprocessing, row_len: usize, notes: &mut Vec<String>) -> Result<Option<MeanStd>> {
     let own = own.cloned();
     let scale = match &to.scales[..] {
         [] => own,
@@ -168,7 +173,7 @@ fn scale(own: Option<&Scale>, to: &Preprocessing, row_len: usize, notes: &mut Ve
         ))
         .hint("give data of the shape that the network was trained on"));
     }
-    Ok(Some(Standard { mean, std }))
+    Ok(Some(MeanStd { mean, std }))
 }
 
 /// Index in the data of each column of numbers; none if the columns are the same.
@@ -299,31 +304,48 @@ mod tests {
     }
 
     /// The form, and the notes for people.
-    fn form(own: Told, to: &Preprocessing) -> Result<(Form, Vec<String>)> {
+    fn form(own: DescribedPreprocessing, to: &Preprocessing) -> Result<(Transform, Vec<String>)> {
         let mut notes = Vec::new();
-        Ok((Form::new(&own, to, Converted { numbers: 4, classes: true }, &mut notes)?, notes))
+        Ok((Transform::new(&own, to, Converted { numbers: 4, classes: true }, &mut notes)?, notes))
     }
 
     #[test]
     fn the_networks_scale_takes_the_place_of_the_datas() {
         for own in [None, scaled(3.0), scaled(1.0)] {
             let to = Preprocessing { scales: vec![scaled(1.0)], ..Preprocessing::default() };
-            let (form, notes) = form(Told { scale: own.clone(), ..Told::default() }, &to).unwrap();
+            let (form, notes) =
+                form(DescribedPreprocessing { scale: own.clone(), ..DescribedPreprocessing::default() }, &to).unwrap();
             assert_eq!(form.scale.map(|scale| scale.mean), Some(vec![1.0]));
             assert_eq!(notes.is_empty(), own == scaled(1.0), "{notes:?}");
         }
         // A network that learned from numbers as they are is given those.
         let raw = Preprocessing { scales: vec![None], ..Preprocessing::default() };
-        assert_eq!(form(Told { scale: scaled(1.0), ..Told::default() }, &raw).unwrap().0.scale, None);
+        assert_eq!(
+            form(DescribedPreprocessing { scale: scaled(1.0), ..DescribedPreprocessing::default() }, &raw)
+                .unwrap()
+                .0
+                .scale,
+            None
+        );
         // Of several, each data set has one; another would have to be guessed.
         let mixed = Preprocessing { scales: vec![scaled(1.0), None], ..Preprocessing::default() };
-        assert_eq!(form(Told { scale: scaled(1.0), ..Told::default() }, &mixed).unwrap().0.scale.unwrap().mean, [1.0]);
-        assert_eq!(form(Told::default(), &mixed).unwrap().0.scale, None);
-        let error = form(Told { scale: scaled(7.0), ..Told::default() }, &mixed).unwrap_err().to_string();
+        assert_eq!(
+            form(DescribedPreprocessing { scale: scaled(1.0), ..DescribedPreprocessing::default() }, &mixed)
+                .unwrap()
+                .0
+                .scale
+                .unwrap()
+                .mean,
+            [1.0]
+        );
+        assert_eq!(form(DescribedPreprocessing::default(), &mixed).unwrap().0.scale, None);
+        let error = form(DescribedPreprocessing { scale: scaled(7.0), ..DescribedPreprocessing::default() }, &mixed)
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("2 scales of inputs, and the data has none of them\nhint: "), "{error}");
         let three = Some(Scale { mean: vec![0.0; 3], std: vec![1.0; 3] });
         let to = Preprocessing { scales: vec![three], ..Preprocessing::default() };
-        let error = form(Told::default(), &to).unwrap_err().to_string();
+        let error = form(DescribedPreprocessing::default(), &to).unwrap_err().to_string();
         assert!(error.contains("rows of 4, but the network learned with 3 means and 3 deviations"), "{error}");
     }
 
@@ -331,7 +353,10 @@ mod tests {
     fn columns_are_found_by_name_and_values_recoded() {
         let to = table(&["age", "pay"], &[values("city", &["Rome", "Oslo"]), values("pet", &["cat"])]);
         let to = Preprocessing { columns: Some(to), ..Preprocessing::default() };
-        let told = |columns: Columns| Told { columns: Some(columns.into()), ..Told::default() };
+        let told = |columns: Columns| DescribedPreprocessing {
+            columns: Some(columns.into()),
+            ..DescribedPreprocessing::default()
+        };
         let own = table(&["pay", "age"], &[values("pet", &["cat"]), values("city", &["Bonn", "Oslo", "Rome"])]);
         let (form_of, notes) = form(told(own), &to).unwrap();
         assert_eq!(form_of.numbers, Some(vec![1, 0]));
@@ -354,16 +379,18 @@ mod tests {
         }
         assert!(form(told(table(&[], &[hashed(9)])), &to_hash).is_err());
         // Data that does not name its columns is taken as it is.
-        assert_eq!(form(Told::default(), &to).unwrap().0, Form::default());
+        assert_eq!(form(DescribedPreprocessing::default(), &to).unwrap().0, Transform::default());
     }
 
     #[test]
     fn classes_go_by_their_names() {
         let to = Preprocessing { classes: names(&["cat", "dog", "eel"]), ..Preprocessing::default() };
-        let of = |all: &[&str]| form(Told { classes: names(all), ..Told::default() }, &to);
+        let of = |all: &[&str]| {
+            form(DescribedPreprocessing { classes: names(all), ..DescribedPreprocessing::default() }, &to)
+        };
         assert_eq!(of(&["dog", "cat"]).unwrap().0.classes, Some(vec![1, 0]));
         for same in [&["cat", "dog", "eel"][..], &["cat"], &[]] {
-            assert_eq!(of(same).unwrap(), (Form::default(), vec![]));
+            assert_eq!(of(same).unwrap(), (Transform::default(), vec![]));
         }
         let error = of(&["cat", "owl"]).unwrap_err().to_string();
         assert!(error.contains("class \"owl\" is none that the network learned: cat, dog, eel\nhint: "), "{error}");

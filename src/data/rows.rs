@@ -13,10 +13,10 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use super::compare::{Compared, ReadError, Seen};
+use super::block_checksums::{Compared, ReadError, Seen};
+use super::element_convert::ElementType;
 use super::h5::SlabReader;
 use super::packing::Packing;
-use super::stored::Stored;
 
 type Result<T> = std::result::Result<T, ReadError>;
 
@@ -25,7 +25,7 @@ pub(super) struct RowReader {
     source: Source,
     /// Checksums to compare with, if reads are verified.
     compared: Option<Compared>,
-    stored: Stored,
+    stored: ElementType,
     /// How numbers are packed, and which elements are missing.
     packing: Option<Packing>,
     row_len: usize,
@@ -77,7 +77,14 @@ struct Block {
 impl RowReader {
     /// A reader of `rows` rows of `row_len` elements. Blocks of `block` rows are read at once and kept, `limit` bytes
     /// of them; a block of 0 rows is none.
-    pub(super) fn new(source: Source, stored: Stored, rows: u64, row_len: usize, block: u64, limit: usize) -> Self {
+    pub(super) fn new(
+        source: Source,
+        stored: ElementType,
+        rows: u64,
+        row_len: usize,
+        block: u64,
+        limit: usize,
+    ) -> Self {
         let blocks = Blocks { rows: block, limit, held: HashMap::new(), bytes: 0, clock: 0 };
         Self {
             source,
@@ -165,7 +172,7 @@ impl RowReader {
 
     /// The bytes of `rows` rows from `first` on, as they are in memory before they become ids or numbers, and their
     /// element type.
-    pub(super) fn read_bytes(&mut self, first: u64, rows: usize) -> Result<(Stored, &[u8])> {
+    pub(super) fn read_bytes(&mut self, first: u64, rows: usize) -> Result<(ElementType, &[u8])> {
         let mut bytes = std::mem::take(&mut self.bytes);
         bytes.clear();
         let read = self.pieces(first, rows as u64, |_, piece| {
@@ -180,7 +187,7 @@ impl RowReader {
         &mut self,
         first: u64,
         out: &mut [T],
-        convert: fn(Stored, Option<&Packing>, &[u8], &mut [T]),
+        convert: fn(ElementType, Option<&Packing>, &[u8], &mut [T]),
     ) -> Result<()> {
         let rows = (out.len() / self.row_len.max(1)) as u64;
         if rows * self.row_len as u64 != out.len() as u64 {
@@ -201,7 +208,7 @@ impl RowReader {
     }
 
     /// Hands the bytes of `rows` rows from `first` on to `take`, piece after piece of whole rows.
-    fn pieces(&mut self, first: u64, rows: u64, mut take: impl FnMut(Stored, &[u8]) -> Result<()>) -> Result<()> {
+    fn pieces(&mut self, first: u64, rows: u64, mut take: impl FnMut(ElementType, &[u8]) -> Result<()>) -> Result<()> {
         let end = first.checked_add(rows).filter(|end| *end <= self.rows);
         let end = end.ok_or_else(|| format!("rows {first} to {first} + {rows} of {} asked for", self.rows))?;
         let row_bytes = self.row_len * self.stored.width();
@@ -230,7 +237,7 @@ impl RowReader {
 }
 
 /// Refuses a missing element among the stored ones in `bytes`, the first of which is number `first` of the dataset.
-fn check_present(packing: Option<&Packing>, stored: Stored, bytes: &[u8], first: u64) -> Result<()> {
+fn check_present(packing: Option<&Packing>, stored: ElementType, bytes: &[u8], first: u64) -> Result<()> {
     match packing.and_then(|packing| packing.first_missing(stored.doubles(bytes))) {
         None => Ok(()),
         Some((place, missing)) => Err(ReadError::Missing { element: first + place as u64, missing }),

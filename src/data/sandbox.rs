@@ -3,7 +3,7 @@
 //! libhdf5 follows addresses and lengths of a file, and a damaged or hostile file can end the process that opens it, or make it read
 //! other data. So a file is first opened, described and prepared for reading in a child with limits of memory and time. The child
 //! answers one request after another, and a file that ends it becomes one error with the file's name. Only rank 0 has a child:
-//! other ranks get its descriptions ([`Catalogue`](super::Catalogue)).
+//! other ranks get its descriptions ([`ShardIndex`](super::ShardIndex)).
 //!
 //! The child is this program with a hidden subcommand, which [`enable`] names. In a program that has not called it, files are
 //! opened without a child.
@@ -22,8 +22,8 @@ use serde::{Deserialize, Serialize};
 use signal_hook::consts::signal::{SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGSYS, SIGTRAP, SIGXCPU};
 use signal_hook::low_level::signal_name;
 
+use super::block_checksums::Scratch;
 use super::brief::{Before, Brief};
-use super::compare::Scratch;
 use super::listing::{self, Inspected};
 use super::raw_path;
 use super::shard::Shard;
@@ -38,7 +38,7 @@ pub const COMMAND: &str = "data-sandbox";
 const MEMORY: u64 = 8 << 30;
 
 /// Seconds that the child may take for a file, by the processor's clock and by the wall's.
-const PATIENCE: u64 = 60;
+const TIMEOUT: u64 = 60;
 
 /// The program that is started as the child, and its arguments.
 static PROGRAM: OnceLock<(PathBuf, Vec<String>)> = OnceLock::new();
@@ -86,7 +86,7 @@ pub fn serve() -> Result<()> {
         let request =
             serde_json::from_str(&line).map_err(|e| Error::internal(format!("{line:?} is malformed: {e}")))?;
         let elapsed = clock_gettime(ClockId::ProcessCPUTime).tv_sec.unsigned_abs();
-        limit(Resource::Cpu, elapsed + PATIENCE)?;
+        limit(Resource::Cpu, elapsed + TIMEOUT)?;
         let reply = answer(request, &mut before);
         let reply = serde_json::to_string(&reply).map_err(|e| Error::internal(format!("a reply: {e}")))?;
         let mut stdout = std::io::stdout().lock();
@@ -226,7 +226,7 @@ impl Helper {
         request.push(b'\n');
         // A child that has ended reads no request, and sends no reply either.
         let _ = self.requests.as_mut().map(|requests| requests.write_all(&request));
-        match self.replies.recv_timeout(Duration::from_secs(PATIENCE)) {
+        match self.replies.recv_timeout(Duration::from_secs(TIMEOUT)) {
             Ok(reply) => Ok(reply),
             Err(RecvTimeoutError::Timeout) => Err(too_long(path)),
             Err(RecvTimeoutError::Disconnected) => {
@@ -273,7 +273,7 @@ fn ended(path: &Path, status: ExitStatus) -> Error {
 }
 
 fn too_long(path: &Path) -> Error {
-    Error::input(format!("{} cannot be opened within {PATIENCE} s", path.display()))
+    Error::input(format!("{} cannot be opened within {TIMEOUT} s", path.display()))
         .hint("the file system does not answer, or the file is damaged: look whether `h5ls` opens it")
 }
 

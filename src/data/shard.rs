@@ -14,16 +14,16 @@ use std::sync::Arc;
 use hdf5::File;
 use serde::{Deserialize, Serialize};
 
+use super::block_checksums::{Compared, ReadError, Scratch};
 use super::columns::Columns;
-use super::compare::{Compared, ReadError, Scratch};
-use super::content::{Content, Field, MAX_VOCABULARY, Place};
 use super::fingerprint::ShardPrint;
 use super::format::{BlockSums, Checksums, Header};
 use super::h5::{self, ChunkCache, SlabReader, shape};
 use super::import::{CLASSES, class_names, is_of_samples};
-use super::preprocessing::{Scale, Told, tokenizer_names};
+use super::preprocessing::{DescribedPreprocessing, Scale, tokenizer_names};
 use super::raw_path;
 use super::rows::{RowReader, Source};
+use super::shard_schema::{Field, MAX_VOCABULARY, Place, ShardSchema};
 use super::spec::{DataSpec, Verify};
 use super::storage;
 use hpctrain_base::error::{Error, Result};
@@ -35,7 +35,7 @@ pub(super) struct Shard {
     #[serde(with = "raw_path")]
     pub path: PathBuf,
     pub header: Header,
-    pub content: Content,
+    pub content: ShardSchema,
     /// Distinguishes it from other shards.
     pub print: ShardPrint,
     /// Length of the file.
@@ -44,7 +44,7 @@ pub(super) struct Shard {
     identity: (u64, i64, i64),
     /// Its preprocessing, besides the tokenizer.
     #[serde(skip)]
-    pub told: Arc<Told>,
+    pub told: Arc<DescribedPreprocessing>,
 }
 
 /// Returns the numbers that distinguish a file from others of its file system, and from itself before a change.
@@ -64,7 +64,7 @@ impl Shard {
         let describe = || {
             let header = Header::read(&file)?;
             let place = Place { file: &file, path, external_files: spec.external_files };
-            let content = Content::find(place, spec)?;
+            let content = ShardSchema::find(place, spec)?;
             let print = ShardPrint::of(&file, path, &header, &content)?;
             let told = told(&file, &content)?.into();
             let metadata = std::fs::metadata(path).map_err(|e| Error::io("read", path, e))?;
@@ -163,7 +163,7 @@ impl Shard {
     pub(super) fn samples(&self, context: usize) -> Result<u64> {
         let at = self.path.display();
         match &self.content {
-            Content::Tokens(tokens) => match (tokens.document().saturating_sub(1) / context, &tokens.shape[..]) {
+            ShardSchema::Tokens(tokens) => match (tokens.document().saturating_sub(1) / context, &tokens.shape[..]) {
                 (0, [_]) => Err(Error::input(format!(
                     "{} has {} tokens, but one sample takes {context} + 1",
                     tokens.name,
@@ -182,14 +182,14 @@ impl Shard {
                 (windows, [documents, _]) => Ok((windows * documents) as u64),
                 (windows, _) => Ok(windows as u64),
             },
-            Content::Rows(_) => {
+            ShardSchema::Rows(_) => {
                 let first = self.content.datasets()[0];
                 match first.rows() {
                     0 => Err(no_samples(first).at(at)),
                     rows => Ok(rows as u64),
                 }
             }
-            Content::Samples { inputs, .. } => {
+            ShardSchema::Samples { inputs, .. } => {
                 if inputs.row_len() != context {
                     let message = format!("{} has samples of {} ids", inputs.name, inputs.row_len());
                     return Err(Error::input(format!("{message}, but the model's context is {context}"))
@@ -307,7 +307,7 @@ impl Shard {
     /// Rows of a dataset that are read at once and kept, if `cache_bytes` may be; 0 reads the requested rows only and
     /// keeps nothing.
     fn block(&self, field: &Field, cache_bytes: usize, verify: Verify) -> usize {
-        let is_tokens = matches!(self.content, Content::Tokens(_));
+        let is_tokens = matches!(self.content, ShardSchema::Tokens(_));
         let row_bytes = field.row_bytes().max(1);
         let fits = field.rows() * row_bytes <= cache_bytes;
         let enough_rows = BLOCK_BYTES.div_ceil(row_bytes);
@@ -349,16 +349,16 @@ impl Shard {
 }
 
 /// Reads the preprocessing that a file describes.
-fn told(file: &File, content: &Content) -> Result<Told> {
-    let Content::Rows(rows) = content else { return Ok(Told::default()) };
+fn told(file: &File, content: &ShardSchema) -> Result<DescribedPreprocessing> {
+    let ShardSchema::Rows(rows) = content else { return Ok(DescribedPreprocessing::default()) };
     let scale = rows.standard.as_ref().map(Scale::from);
     // Datasets of these names may be anything in files of other make.
     if !is_of_samples(file) {
-        return Ok(Told { scale, ..Told::default() });
+        return Ok(DescribedPreprocessing { scale, ..DescribedPreprocessing::default() });
     }
     let unreadable = |e| Error::input(format!("dataset {CLASSES} cannot be read: {}", h5::one_line(&e)));
     let classes = class_names(file).map_err(unreadable)?.unwrap_or_default();
-    Ok(Told { scale, columns: Columns::read(file)?.map(Arc::new), classes })
+    Ok(DescribedPreprocessing { scale, columns: Columns::read(file)?.map(Arc::new), classes })
 }
 
 fn no_samples(field: &Field) -> Error {

@@ -1,6 +1,6 @@
 //! Sources of samples: files, or a program's own code.
 
-use super::parts::{SampleMut, Sizes};
+use super::sample_fields::{SampleMut, Sizes};
 use super::{Dataset, Fingerprint, Preprocessing, Tokenizer, preprocessing};
 use hpctrain_base::error::Result;
 

@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::axes::Axes;
-use super::parts::Sizes;
+use super::image_layout::Axes;
 use super::raw_path;
+use super::sample_fields::Sizes;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::pattern::matches;
 

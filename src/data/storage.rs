@@ -9,11 +9,11 @@ use hdf5::dataset::Layout;
 use hdf5::plist::DatasetCreate;
 use hdf5::{Dataset, File};
 
-use super::bounded;
+use super::decompression_limit;
+use super::element_convert::{ElementType, ReadAs};
+use super::external_links::{Link, PREFIX, find, link};
 use super::h5::{self, Source, shape};
-use super::links::{Link, PREFIX, find, link};
 use super::spec::ExternalFiles;
-use super::stored::{As, Stored};
 use hpctrain_base::error::{Error, Result};
 
 /// Virtual data sets within each other, at most: more are a circle.
@@ -102,7 +102,7 @@ fn check_size(dataset: &Dataset, name: &str, width: usize) -> Result<()> {
     let chunk = dataset.chunk().unwrap_or_default();
     let row = bytes(shape.get(1..).unwrap_or_default());
     let of_chunk = if chunk.is_empty() { 0 } else { bytes(&chunk) };
-    bounded::check(row.max(of_chunk), stored).map_err(|what| {
+    decompression_limit::check(row.max(of_chunk), stored).map_err(|what| {
         Error::input(format!("{name}: a row or chunk of it: {what}"))
             .hint("write it again in smaller chunks, or without compression: h5repack -l CHUNK=… or -f NONE")
     })?;
@@ -162,7 +162,7 @@ fn check_filters(dataset: &Dataset, properties: &DatasetCreate, name: &str) -> R
     let missing = h5::missing_filters(properties).map_err(|e| unreadable(name, &e))?;
     let Some(first) = missing.first() else { return Ok(()) };
     let first_element = || -> hdf5::Result<()> {
-        let stored = Stored::converted(As::Numbers);
+        let stored = ElementType::converted(ReadAs::Numbers);
         let row_len = dataset.shape().iter().skip(1).fold(1usize, |row, extent| row.saturating_mul(*extent));
         if row_len > LARGEST_ROW {
             return Err("a row that is too large to be tried".into());
@@ -216,7 +216,7 @@ fn check_sources(
         }
         let source = open(&opened, &place, of).map_err(|e| of_source(e.at(place.display())))?;
         let has = source.shape();
-        let elements = bounded::extent(&has).ok_or_else(|| {
+        let elements = decompression_limit::extent(&has).ok_or_else(|| {
             Error::input(format!("{virtual_set} {of} is {}, larger than any memory", shape(&has)))
                 .hint("write it with the shape that its data has")
         })? as u64;

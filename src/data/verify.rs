@@ -6,9 +6,8 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use super::compare::Scratch;
-use super::completeness;
-use super::content::Field;
+use super::block_checksums::Scratch;
+use super::element_convert::{ElementType, ReadAs};
 use super::format::{BlockSums, Checksums};
 use super::h5;
 use super::import::left_out;
@@ -16,8 +15,9 @@ use super::inspect::h5_files;
 use super::rows::RowReader;
 use super::sandbox::Sandbox;
 use super::shard::{Shard, first_invalid};
+use super::shard_schema::Field;
+use super::shard_set_check;
 use super::spec::Verify;
-use super::stored::{As, Stored};
 use super::{DataSpec, SampleSpec, is_weight};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::pattern::matches;
@@ -86,7 +86,7 @@ pub fn verify(path: &Path) -> Result<Report> {
         }
     }
     if path.is_dir() && shards.len() == files.len() {
-        for problem in completeness::problems(&shards, |_| true) {
+        for problem in shard_set_check::problems(&shards, |_| true) {
             check.problem(format!("{}: {problem}", path.display()));
         }
     }
@@ -142,7 +142,7 @@ impl Check {
             (Some(_), _) => {}
         }
         let vocabulary = shard.header.vocabulary_size.map(|size| size as usize);
-        let has_ids = shard.content.datasets().iter().any(|field| field.kind == As::Ids);
+        let has_ids = shard.content.datasets().iter().any(|field| field.kind == ReadAs::Ids);
         if vocabulary.is_none() && has_ids {
             self.report.notes.push(format!("{path} has no vocabulary_size: only negative ids are found"));
         }
@@ -165,11 +165,11 @@ impl Check {
                     _ => {}
                 }
                 match field.kind {
-                    As::Ids => {
+                    ReadAs::Ids => {
                         let below = vocabulary.unwrap_or(i32::MAX as usize);
                         self.ids(shard, field, reader, sums, below);
                     }
-                    As::Numbers => {
+                    ReadAs::Numbers => {
                         let of_weights = shard.content.weights().is_some_and(|weights| weights.name == field.name);
                         self.numbers(shard, field, reader, sums, if of_weights { is_weight } else { f32::is_finite });
                     }
@@ -249,7 +249,7 @@ impl Check {
         reader: &'r mut RowReader,
         sums: Option<&BlockSums>,
         rows: Range<usize>,
-    ) -> Option<(Stored, &'r [u8])> {
+    ) -> Option<(ElementType, &'r [u8])> {
         let place = format!("{}: {}[{}..{}]", shard.path.display(), field.name, rows.start, rows.end);
         match reader.read_bytes(rows.start as u64, rows.len()) {
             Err(e) => {
@@ -271,7 +271,7 @@ impl Check {
 }
 
 /// Names the first missing element of a block of rows, if there is one.
-fn missing_in(field: &Field, stored: Stored, bytes: &[u8], rows: &Range<usize>) -> Option<String> {
+fn missing_in(field: &Field, stored: ElementType, bytes: &[u8], rows: &Range<usize>) -> Option<String> {
     let packing = field.packing.as_ref()?;
     let (place, missing) = packing.first_missing(stored.doubles(bytes))?;
     let first = rows.start * field.row_len() + place;

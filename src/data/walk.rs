@@ -98,7 +98,7 @@ pub(super) fn dataset_names(root: &Group) -> hdf5::Result<Vec<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hdf5_files::{create, create_group};
+    use crate::hdf5_open::{create, create_group};
 
     #[test]
     fn links_to_a_parent_are_followed_once() {
@@ -113,7 +113,7 @@ mod tests {
             file.link_external("loop.h5", "/", &format!("a/other{number}")).unwrap();
         }
         file.close().unwrap();
-        let file = crate::hdf5_files::open(&path).unwrap();
+        let file = crate::hdf5_open::open(&path).unwrap();
         assert_eq!(dataset_names(&file).unwrap(), ["/a/x"]);
     }
 

@@ -57,7 +57,7 @@ impl MemoryKind {
 
 /// Counts live and peak bytes by category.
 #[derive(Debug, Default)]
-pub struct Ledger {
+pub struct MemoryStats {
     live: [AtomicUsize; MemoryKind::ALL.len()],
     peak: [AtomicUsize; MemoryKind::ALL.len()],
     total: AtomicUsize,
@@ -65,7 +65,7 @@ pub struct Ledger {
     fresh: AtomicUsize,
 }
 
-impl Ledger {
+impl MemoryStats {
     /// Notes an allocation.
     pub fn take(&self, what: MemoryKind, bytes: usize) {
         let now = self.live[what as usize].fetch_add(bytes, Ordering::Relaxed) + bytes;
@@ -139,7 +139,7 @@ mod tests {
 
     #[test]
     fn peak_remembers() {
-        let ledger = Ledger::default();
+        let ledger = MemoryStats::default();
         ledger.take(MemoryKind::Data, 100);
         ledger.take(MemoryKind::Data, 50);
         ledger.give(MemoryKind::Data, 100);

@@ -3,36 +3,36 @@
 //! [`Backend`] is memory: buffers of f32 (or the device's compute type), views into them, and
 //! transfers. [`Kernels`] is arithmetic. Both are implemented once per device.
 
-mod device_copies;
+mod device_memcpy;
 #[doc(hidden)]
 pub mod library;
+pub mod matmul_algo;
 mod memory;
 pub mod ops;
-pub mod products;
 mod profile;
 
-mod work;
+mod kernel_cost;
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use hpctrain_base::error::Result;
 
-pub use device_copies::{
-    CommId, ComputeOrderedCopies, DeviceComm, DeviceCopies, Event, FOLDED, Fold, Pinned, Placed, Reach, Scratch, Slot,
-    Span, Vendor,
+pub use device_memcpy::{
+    AllocatedOn, CommBuffer, CommId, ComputeOrderedCopies, DeviceCollective, DeviceComm, DeviceCopies, Event, FOLDED,
+    OrderedSum, Pinned, Scratch, Slot, Span,
 };
-pub use memory::{Ledger, MemoryKind, readable};
+pub use kernel_cost::KernelCost;
+pub use matmul_algo::{Algorithm, Chosen, ProductAlgorithms, ProductKind};
+pub use memory::{MemoryKind, MemoryStats, readable};
 pub use ops::{
-    Activation, ActivationOps, AdamW, Attention, AttentionOps, Audit, ChannelOps, Channels, ClassifierOps, Columns,
-    ColumnsOps, Convolution, ConvolutionOps, CrossEntropy, CrossEntropyPart, Deviation, DigestOps, Dropout, DropoutOps,
-    Elements, Elementwise, ElementwiseOps, EmbeddingOps, Gemm, Kernels, Linear, LinearOps, LogitsPart, LossWeights,
-    Norm, NormOps, OptimizerOps, Pairs, PairsOps, Regression, RegressionOps, Rotary, RotaryOps, Sgd, SoftmaxOps,
-    SwigluOps, Window, WindowOps,
+    Activation, ActivationOps, AdamW, Attention, AttentionOps, Audit, ChannelNormShape, ChannelOps, ClassifierOps,
+    ColumnsOps, Convolution, ConvolutionOps, CrossEntropy, CrossEntropyPart, Deviation, DigestOps, DotInteraction,
+    Dropout, DropoutOps, Elements, Elementwise, ElementwiseOps, EmbeddingOps, Gemm, Im2colShape, Kernels, Linear,
+    LinearOps, LogitsPart, LossWeights, Norm, NormOps, OptimizerOps, PairsOps, Regression, RegressionOps, Rotary,
+    RotaryOps, Sgd, SoftmaxOps, StridedCopy, SwigluOps, WindowOps,
 };
-pub use products::{Algorithm, Chosen, ProductAlgorithms, ProductKind};
-pub use profile::{Launch, Profile, Tallies, Tally};
-pub use work::Work;
+pub use profile::{KernelStats, Launch, Profile, Tallies};
 
 /// The memory of one device.
 ///
@@ -48,7 +48,7 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// An owned, flat buffer.
     type Buf: Send + Sync + 'static;
     /// Token ids, class labels: indices on the device.
-    type Ints: Send + Sync + 'static;
+    type IndexBuf: Send + Sync + 'static;
     /// A number that the device computes, to be read later: asking for it at once would stop the device.
     type Scalar: Send + Sync + 'static;
     /// A shared window into a buffer.
@@ -69,7 +69,7 @@ pub trait Backend: Clone + Send + Sync + 'static {
     fn alloc_f32(&self, what: MemoryKind, len: usize) -> Result<Self::Buf>;
 
     /// Whether parameters are kept in a narrower type than f32, so that updates need f32 masters besides.
-    fn computes_narrow(&self) -> bool;
+    fn has_master_weights(&self) -> bool;
 
     /// Copies `host` into a window of its length, rounded to the window's type.
     ///
@@ -113,13 +113,13 @@ pub trait Backend: Clone + Send + Sync + 'static {
     ///
     /// # Errors
     /// As [`Backend::alloc`].
-    fn upload_ints(&self, host: &[u32]) -> Result<Self::Ints>;
+    fn upload_ints(&self, host: &[u32]) -> Result<Self::IndexBuf>;
 
     /// Indices in `ints`.
-    fn ints_len(ints: &Self::Ints) -> usize;
+    fn ints_len(ints: &Self::IndexBuf) -> usize;
 
     /// The indices `range` of `ints`, in the same memory.
-    fn part_of_ints(ints: &Self::Ints, range: Range<usize>) -> Self::Ints;
+    fn slice_indices(ints: &Self::IndexBuf, range: Range<usize>) -> Self::IndexBuf;
 
     /// The window `range` of `buf`.
     fn view(buf: &Self::Buf, range: Range<usize>) -> Self::View<'_>;
@@ -137,7 +137,7 @@ pub trait Backend: Clone + Send + Sync + 'static {
     fn len(buf: &Self::Buf) -> usize;
 
     /// Splits a window in two at element `at`.
-    fn cut(view: Self::View<'_>, at: usize) -> (Self::View<'_>, Self::View<'_>);
+    fn split_at(view: Self::View<'_>, at: usize) -> (Self::View<'_>, Self::View<'_>);
 
     /// Splits an exclusive window in two at element `at`.
     fn cut_mut(view: Self::ViewMut<'_>, at: usize) -> (Self::ViewMut<'_>, Self::ViewMut<'_>);
@@ -147,7 +147,7 @@ pub trait Backend: Clone + Send + Sync + 'static {
     ///
     /// # Errors
     /// The range cuts a word.
-    fn reach(buf: &mut Self::Buf, range: Range<usize>) -> Result<Reach<'_>>;
+    fn comm_buffer(buf: &mut Self::Buf, range: Range<usize>) -> Result<CommBuffer<'_>>;
 
     /// An event that is done when all work on `buf` that compute has requested so far is: the communication thread
     /// waits for it before it reaches the buffer. None if all is done already. When a message is done with the buffer,
@@ -155,7 +155,7 @@ pub trait Backend: Clone + Send + Sync + 'static {
     ///
     /// # Errors
     /// The device failed.
-    fn stamp(buf: &Self::Buf) -> Result<Option<Box<dyn Event>>>;
+    fn record_event(buf: &Self::Buf) -> Result<Option<Box<dyn Event>>>;
 
     /// The copies between the device and the host beside compute; none where buffers are host memory.
     ///
@@ -170,17 +170,17 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// # Errors
     /// There is none.
     fn device_comm_library() -> Result<String> {
-        Err(device_copies::no_device_comm())
+        Err(device_memcpy::no_device_comm())
     }
 
-    /// Announces that these parameters stay as they are until [`Backend::end_reuse`] and will be multiplied several times:
+    /// Announces that these parameters stay as they are until [`Backend::end_weight_reuse`] and will be multiplied several times:
     /// a backend may also keep forms of them that multiply faster. Announced again, they are as before.
-    fn reuse(&self, _parameters: Self::View<'_>) {}
+    fn begin_weight_reuse(&self, _parameters: Self::View<'_>) {}
 
     /// Parameters may change from here on.
-    fn end_reuse(&self) {}
+    fn end_weight_reuse(&self) {}
 
-    /// Bytes that [`Backend::reuse`] may take, for so many elements of parameters and rows of a micro-batch.
+    /// Bytes that [`Backend::begin_weight_reuse`] may take, for so many elements of parameters and rows of a micro-batch.
     fn reuse_bytes(_elements: usize, _rows: usize) -> usize {
         0
     }
@@ -200,7 +200,7 @@ pub trait Backend: Clone + Send + Sync + 'static {
     fn trim(&self);
 
     /// The count of allocated bytes, by category.
-    fn ledger(&self) -> &Ledger;
+    fn ledger(&self) -> &MemoryStats;
 
     /// The times of its kernels.
     fn profile(&self) -> &Profile;
@@ -230,7 +230,7 @@ pub trait Backend: Clone + Send + Sync + 'static {
 /// Cuts a window into consecutive parts of the given lengths; the rest is padding.
 pub fn split<'a, B: Backend, const N: usize>(mut view: B::View<'a>, lens: [usize; N]) -> [B::View<'a>; N] {
     lens.map(|len| {
-        let (head, rest) = B::cut(view, len);
+        let (head, rest) = B::split_at(view, len);
         view = rest;
         head
     })

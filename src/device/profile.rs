@@ -3,7 +3,7 @@
 //! Off, a kernel costs the reading of one flag. On, a device that computes beside the host is waited for after every
 //! kernel, so that its time is its own; the run is slower for it.
 //!
-//! Every kernel begins with a `Work`, and the guard that it returns ends the measurement when it is dropped. A kernel
+//! Every kernel begins with a `KernelCost`, and the guard that it returns ends the measurement when it is dropped. A kernel
 //! that is a default of `Kernels`, composed of others, counts as those.
 
 use std::collections::BTreeMap;
@@ -11,11 +11,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::work::Work;
+use super::kernel_cost::KernelCost;
 
 /// Launches of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Tally {
+pub struct KernelStats {
     /// Launches.
     pub calls: u64,
     /// Their time.
@@ -28,7 +28,7 @@ pub struct Tally {
     pub bytes: f64,
 }
 
-impl Tally {
+impl KernelStats {
     /// Nothing yet.
     const NONE: Self = Self { calls: 0, seconds: 0.0, fastest: f64::INFINITY, flops: 0.0, bytes: 0.0 };
 
@@ -45,7 +45,7 @@ impl Tally {
 }
 
 /// Launches by kernel and shape.
-pub type Tallies = BTreeMap<(&'static str, [usize; 4]), Tally>;
+pub type Tallies = BTreeMap<(&'static str, [usize; 4]), KernelStats>;
 
 /// The kernels of a backend. Clones share it.
 #[derive(Debug, Clone, Default)]
@@ -70,7 +70,7 @@ impl Profile {
 
     /// A kernel begins; it ends where the returned value is dropped. Elements of the compute type have `width` bytes;
     /// `settle` waits until the device is done.
-    pub fn launch<S: Fn()>(&self, width: usize, settle: S, work: Work) -> Launch<'_, S> {
+    pub fn launch<S: Fn()>(&self, width: usize, settle: S, work: KernelCost) -> Launch<'_, S> {
         let open = self.0.on.load(Ordering::Relaxed).then(|| {
             // Work queued before is not this kernel's.
             settle();
@@ -79,11 +79,11 @@ impl Profile {
         Launch(open)
     }
 
-    fn count(&self, work: &Work, width: usize, took: Duration) {
+    fn count(&self, work: &KernelCost, width: usize, took: Duration) {
         let mut tallies = self.0.tallies.lock().unwrap_or_else(PoisonError::into_inner);
-        let tally = tallies.entry((work.kernel, work.shape)).or_insert(Tally::NONE);
+        let tally = tallies.entry((work.kernel, work.shape)).or_insert(KernelStats::NONE);
         let (seconds, bytes) = (took.as_secs_f64(), work.bytes(width));
-        *tally = tally.plus(Tally { calls: 1, seconds, fastest: seconds, flops: work.flops, bytes });
+        *tally = tally.plus(KernelStats { calls: 1, seconds, fastest: seconds, flops: work.flops, bytes });
     }
 }
 
@@ -93,7 +93,7 @@ pub struct Launch<'a, S: Fn()>(Option<Open<'a, S>>);
 
 struct Open<'a, S> {
     profile: &'a Profile,
-    work: Work,
+    work: KernelCost,
     width: usize,
     settle: S,
     begun: Instant,
@@ -115,10 +115,10 @@ mod tests {
     fn a_device_is_waited_for_before_and_after() {
         let (profile, waits) = (Profile::default(), std::cell::Cell::new(0));
         let settle = || waits.set(waits.get() + 1);
-        drop(profile.launch(4, settle, Work::zero(1)));
+        drop(profile.launch(4, settle, KernelCost::zero(1)));
         assert_eq!(waits.get(), 0);
         profile.record(true);
-        drop(profile.launch(4, settle, Work::zero(1)));
+        drop(profile.launch(4, settle, KernelCost::zero(1)));
         assert_eq!(waits.get(), 2);
     }
 }

@@ -24,7 +24,7 @@ pub fn attentions<B: Kernels>(b: &B) -> Results {
     let shared = [(2, 33, 6, 2, 5), (1, 130, 3, 1, 33), (2, 129, 4, 2, 64), (1, 65, 2, 1, 128), (1, 257, 2, 1, 20)];
     // Where tensor cores compute: heads that end within a block of columns, below and above a width of 128.
     let narrow = [(1, 140, 1, 1, 24), (1, 130, 2, 1, 200)];
-    let narrow = &narrow[..if b.computes_narrow() { narrow.len() } else { 0 }];
+    let narrow = &narrow[..if b.has_master_weights() { narrow.len() } else { 0 }];
     for (batch, time, heads, kv_heads, head_width) in alone.into_iter().chain(shared).chain(narrow.iter().copied()) {
         let shape = Attention { batch, time, heads, kv_heads, head_width };
         let (d, packed) = (heads * head_width, shape.packed_width());

@@ -8,7 +8,7 @@ pub type Results = Vec<Vec<f32>>;
 
 /// Relative error allowed, against the largest value of the result.
 pub fn tolerance<B: Kernels>(b: &B) -> f64 {
-    if b.computes_narrow() { 1e-2 } else { 1e-5 }
+    if b.has_master_weights() { 1e-2 } else { 1e-5 }
 }
 
 /// Normal numbers that the device's compute type can hold, named by `seed`.

@@ -1,8 +1,8 @@
 //! Operations of `hpctrain_device::ops`, file `convolution.rs`.
 
 use crate::common::{Results, close, down, up, up_f32, wide};
-use crate::window::each_seen;
-use hpctrain_device::{Convolution, Kernels, Window};
+use crate::im2col_pool::each_seen;
+use hpctrain_device::{Convolution, Im2colShape, Kernels};
 
 /// `random` draws operands of products.
 pub fn convolutions<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Results {
@@ -17,7 +17,7 @@ pub fn convolutions<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -
         // More filters than tiles are worth it for.
         (1, [4, 3, 128], [3, 3], [1, 1], [1, 1], [0, 128, 60]),
     ] {
-        let window = Window { batch, height, width, channels: all, size, stride, padding };
+        let window = Im2colShape { batch, height, width, channels: all, size, stride, padding };
         let s = Convolution { window, first, channels, filters };
         let (rows, seen) = (window.rows(), s.seen());
         let (x, weight, bias) =

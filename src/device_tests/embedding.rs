@@ -51,7 +51,7 @@ pub fn embedding_parts<B: Kernels>(b: &B) -> Results {
         let (words, places) = (random(b, 22, vocabulary * width), random(b, 23, time * width));
         let (tb, wb, pb) = (b.upload_ints(&tokens).unwrap(), up(b, &words), up(b, &places));
         let none = up(b, &[]);
-        let (before, after) = B::cut(B::all(&wb), cut * width);
+        let (before, after) = B::split_at(B::all(&wb), cut * width);
         let forward = |first: usize, table: B::View<'_>, places: &B::Buf| {
             let mut y = up(b, &vec![f32::NAN; rows * width]);
             b.embedding(&tb, first, table, B::all(places), B::all_mut(&mut y)).unwrap();

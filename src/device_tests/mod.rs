@@ -12,24 +12,24 @@
 
 pub mod activation;
 pub mod attention;
-pub mod channel;
-pub mod classifier;
-pub mod columns;
+pub mod channel_norm;
+pub mod checksum;
 pub mod common;
 pub mod convolution;
-pub mod digest;
+pub mod cross_entropy;
+pub mod dot_interaction;
 pub mod dropout;
 pub mod elementwise;
 pub mod embedding;
+pub mod im2col_pool;
 pub mod linear;
 pub mod norm;
 pub mod optimizer;
-pub mod pairs;
-pub mod regression;
+pub mod regression_loss;
 pub mod rotary;
 pub mod softmax;
+pub mod strided_copy;
 pub mod swiglu;
-pub mod window;
 
 /// A test of each operation on one device: `$stamp!` makes them, of the pairs of name and test that it is given, and of those
 /// of all operations but products, whose tests differ with the precision.
@@ -46,17 +46,17 @@ macro_rules! each_operation {
             rotary: $crate::rotary::rotations,
             gates: $crate::swiglu::gates,
             optimizers: $crate::optimizer::optimizers,
-            digests: $crate::digest::digests,
+            digests: $crate::checksum::digests,
             dropout: $crate::dropout::dropouts,
             activations: $crate::activation::activations,
             softmax: $crate::softmax::softmaxes,
-            windows: $crate::window::windows,
-            columns: $crate::columns::columns,
-            pairs: $crate::pairs::pairs,
-            channels: $crate::channel::channels,
-            classifiers: $crate::classifier::classifiers,
-            classifier_parts: $crate::classifier::classifier_parts,
-            regressions: $crate::regression::regressions,
+            windows: $crate::im2col_pool::windows,
+            columns: $crate::strided_copy::columns,
+            pairs: $crate::dot_interaction::pairs,
+            channels: $crate::channel_norm::channels,
+            classifiers: $crate::cross_entropy::classifiers,
+            classifier_parts: $crate::cross_entropy::classifier_parts,
+            regressions: $crate::regression_loss::regressions,
         }
     };
 }

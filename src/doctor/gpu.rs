@@ -4,8 +4,8 @@ use std::fs;
 use std::path::Path;
 
 use super::Finding;
-use super::probe::Teller;
-use crate::backend::cuda::program::{self, Variant};
+use super::probe::ProbeReporter;
+use crate::backend::cuda::nvrtc::{self, Variant};
 use crate::backend::cuda::{Arithmetic, Cuda, Device, Precision, devices, libraries, nccl};
 use crate::backend::{Backend, ElementwiseOps, Gemm, LinearOps, MemoryKind};
 use crate::energy::{Counters, Source};
@@ -34,7 +34,7 @@ pub(super) fn on_bus() -> Vec<String> {
 }
 
 /// Looks at driver and libraries, and at every `every`th GPU from number `first` on, counted around.
-pub(super) fn probe(tell: &Teller, first: usize, every: usize) {
+pub(super) fn probe(tell: &ProbeReporter, first: usize, every: usize) {
     if !libraries::driver_is_there() {
         tell.attempt("gpu driver", no_driver);
         toolkit(tell, Finding::at_most_a_warning);
@@ -74,7 +74,7 @@ fn no_driver() -> Finding {
 
 /// Looks for the libraries that compile kernels and multiply matrices, `weighed` by whether they are needed; returns
 /// whether all are there.
-fn toolkit(tell: &Teller, weighed: fn(Finding) -> Finding) -> bool {
+fn toolkit(tell: &ProbeReporter, weighed: fn(Finding) -> Finding) -> bool {
     let look = |version: Result<String>, file: &str| -> Finding {
         version.map(|version| format!("{version}, {}", place(file))).into()
     };
@@ -99,7 +99,7 @@ fn place_in<'a>(maps: &'a str, file: &str) -> Option<&'a str> {
 }
 
 /// Looks at one GPU, and computes on it if the libraries are there.
-fn look(tell: &Teller, number: usize, able: bool) {
+fn look(tell: &ProbeReporter, number: usize, able: bool) {
     let name = format!("gpu {number}");
     let mut opened = None;
     tell.attempt(&name, || match Device::open(number).and_then(|device| Ok((describe(&device)?, device))) {
@@ -152,7 +152,7 @@ fn open(device: &Device) -> Result<Cuda> {
 /// Compiles a kernel, whether or not it was compiled before, and runs it.
 fn kernel(device: &Device) -> Result<String> {
     let architecture = device.architecture();
-    let size = program::compile(Variant { source: "add.cu", narrow: false, head: None }, &architecture)?.len();
+    let size = nvrtc::compile(Variant { source: "add.cu", narrow: false, head: None }, &architecture)?.len();
 
     let cuda = open(device)?;
     // A number of elements that fills no block.

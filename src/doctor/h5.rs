@@ -4,9 +4,9 @@ use std::fs::{File, TryLockError};
 use std::path::Path;
 
 use super::Finding;
-use super::probe::Teller;
+use super::probe::ProbeReporter;
 use super::run_root::{nearest, scratch};
-use crate::data::hdf5_files;
+use crate::data::hdf5_open;
 use crate::data::{DataSpec, Dataset, Split, bundled, one_line};
 use crate::error::{Error, Result};
 use crate::telemetry::grouped;
@@ -18,7 +18,7 @@ const LOCKING: &str = "HDF5_USE_FILE_LOCKING";
 const BUNDLED: &str = "tiny-shakespeare";
 const CONTEXT: usize = 64;
 
-pub(super) fn probe(tell: &Teller, run_root: &Path) {
+pub(super) fn probe(tell: &ProbeReporter, run_root: &Path) {
     tell.attempt("hdf5", || {
         let (major, minor, patch) = hdf5::library_version();
         let safe = if hdf5::is_library_threadsafe() { "thread-safe" } else { "not thread-safe: threads take turns" };
@@ -53,13 +53,13 @@ fn round_trip(dir: &Path) -> Result<bool> {
     };
     let values: Vec<f32> = (0..1000).map(|i| i as f32).collect();
     let write = || -> hdf5::Result<bool> {
-        let file = hdf5_files::create(&path)?;
+        let file = hdf5_open::create(&path)?;
         file.new_dataset::<f32>().shape(values.len()).create("values")?.write_raw(&values)?;
         file.flush()?;
         Ok(is_locked(&path))
     };
     let locked = write().map_err(failed("write"))?;
-    let read = || hdf5_files::open(&path)?.dataset("values")?.read_raw::<f32>();
+    let read = || hdf5_open::open(&path)?.dataset("values")?.read_raw::<f32>();
     if read().map_err(failed("read"))? != values {
         return Err(Error::io("read", &path, "it is not what was written").hint("choose another --run-root"));
     }
@@ -72,7 +72,7 @@ fn is_locked(path: &Path) -> bool {
 }
 
 /// Unpacks the data inside this program and opens it.
-pub(super) fn probe_data(tell: &Teller) {
+pub(super) fn probe_data(tell: &ProbeReporter) {
     tell.attempt("bundled data", || {
         let opened = bundled::locate(BUNDLED).and_then(|folder| {
             let dataset = Dataset::open(&DataSpec::new(&folder), Split::Train, CONTEXT)?;

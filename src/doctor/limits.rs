@@ -5,7 +5,7 @@ use std::fs;
 use rustix::fs::statvfs;
 use rustix::io::Errno;
 
-use super::probe::Teller;
+use super::probe::ProbeReporter;
 use super::{Finding, gpu};
 use crate::energy::{Counters, Source};
 use crate::engine::memory::available;
@@ -30,7 +30,7 @@ const SHARED_HINT: &str = "docker run --shm-size=1g, in Kubernetes an emptyDir o
 /// Files that a rank may have open at once: shards are kept open.
 const FEW_FILES: usize = 1024;
 
-pub(super) fn probe(tell: &Teller) {
+pub(super) fn probe(tell: &ProbeReporter) {
     tell.attempt("memory", || {
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
         memory(available(), total(&meminfo))

@@ -22,7 +22,7 @@ use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, Group};
 use crate::config::{Config, DeviceChoice};
 use crate::error::{Error, Kind, Result};
-use crate::placement::place;
+use crate::gpu_assignment::place;
 use crate::topology::Topology;
 
 use probe::Probe;

@@ -4,9 +4,9 @@ use super::{Check, Finding};
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::Cuda;
 use crate::backend::{Backend as _, MemoryKind};
-use crate::comm::{self, Comm, DevicePath};
+use crate::comm::{self, Comm, DeviceTransport};
 use crate::error::Result;
-use crate::placement::Gpu;
+use crate::gpu_assignment::Gpu;
 
 /// Elements that ranks add: more than go through the host at a time.
 const LEN: usize = (1 << 20) + 33;
@@ -22,7 +22,7 @@ pub(super) fn checks(comm: &Comm<Cpu>, gpu: &Gpu, tries_direct: bool) -> Result<
     let mut checks = Vec::new();
     if comm.size() > 1 {
         // All ranks have a device in hand before any waits for a message.
-        let opened = comm.world().agree(gpu.small());
+        let opened = comm.world().all_ok(gpu.small());
         let finding = match opened {
             Ok(cuda) => staged(comm, &cuda)?,
             Err(error) => Err(error).into(),
@@ -38,7 +38,7 @@ pub(super) fn checks(comm: &Comm<Cpu>, gpu: &Gpu, tries_direct: bool) -> Result<
 
 /// Adds a buffer of every rank through page-locked memory of the host.
 fn staged(comm: &Comm<Cpu>, cuda: &Cuda) -> Result<Finding> {
-    let world = comm.on::<Cuda>().through(DevicePath::Staged).in_chunks(CHUNK).world();
+    let world = comm.on::<Cuda>().with_transport(DeviceTransport::Staged).in_chunks(CHUNK).world();
     let buf = cuda.upload_f32(MemoryKind::Communication, &vec![(comm.rank() + 1) as f32; LEN])?;
     let buf = world.all_reduce(buf, 0..LEN).wait()?;
     let mut got = vec![0.0; LEN];

@@ -20,7 +20,7 @@ use crate::telemetry::say;
 pub const COMMAND: &str = "doctor-probe";
 
 /// Time limit of one attempt: a driver that starts eight GPUs takes its time.
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The checks of a child.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -51,9 +51,9 @@ enum Line {
 }
 
 /// The child's voice.
-pub(super) struct Teller;
+pub(super) struct ProbeReporter;
 
-impl Teller {
+impl ProbeReporter {
     fn line(&self, line: &Line) {
         // No line has anything in it that JSON could not say.
         say(serde_json::to_string(line).unwrap_or_default());
@@ -76,12 +76,12 @@ impl Teller {
 pub fn answer(probe: &str) -> Result<()> {
     let probe = serde_json::from_str(probe).map_err(|e| Error::input(format!("{probe} is no probe: {e}")))?;
     match probe {
-        Probe::Gpu { first, every } => gpu::probe(&Teller, first, every),
+        Probe::Gpu { first, every } => gpu::probe(&ProbeReporter, first, every),
         Probe::Node { run_root } => {
-            h5::probe(&Teller, &run_root);
-            run_root::probe(&Teller, &run_root);
-            limits::probe(&Teller);
-            h5::probe_data(&Teller);
+            h5::probe(&ProbeReporter, &run_root);
+            run_root::probe(&ProbeReporter, &run_root);
+            limits::probe(&ProbeReporter);
+            h5::probe_data(&ProbeReporter);
         }
     }
     Ok(())
@@ -101,7 +101,7 @@ impl Probe {
 pub(super) fn ask(probe: &Probe) -> Vec<Check> {
     let argument = serde_json::to_string(probe).unwrap_or_default();
     match std::env::current_exe() {
-        Ok(program) => ask_program(probe, Command::new(program).args([COMMAND, &argument]), PATIENCE),
+        Ok(program) => ask_program(probe, Command::new(program).args([COMMAND, &argument]), TIMEOUT),
         Err(e) => lost(probe, &format!("where is this program? {e}")),
     }
 }

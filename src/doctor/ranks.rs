@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Check, Finding};
 use crate::backend::cuda::Device;
-use crate::placement::near_cores;
+use crate::gpu_assignment::near_cores;
 
 /// The GPU that a rank computes on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

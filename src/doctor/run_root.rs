@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf, absolute};
 use rustix::fs::statvfs;
 use tempfile::{Builder, NamedTempFile, TempDir};
 
-use super::probe::Teller;
+use super::probe::ProbeReporter;
 use super::{Check, Finding};
 use crate::checkpoint::filesystem;
 use crate::error::{Error, Result};
@@ -29,7 +29,7 @@ pub(super) fn scratch(dir: &Path) -> Result<TempDir> {
     })
 }
 
-pub(super) fn probe(tell: &Teller, run_root: &Path) {
+pub(super) fn probe(tell: &ProbeReporter, run_root: &Path) {
     let dir = nearest(run_root);
     let name = match dir.ends_with(run_root.strip_prefix(".").unwrap_or(run_root)) {
         true => run_root.display().to_string(),

@@ -2,18 +2,18 @@
 
 use std::path::Path;
 
+use super::activation_offload::ActivationOffload;
 use super::collectives::{self, Exchange};
-use super::host_inputs::HostInputs;
-use super::host_tables::HostTables;
+use super::forward_backward::{Engine, Geometry};
+use super::host_embedding::HostEmbedding;
 use super::model::Model;
-use super::step::{Engine, Geometry};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_comm::{Algorithm, Comm, Group, Table};
-use hpctrain_config::Plan;
+use hpctrain_config::ResolvedConfig;
 use hpctrain_cpu::Cpu;
 use hpctrain_device::Kernels;
 use hpctrain_nn::{Blocks, loans};
-use hpctrain_parallel::{Groups, Lanes, Sharded, Stage, Updates};
+use hpctrain_parallel::{Groups, Sharded, Stage, Updates, VirtualRanks};
 
 /// The network on its mesh. Collective over the world. `choices` is the file in which a measurement of collectives may
 /// be kept.
@@ -22,7 +22,7 @@ use hpctrain_parallel::{Groups, Lanes, Sharded, Stage, Updates};
 /// Out of memory, or a message between ranks failed.
 pub fn engine<B: Kernels>(
     comm: &Comm<B>,
-    plan: &Plan,
+    plan: &ResolvedConfig,
     backend: B,
     choices: Option<&Path>,
 ) -> Result<(Engine<B>, Exchange)> {
@@ -39,7 +39,12 @@ pub fn engine<B: Kernels>(
 ///
 /// # Errors
 /// Out of memory, or a message between ranks failed.
-pub fn behind_tables<B: Kernels>(comm: &Comm<B>, plan: &Plan, model: Model<B>, trains: bool) -> Result<Model<B>> {
+pub fn behind_tables<B: Kernels>(
+    comm: &Comm<B>,
+    plan: &ResolvedConfig,
+    model: Model<B>,
+    trains: bool,
+) -> Result<Model<B>> {
     let cpu = Cpu::profiled(plan.threads, model.backend.profile().clone()).with_all_threads()?;
     let groups = Groups::split(&comm.on::<Cpu>(), &plan.mesh, false)?;
     // None is measured for the host: unless one is given, and can be had there, they add as trees do.
@@ -49,20 +54,20 @@ pub fn behind_tables<B: Kernels>(comm: &Comm<B>, plan: &Plan, model: Model<B>, t
         Table::always(given.filter(fits).unwrap_or(Algorithm::Tree))
     };
     let (of_shards, of_replicas) = (table(&groups.shard), table(&groups.replica));
-    let groups = groups.choosing(of_shards, of_replicas);
-    let lanes = Lanes { total: plan.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
+    let groups = groups.with_algorithms(of_shards, of_replicas);
+    let lanes = VirtualRanks { total: plan.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let slices = plan.slices(comm.rank());
     let mut blocks: Blocks<Cpu> = plan.network.sliced(&slices);
     let stage = Stage::of_tables(&loans(&blocks));
     let (keep, seed) = (plan.host_residency(), trains.then_some(plan.config.run.seed));
     let updates = trains.then(|| updates(plan, None));
     let tables = Sharded::new(cpu.clone(), groups, keep, lanes, updates, &blocks, &slices, stage, seed)?;
-    let block = HostTables::new(&model.backend, cpu, blocks.swap_remove(0))?;
+    let block = HostEmbedding::new(&model.backend, cpu, blocks.swap_remove(0))?;
     Ok(model.with_tables(block, tables))
 }
 
 /// The updates of a plan; `host` as [`Updates`] has it.
-fn updates(plan: &Plan, host: Option<Cpu>) -> Updates {
+fn updates(plan: &ResolvedConfig, host: Option<Cpu>) -> Updates {
     Updates {
         rule: plan.rule,
         groups: plan.config.optimizer.groups.clone(),
@@ -74,14 +79,14 @@ fn updates(plan: &Plan, host: Option<Cpu>) -> Updates {
     }
 }
 
-/// As [`engine`], of other blocks than those of the plan's network, made for the same [slices](Plan::slices): they take the same samples and give outputs of the same
+/// As [`engine`], of other blocks than those of the plan's network, made for the same [slices](ResolvedConfig::slices): they take the same samples and give outputs of the same
 /// width.
 ///
 /// # Errors
 /// As [`engine`], or the plan has tables on the host, which are those of its own network.
 pub fn engine_of<B: Kernels>(
     comm: &Comm<B>,
-    plan: &Plan,
+    plan: &ResolvedConfig,
     blocks: Blocks<B>,
     backend: B,
     choices: Option<&Path>,
@@ -94,7 +99,7 @@ pub fn engine_of<B: Kernels>(
 
 fn build<B: Kernels>(
     comm: &Comm<B>,
-    plan: &Plan,
+    plan: &ResolvedConfig,
     blocks: Blocks<B>,
     backend: B,
     choices: Option<&Path>,
@@ -103,7 +108,7 @@ fn build<B: Kernels>(
     let data = &groups.data;
     let number = plan.mesh.stage(comm.rank());
     let stage = plan.stage(number, &loans(&blocks));
-    let lanes = Lanes { total: plan.lanes, ranks: data.size(), rank: data.rank() };
+    let lanes = VirtualRanks { total: plan.lanes, ranks: data.size(), rank: data.rank() };
     let (keep, seed) = (plan.residency(), plan.config.run.seed);
     let host = || Cpu::profiled(plan.threads, backend.profile().clone()).with_all_threads();
     let host = plan.config.optimizer.offload.then(host).transpose()?;
@@ -118,7 +123,7 @@ fn build<B: Kernels>(
         recompute: plan.config.parallel.recompute,
         seed,
     };
-    let host_inputs = plan.config.parallel.offload_activations.then(|| HostInputs::new(&backend)).transpose()?;
+    let host_inputs = plan.config.parallel.offload_activations.then(|| ActivationOffload::new(&backend)).transpose()?;
     let model = Model::new(backend, blocks, plan.objective().sliced(&slices), sharded).with_logit_rows(plan.logit_rows);
     Ok((Engine { model, geometry, host_inputs }, exchange))
 }

@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_base::mesh::Mesh;
-use hpctrain_base::regular_files;
-use hpctrain_comm::{Algorithm, Comm, DevicePath, Group, Operation, Table, measure};
-use hpctrain_config::Plan;
+use hpctrain_base::safe_open;
+use hpctrain_comm::{Algorithm, Comm, DeviceTransport, Group, Operation, Table, measure};
+use hpctrain_config::ResolvedConfig;
 use hpctrain_device::Kernels;
 use hpctrain_nn::{Block, Blocks};
 use hpctrain_parallel::{Groups, Storage};
@@ -41,7 +41,7 @@ struct Key {
     library: String,
     shared_memory: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    path: Option<DevicePath>,
+    path: Option<DeviceTransport>,
     reproducible: bool,
     /// Bytes of the largest unit.
     largest: usize,
@@ -68,7 +68,7 @@ pub struct Exchange {
 /// A message failed.
 pub fn groups<B: Kernels>(
     comm: &Comm<B>,
-    plan: &Plan,
+    plan: &ResolvedConfig,
     backend: &B,
     blocks: &Blocks<B>,
     path: Option<&Path>,
@@ -105,11 +105,11 @@ pub fn groups<B: Kernels>(
     ];
     let parts: Vec<String> = parts.into_iter().flatten().collect();
     let told = if parts.is_empty() { String::new() } else { format!("{} ({how})", parts.join("; ")) };
-    Ok((groups.choosing(of_shards, of_replicas), Exchange { told, found }))
+    Ok((groups.with_algorithms(of_shards, of_replicas), Exchange { told, found }))
 }
 
 impl Key {
-    fn of<B: Kernels>(comm: &Comm<B>, plan: &Plan, blocks: &Blocks<B>) -> Self {
+    fn of<B: Kernels>(comm: &Comm<B>, plan: &ResolvedConfig, blocks: &Blocks<B>) -> Self {
         let slices = plan.slices(0);
         let layout_of = |block: &dyn Block<B>| UnitLayout::sliced(block.name(), block.tensors(), plan.lanes, &slices);
         let sizes = blocks.iter().map(|block| layout_of(&**block).padded);
@@ -138,7 +138,7 @@ fn find<B: Kernels>(world: &Group<B>, shard: &Group<B>, replica: &Group<B>, back
 
 /// The content of the file of an earlier start; none, with a warning, if it cannot be used.
 fn written(path: &Path, reproducible: bool) -> Option<Vec<u8>> {
-    let read = regular_files::read(path).and_then(|bytes| {
+    let read = safe_open::read(path).and_then(|bytes| {
         serde_json::from_slice::<Found>(&bytes)?;
         Ok(bytes)
     });

@@ -2,38 +2,38 @@
 
 #![forbid(unsafe_code)]
 
-mod advance;
+mod activation_offload;
 mod build;
+mod chunked_loss;
 mod collectives;
-pub mod feed;
-mod host_inputs;
-mod host_tables;
-mod local;
+mod forward_backward;
+mod host_embedding;
+mod matmul_autotune;
 pub mod memory;
+pub mod micro_batches;
 mod model;
-mod neighbours;
-mod pace;
-mod pieces;
+mod pipeline_p2p;
 mod planning;
-mod products;
-mod rehearsal;
 mod splits;
-mod step;
+mod synthetic_trainer;
 #[cfg(test)]
 mod tests;
+mod threads;
+mod train_round;
+mod warmup;
 
-pub use advance::clip;
-pub use advance::{Round, StepResult, advance};
+pub use activation_offload::ActivationOffload;
 pub use build::behind_tables;
 pub use build::{engine, engine_of};
 pub use collectives::Exchange;
-pub use feed::check_size;
-pub use feed::vocabulary;
-pub use host_inputs::HostInputs;
-pub use local::on_threads;
+pub use forward_backward::{Engine, Geometry};
+pub use matmul_autotune::{TimedProducts, time_products};
+pub use micro_batches::check_size;
+pub use micro_batches::vocabulary;
 pub use model::Model;
-pub use pace::Pace;
 pub use planning::plan;
-pub use products::{TimedProducts, time_products};
 pub use splits::Splits;
-pub use step::{Engine, Geometry};
+pub use synthetic_trainer::SyntheticTrainer;
+pub use threads::on_threads;
+pub use train_round::clip;
+pub use train_round::{Round, StepResult, train_round};

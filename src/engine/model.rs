@@ -2,14 +2,14 @@
 
 use std::ops::Range;
 
-use super::host_tables::HostTables;
-use super::neighbours::Neighbours;
-use super::pieces::{Piece, pieces};
+use super::chunked_loss::{RowChunk, pieces};
+use super::host_embedding::HostEmbedding;
+use super::pipeline_p2p::PipelineP2p;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_cpu::Cpu;
 use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_nn::loss::Objective;
-use hpctrain_nn::{Blocks, Context, Micro, Past};
+use hpctrain_nn::{Blocks, Context, KvCache, MicroBatch};
 use hpctrain_parallel::{Flow, Sharded};
 
 /// A network with its parameters, ready to compute: of a pipeline, this rank's stage.
@@ -25,10 +25,10 @@ pub struct Model<B: Kernels> {
     /// Whether every block of the network, of all stages, continues sequences.
     continues: bool,
     /// The network's first block, if the host computes it.
-    pub(super) tables: Option<HostTables<B>>,
+    pub(super) tables: Option<HostEmbedding<B>>,
     /// Rows of the last block that are computed at once; 0 are all.
     pub(super) rows_at_once: usize,
-    pub(super) neighbours: Neighbours<B>,
+    pub(super) neighbours: PipelineP2p<B>,
 }
 
 impl<B: Kernels> Model<B> {
@@ -36,8 +36,8 @@ impl<B: Kernels> Model<B> {
     pub fn new(backend: B, mut blocks: Blocks<B>, objective: Objective<B>, sharded: Sharded<B>) -> Self {
         let units = sharded.stage().units.clone();
         let width = |block: usize| blocks.get(block).map_or(0, |block| block.input_per_row());
-        let neighbours = Neighbours::new(sharded.pipeline().clone(), width(units.start), width(units.end));
-        let continues = blocks.iter().all(|block| block.continues());
+        let neighbours = PipelineP2p::new(sharded.pipeline().clone(), width(units.start), width(units.end));
+        let continues = blocks.iter().all(|block| block.supports_kv_cache());
         let objective = objective.of_output(&blocks);
         blocks.truncate(units.end);
         blocks.drain(..units.start);
@@ -46,12 +46,12 @@ impl<B: Kernels> Model<B> {
 
     /// The same behind tables that the host has, and their parameters.
     #[must_use]
-    pub(super) fn with_tables(self, tables: HostTables<B>, parameters: Sharded<Cpu>) -> Self {
+    pub(super) fn with_tables(self, tables: HostEmbedding<B>, parameters: Sharded<Cpu>) -> Self {
         Self { tables: Some(tables), sharded: self.sharded.with_tables(parameters), ..self }
     }
 
     /// The input of the first block of the first stage: nothing, as it takes the data, or the rows of tables that the host has.
-    pub(super) fn input(&mut self, micro: &Micro<B>) -> Result<B::Buf> {
+    pub(super) fn input(&mut self, micro: &MicroBatch<B>) -> Result<B::Buf> {
         match &mut self.tables {
             Some(tables) => tables.forward(self.sharded.tables()?, micro),
             None => self.backend.alloc(MemoryKind::Activations, 0),
@@ -78,14 +78,14 @@ impl<B: Kernels> Model<B> {
     ///
     /// # Errors
     /// The device, or a message between ranks, failed.
-    pub fn output(&mut self, micro: &Micro<B>) -> Result<Option<B::Buf>> {
+    pub fn output(&mut self, micro: &MicroBatch<B>) -> Result<Option<B::Buf>> {
         self.pass(micro, None, self.blocks.len())
     }
 
     /// Memory for a sequence of so many positions at most, for [`Model::output_after`]; none if a block of the network does not
     /// continue sequences.
-    pub fn past(&self, positions: usize) -> Option<Vec<Past<B>>> {
-        self.continues.then(|| self.blocks.iter().map(|_| Past::new(positions)).collect())
+    pub fn past(&self, positions: usize) -> Option<Vec<KvCache<B>>> {
+        self.continues.then(|| self.blocks.iter().map(|_| KvCache::new(positions)).collect())
     }
 
     /// As [`Model::output`] of a language model, of positions of one sequence that follow those that `past` knows: the logits that
@@ -93,12 +93,17 @@ impl<B: Kernels> Model<B> {
     ///
     /// # Errors
     /// As [`Model::output`], or there is no room for more positions.
-    pub fn output_after(&mut self, micro: &Micro<B>, past: &mut [Past<B>]) -> Result<Option<B::Buf>> {
+    pub fn output_after(&mut self, micro: &MicroBatch<B>, past: &mut [KvCache<B>]) -> Result<Option<B::Buf>> {
         self.pass(micro, Some(past), self.blocks.len())
     }
 
     /// The output of the first `blocks` blocks: those of all stages before, and of this one.
-    fn pass(&mut self, micro: &Micro<B>, mut past: Option<&mut [Past<B>]>, blocks: usize) -> Result<Option<B::Buf>> {
+    fn pass(
+        &mut self,
+        micro: &MicroBatch<B>,
+        mut past: Option<&mut [KvCache<B>]>,
+        blocks: usize,
+    ) -> Result<Option<B::Buf>> {
         self.sharded.begin_forward();
         let tensor = self.sharded.tensor().cloned();
         let mut x = match self.sharded.stage().is_first() {
@@ -114,7 +119,7 @@ impl<B: Kernels> Model<B> {
             let params = self.sharded.params(unit)?;
             x = match past.as_deref_mut().map(|past| past.get_mut(unit)) {
                 None => block.forward(&cx, params, &x)?.0,
-                Some(Some(past)) => block.forward_after(&cx, params, &x, past)?,
+                Some(Some(past)) => block.forward_cached(&cx, params, &x, past)?,
                 Some(None) => return Err(Error::internal("a past of another network")),
             };
             self.sharded.release();
@@ -131,7 +136,7 @@ impl<B: Kernels> Model<B> {
     ///
     /// # Errors
     /// As [`Model::output`].
-    pub fn measure(&mut self, micro: &Micro<B>, parts: &[Range<usize>]) -> Result<Option<Vec<f64>>> {
+    pub fn measure(&mut self, micro: &MicroBatch<B>, parts: &[Range<usize>]) -> Result<Option<Vec<f64>>> {
         if self.first_piece(micro.rows()).is_some() {
             return self.measure_in_pieces(micro, parts);
         }
@@ -140,7 +145,7 @@ impl<B: Kernels> Model<B> {
         output.map(|mut output| self.objective.measure(&self.backend, tensor, micro, &mut output, parts)).transpose()
     }
 
-    fn measure_in_pieces(&mut self, micro: &Micro<B>, parts: &[Range<usize>]) -> Result<Option<Vec<f64>>> {
+    fn measure_in_pieces(&mut self, micro: &MicroBatch<B>, parts: &[Range<usize>]) -> Result<Option<Vec<f64>>> {
         let last = self.blocks.len() - 1;
         let Some(x) = self.pass(micro, None, last)? else { return Ok(None) };
         let tensor = self.sharded.tensor().cloned();
@@ -150,7 +155,7 @@ impl<B: Kernels> Model<B> {
         for rows in pieces(micro.rows(), self.rows_at_once) {
             let within = |at: usize| at.clamp(rows.start, rows.end) - rows.start;
             let parts: Vec<_> = parts.iter().map(|part| within(part.start)..within(part.end)).collect();
-            let Piece { micro, x } = Piece::cut(&self.backend, micro, &x, rows)?;
+            let RowChunk { micro, x } = RowChunk::cut(&self.backend, micro, &x, rows)?;
             let (mut output, _) = self.blocks[last].forward(&cx.of(&micro), params, &x)?;
             let of_piece = self.objective.measure(&self.backend, tensor.as_ref(), &micro, &mut output, &parts)?;
             sums.resize(of_piece.len(), 0.0);

@@ -1,11 +1,11 @@
 //! From a configuration to a plan, for the ranks and the data at hand.
 
-use super::feed;
+use super::micro_batches;
 use super::splits::check_sizes;
 use hpctrain_base::error::Result;
 use hpctrain_comm::Comm;
 use hpctrain_config::topology::Topology;
-use hpctrain_config::{Config, Facts, Plan, resolve};
+use hpctrain_config::{Config, Environment, ResolvedConfig, resolve};
 use hpctrain_data::Source;
 use hpctrain_device::Kernels;
 
@@ -20,16 +20,16 @@ pub fn plan<B: Kernels>(
     mut config: Config,
     train: &dyn Source,
     threads: Option<usize>,
-) -> Result<Plan> {
+) -> Result<ResolvedConfig> {
     let world = comm.world();
     let threads = match threads {
         Some(threads) => threads,
         None => Topology::gather(&world, comm.node().host)?.threads(),
     };
     let vocabulary = Some(train.vocabulary()).filter(|ids| *ids > 0);
-    let facts = Facts { ranks: world.size(), threads, vocabulary, on_gpu: !B::ON_HOST };
+    let facts = Environment { ranks: world.size(), threads, vocabulary, on_gpu: !B::ON_HOST };
     config.count_epochs(train.samples());
-    let plan = world.agree(resolve(config, &facts))?;
-    world.agree(check_sizes(&plan, train).and_then(|()| feed::check_size(&plan, train)))?;
+    let plan = world.all_ok(resolve(config, &facts))?;
+    world.all_ok(check_sizes(&plan, train).and_then(|()| micro_batches::check_size(&plan, train)))?;
     Ok(plan)
 }

@@ -3,11 +3,11 @@
 //! A program's own source takes the place of the files for the whole run. Its samples are checked as they are read, as
 //! `Dataset` checks those of files: to a kernel a class out of range would be an address.
 
-use super::feed;
+use super::micro_batches;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_comm::Group;
 use hpctrain_config::topology::Topology;
-use hpctrain_config::{Config, Plan};
+use hpctrain_config::{Config, ResolvedConfig};
 use hpctrain_data::{Fingerprint, Preprocessing, SampleMut, SampleSpec, Sizes, Source, Tokenizer, is_weight};
 use hpctrain_device::Backend;
 
@@ -26,9 +26,9 @@ impl Splits {
     /// The files of a configuration. Collective over `world`.
     ///
     /// # Errors
-    /// As [`feed::open_staged`].
+    /// As [`micro_batches::open_staged`].
     pub fn open<B: Backend>(config: &Config, world: &Group<B>, topology: &Topology) -> Result<Self> {
-        let (train, validation) = feed::open_staged(config, world, topology)?;
+        let (train, validation) = micro_batches::open_staged(config, world, topology)?;
         let validation = validation.map(|validation| Box::new(validation) as Box<dyn Source>);
         Ok(Self { name: config.data.path.clone(), train: Box::new(train), validation })
     }
@@ -44,7 +44,7 @@ impl Splits {
     ///
     /// # Errors
     /// The samples have other sizes than the network takes, or there are none.
-    pub fn checked(self, plan: &Plan) -> Result<Self> {
+    pub fn checked(self, plan: &ResolvedConfig) -> Result<Self> {
         let check = |source: Box<dyn Source>, split: &str| -> Result<Box<dyn Source>> {
             check_sizes(plan, &source).map_err(|e| e.at(format_args!("{}, {split}", self.name)))?;
             let wanted = Wanted::by(plan, source.sizes());
@@ -60,7 +60,7 @@ impl Splits {
 ///
 /// # Errors
 /// They are not, or there are none.
-pub fn check_sizes(plan: &Plan, source: &dyn Source) -> Result<()> {
+pub fn check_sizes(plan: &ResolvedConfig, source: &dyn Source) -> Result<()> {
     let (samples, sizes) = (source.samples(), source.sizes());
     let wanted = Wanted::by(plan, sizes).sizes;
     if sizes == wanted && samples > 0 {
@@ -87,7 +87,7 @@ struct Wanted {
 
 impl Wanted {
     /// Sizes that the network requires of samples with `sizes`: rows may have weights, or not.
-    fn by(plan: &Plan, sizes: Sizes) -> Self {
+    fn by(plan: &ResolvedConfig, sizes: Sizes) -> Self {
         let (spec, outputs) = (&plan.samples, plan.network.outputs());
         // Text has no weights.
         let weights = if *spec == SampleSpec::Text { 0 } else { sizes.weights.min(1) };

@@ -1,20 +1,20 @@
 //! Every layout against one rank, with threads as ranks: a new configuration is a row.
 
-use super::{Engine, Geometry, HostInputs, Model};
+use super::{ActivationOffload, Engine, Geometry, Model};
 use hpctrain_base::error::{Error, Kind, Result};
-use hpctrain_base::layout::{Slices, TensorRange, UnitLayout};
+use hpctrain_base::layout::{TensorRange, TensorShards, UnitLayout};
 use hpctrain_base::mesh::{Axis, Mesh};
 use hpctrain_comm::{Algorithm, Comm, start_threads};
 use hpctrain_cpu::Cpu;
 use hpctrain_device::{Backend as _, MemoryKind};
 use hpctrain_nn::gpt::Gpt;
 use hpctrain_nn::loss::{Loss, Objective};
-use hpctrain_nn::optim::Rule;
-use hpctrain_nn::{Micro, loans};
+use hpctrain_nn::optim::UpdateRule;
+use hpctrain_nn::{MicroBatch, loans};
 use hpctrain_parallel::{
-    Averaging, Borrowed, ControlFlags, Groups, Hyper, Lanes, Lent, MemoryTimeline, Moment, Outer, PipelineSchedule,
-    ReplicaStep, Residency, RoundSummary, Sharded, Stage, StepSchedule, Storage, Updates, Zero, offloaded_bytes,
-    partition, steps_of_replicas,
+    ControlFlags, Groups, Hyper, LocalSgd, MemoryTimeline, Moment, OuterOptimizer, PipelineSchedule, ReplicaStep,
+    RoundSummary, Sharded, ShardingPolicy, Stage, StepSchedule, Storage, TiedExport, TiedImport, Updates, VirtualRanks,
+    Zero, offloaded_bytes, partition, steps_of_replicas,
 };
 
 const STEPS: u64 = 4;
@@ -51,7 +51,7 @@ struct Row {
     /// A host beside the device, which is one itself here.
     offload: bool,
     /// Replicas that train apart.
-    averaging: Option<Averaging>,
+    averaging: Option<LocalSgd>,
     storage: Storage,
 }
 
@@ -74,7 +74,7 @@ const ONE: Row = Row {
     storage: Storage::Ranks,
 };
 
-const RULE: Rule = Rule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
+const RULE: UpdateRule = UpdateRule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
 
 /// The last of its four blocks borrows the unit of the first.
 const BLOCKS: usize = 4;
@@ -93,9 +93,9 @@ const AUDIT_EVERY: u64 = 2;
 fn engine(comm: &Comm<Cpu>, row: Row, backend: &Cpu) -> Engine<Cpu> {
     let mesh = Mesh { pipeline: row.pipeline, replica: row.replica, shard: row.shard, tensor: row.tensor };
     let groups = Groups::split(comm, &mesh, row.averaging.is_some()).unwrap();
-    let lanes = Lanes { total: row.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
+    let lanes = VirtualRanks { total: row.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let tensor = mesh.coordinates(comm.rank())[Axis::Tensor as usize];
-    let slices = Slices::of_rank(row.tensor_lanes, tensor, row.tensor, row.sequence);
+    let slices = TensorShards::of_rank(row.tensor_lanes, tensor, row.tensor, row.sequence);
     let blocks = GPT.sliced(&slices);
     let cut = partition(&[1.0; BLOCKS], row.pipeline, |_, _| true).unwrap();
     let stage = Stage::new(&cut, mesh.stage(comm.rank()), &loans(&blocks));
@@ -110,7 +110,7 @@ fn engine(comm: &Comm<Cpu>, row: Row, backend: &Cpu) -> Engine<Cpu> {
         host,
     };
     let on_host = row.offload && row.zero == Zero::Three && averaging.is_none();
-    let keep = Residency { ahead: row.ahead, on_host, ..row.zero.residency() };
+    let keep = ShardingPolicy { ahead: row.ahead, on_host, ..row.zero.residency() };
     let (stages, number) = (stage.count, stage.index);
     let sharded =
         Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, &slices, stage, Some(3)).unwrap();
@@ -131,7 +131,7 @@ fn engine(comm: &Comm<Cpu>, row: Row, backend: &Cpu) -> Engine<Cpu> {
     };
     let objective = Objective::new(Loss::cross_entropy(), GPT.vocabulary, false).sliced(&slices);
     // The device is a host itself here.
-    let host_inputs = (row.recompute && row.offload).then(|| HostInputs::new(backend).unwrap());
+    let host_inputs = (row.recompute && row.offload).then(|| ActivationOffload::new(backend).unwrap());
     Engine { model: Model::new(backend.clone(), blocks, objective, sharded), geometry, host_inputs }
 }
 
@@ -149,7 +149,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     for step in 0..STEPS {
         if step == 3 {
             // Outside training: another pass, which finds the parameters that the update has gathered ahead.
-            let micro = Micro::of_text(&backend, &[1, 2, 3], &[2, 3, 4], 3, 0).unwrap();
+            let micro = MicroBatch::of_text(&backend, &[1, 2, 3], &[2, 3, 4], 3, 0).unwrap();
             let loss = engine.model.measure(&micro, &[]).unwrap();
             let loss = loss.map_or(vec![], |sums| sums[0].to_bits().to_le_bytes().to_vec());
             let told = engine.model.sharded.pipeline().gather_bytes(loss).wait().unwrap();
@@ -164,7 +164,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
                 let from = first * TIME;
                 let tokens: Vec<u32> = (from..from + sequences * TIME).map(id).collect();
                 let targets: Vec<u32> = (from..from + sequences * TIME).map(|i| id(i + 1)).collect();
-                let micro = Micro::of_text(&backend, &tokens, &targets, TIME, first as u64)?;
+                let micro = MicroBatch::of_text(&backend, &tokens, &targets, TIME, first as u64)?;
                 first += sequences;
                 Ok(micro)
             };
@@ -185,7 +185,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
                 Some(_) => taken[turn].push(ReplicaStep { loss: synced.loss, norm: synced.norm, skipped }),
             }
         }
-        if let Some(Averaging { every, replicas, .. }) = row.averaging
+        if let Some(LocalSgd { every, replicas, .. }) = row.averaging
             && ((step + 1).is_multiple_of(every) || step + 1 == STEPS)
         {
             engine.model.sharded.average().unwrap();
@@ -231,7 +231,7 @@ fn tensors_of(engine: &mut Engine<Cpu>) -> Vec<Tensor> {
 fn take(engine: &mut Engine<Cpu>, backend: &Cpu, step: u64) {
     let rows = engine.geometry.rows;
     let tokens: Vec<u32> = (0..rows as u32).map(|i| (i * 7 + step as u32) % 19).collect();
-    let next = || Micro::of_text(backend, &tokens, &tokens, TIME, 0);
+    let next = || MicroBatch::of_text(backend, &tokens, &tokens, TIME, 0);
     engine.gradients(step, next, ControlFlags::empty).unwrap();
 }
 
@@ -523,9 +523,9 @@ fn every_division_of_blocks_gives_the_bits_of_one_rank() {
 
 #[test]
 fn replicas_that_train_apart_are_the_same_on_any_ranks() {
-    let momentum = |momentum| Some(Outer { lr: 0.7, momentum });
+    let momentum = |momentum| Some(OuterOptimizer { lr: 0.7, momentum });
     for (outer, every) in [(None, 1), (None, 3), (momentum(0.0), 3), (momentum(0.9), 3)] {
-        let one = Row { averaging: Some(Averaging { every, replicas: 4, outer }), ..ONE };
+        let one = Row { averaging: Some(LocalSgd { every, replicas: 4, outer }), ..ONE };
         let want = run(one);
         assert!(want.tensors != run(ONE).tensors);
         let mut rows = vec![Row { recompute: true, ..one }, Row { offload: true, replica: 2, ..one }];
@@ -548,7 +548,7 @@ fn replicas_that_train_apart_are_the_same_on_any_ranks() {
             assert!(got.tensors == want.tensors, "{name}: other parameters");
         }
     }
-    let averaging = Some(Averaging { every: 3, replicas: 2, outer: momentum(0.5) });
+    let averaging = Some(LocalSgd { every: 3, replicas: 2, outer: momentum(0.5) });
     let one = Row { averaging, tensor_lanes: 2, ..ONE };
     let want = run(one);
     for row in [Row { tensor: 2, ..one }, Row { tensor: 2, replica: 2, sequence: true, ..one }] {
@@ -654,8 +654,8 @@ fn stage_in_bytes(pipeline: usize, index: usize) -> Stage {
     let stage =
         Stage::new(&partition(&[1.0; BLOCKS], pipeline, |_, _| true).unwrap(), index, &loans(&GPT.blocks::<Cpu>()));
     let bytes = |len: usize| (len * size_of::<f32>()).next_multiple_of(64);
-    let borrowed = |loan: Borrowed| Borrowed { len: bytes(loan.len), ..loan };
-    let lent = |lent: &Lent| Lent { len: bytes(lent.len), ..*lent };
+    let borrowed = |loan: TiedImport| TiedImport { len: bytes(loan.len), ..loan };
+    let lent = |lent: &TiedExport| TiedExport { len: bytes(lent.len), ..*lent };
     Stage {
         borrowed: stage.borrowed.iter().map(|one| one.map(borrowed)).collect(),
         lent: stage.lent.iter().map(lent).collect(),
@@ -665,7 +665,7 @@ fn stage_in_bytes(pipeline: usize, index: usize) -> Stage {
 
 /// The most that is alive at a moment of a step in stage `index`, with units of these bytes.
 fn most(row: Row, index: usize, units: &[usize], what: fn(&Moment) -> usize) -> usize {
-    let keep = Residency { ahead: row.ahead, ..row.zero.residency() };
+    let keep = ShardingPolicy { ahead: row.ahead, ..row.zero.residency() };
     let stage = stage_in_bytes(row.pipeline, index);
     let alone = StepSchedule::alone(row.lanes / row.shard / row.replica, row.micros_per_lane);
     let schedule = StepSchedule { stage: index, stages: row.pipeline, order: row.order, ..alone };

@@ -7,14 +7,14 @@ use hpctrain_device::{Dropout, Kernels, MemoryKind};
 
 /// Dropout of rows of the stream, at numbered sites of a network.
 #[derive(Debug, Clone, Copy)]
-pub struct StreamDropout {
+pub struct ResidualDropout {
     /// Chance to drop an element.
     pub rate: f32,
     /// Columns of the stream.
     pub width: usize,
 }
 
-impl StreamDropout {
+impl ResidualDropout {
     /// Drops at a site in place; the backward makes the same call. `x` are rows of the micro-batch from `first_row` on.
     ///
     /// # Errors

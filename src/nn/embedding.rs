@@ -3,11 +3,11 @@
 
 use std::ops::Range;
 
-use super::dropout::StreamDropout;
-use super::tensor::TensorLanes;
-use super::{Block, Context, Grads, INIT, Params, Past};
+use super::dropout::ResidualDropout;
+use super::tensor_parallel::TensorParallel;
+use super::{Block, Context, Grads, INIT, KvCache, Params};
 use hpctrain_base::error::Result;
-use hpctrain_base::layout::{Cut, Init, Slices, Tensor};
+use hpctrain_base::layout::{Cut, Init, Tensor, TensorShards};
 use hpctrain_device::{Backend, Kernels, MemoryKind};
 
 /// Token table, and position table if the network learns positions.
@@ -19,9 +19,9 @@ pub struct Embedding {
     /// Token ids.
     pub vocabulary: usize,
     /// After it; site 0 of the network.
-    pub dropout: StreamDropout,
+    pub dropout: ResidualDropout,
     /// The tensor lanes of this rank, each with some token ids.
-    pub slices: Slices,
+    pub slices: TensorShards,
 }
 
 impl Embedding {
@@ -46,14 +46,14 @@ impl Embedding {
 
     /// The rows of tokens, the first of which stands at this position of its sequence.
     fn rows<B: Kernels>(&self, cx: &Context<'_, B>, params: &Params<'_, B>, position: usize) -> Result<B::Buf> {
-        let (b, lanes, len) = (cx.backend, TensorLanes::new(cx, &self.slices), cx.micro.rows() * self.width());
+        let (b, lanes, len) = (cx.backend, TensorParallel::new(cx, &self.slices), cx.micro.rows() * self.width());
         let [words, places] = lanes.parameters(params, |lane| self.lens(lane));
         let before = if self.places.is_some() { position * self.width() } else { 0 };
         // Of all lanes one has a token's row and the first has its place: the others add nothing.
         let sum = lanes.sum(len, None, |k, mut y| {
             let first = self.ids(self.slices.held.start + k).start;
-            let (_, places) = B::cut(places[k], if lanes.is_first(k) { before } else { 0 });
-            let (places, _) = B::cut(places, if lanes.is_first(k) { self.used(cx) } else { 0 });
+            let (_, places) = B::split_at(places[k], if lanes.is_first(k) { before } else { 0 });
+            let (places, _) = B::split_at(places, if lanes.is_first(k) { self.used(cx) } else { 0 });
             lanes.narrow(len, B::reborrow(&mut y), |y| b.embedding(&cx.micro.parts.ids, first, words[k], places, y))
         })?;
         let mut y = lanes.settle(lanes.request(sum), self.width())?;
@@ -78,11 +78,11 @@ impl<B: Kernels> Block<B> for Embedding {
         0
     }
 
-    fn saved_per_row(&self) -> usize {
+    fn saved_elems_per_row(&self) -> usize {
         0
     }
 
-    fn exact_per_row(&self) -> usize {
+    fn saved_f32_per_row(&self) -> usize {
         0
     }
 
@@ -99,16 +99,16 @@ impl<B: Kernels> Block<B> for Embedding {
         Ok((self.rows(cx, &params, 0)?, vec![]))
     }
 
-    fn continues(&self) -> bool {
+    fn supports_kv_cache(&self) -> bool {
         true
     }
 
-    fn forward_after(
+    fn forward_cached(
         &self,
         cx: &Context<'_, B>,
         params: Params<'_, B>,
         _: &B::Buf,
-        past: &mut Past<B>,
+        past: &mut KvCache<B>,
     ) -> Result<B::Buf> {
         let first = past.seen();
         past.pass(cx.micro.rows())?;
@@ -124,7 +124,7 @@ impl<B: Kernels> Block<B> for Embedding {
         _: Vec<B::Buf>,
         mut dy: B::Buf,
     ) -> Result<B::Buf> {
-        let (b, lanes) = (cx.backend, TensorLanes::new(cx, &self.slices));
+        let (b, lanes) = (cx.backend, TensorParallel::new(cx, &self.slices));
         self.dropout.apply(cx, 0, lanes.own().start, B::all_mut(&mut dy))?;
         let dy = lanes.gathered(dy, self.width())?;
         let [words, places] = lanes.places(params.section, |lane| self.lens(lane));

@@ -7,15 +7,15 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::dropout::StreamDropout;
+use super::dropout::ResidualDropout;
 use super::embedding::Embedding;
-use super::gradients::At;
-use super::head::{Head, Table};
-use super::past::attend;
-use super::tensor::{Column, Places, TensorLanes};
-use super::{Block, Blocks, Context, Grads, INIT, Params, Past, take};
+use super::kv_cache::attend;
+use super::lm_head::{Head, Table};
+use super::tensor_parallel::{Column, Places, TensorParallel};
+use super::wgrad::At;
+use super::{Block, Blocks, Context, Grads, INIT, KvCache, Params, take};
 use hpctrain_base::error::Result;
-use hpctrain_base::layout::{Cut, Init, Slices, Tensor};
+use hpctrain_base::layout::{Cut, Init, Tensor, TensorShards};
 use hpctrain_device::{Attention, Backend, Kernels, Linear, MemoryKind, Norm};
 
 /// The size of a GPT.
@@ -43,11 +43,11 @@ pub const EPSILON: f32 = 1e-5;
 impl Gpt {
     /// The network as blocks.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
-        self.sliced(&Slices::whole())
+        self.sliced(&TensorShards::whole())
     }
 
     /// The network as blocks, of which this rank has `slices`: heads divide among all tensor lanes.
-    pub fn sliced<B: Kernels>(&self, slices: &Slices) -> Blocks<B> {
+    pub fn sliced<B: Kernels>(&self, slices: &TensorShards) -> Blocks<B> {
         let embedding = Embedding {
             words: "wte.weight",
             places: Some(("wpe.weight", self.context)),
@@ -72,8 +72,8 @@ impl Gpt {
         blocks
     }
 
-    fn dropout(&self) -> StreamDropout {
-        StreamDropout { rate: self.dropout, width: self.width }
+    fn dropout(&self) -> ResidualDropout {
+        ResidualDropout { rate: self.dropout, width: self.width }
     }
 
     /// A vector parameter, or none where the model has no biases.
@@ -91,7 +91,7 @@ impl Gpt {
 struct Transformer {
     gpt: Gpt,
     layer: usize,
-    slices: Slices,
+    slices: TensorShards,
 }
 
 impl Transformer {
@@ -137,10 +137,10 @@ impl Transformer {
         cx: &Context<'_, B>,
         params: Params<'_, B>,
         x: &B::Buf,
-        mut past: Option<&mut Past<B>>,
+        mut past: Option<&mut KvCache<B>>,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
         let (b, rows, d, [a, h]) = (cx.backend, cx.micro.rows(), self.gpt.width, self.of_lane());
-        let (s, lanes) = (self.shapes(cx), TensorLanes::new(cx, &self.slices));
+        let (s, lanes) = (self.shapes(cx), TensorParallel::new(cx, &self.slices));
         let new = |len| b.alloc(MemoryKind::Activations, len);
         let exact = |len| b.alloc_f32(MemoryKind::Activations, len);
         let [w_qkv, w_out, w_up, w_down, b_qkv, b_up, b_out, b_down, w_norm1, b_norm1, w_norm2, b_norm2] =
@@ -245,13 +245,13 @@ impl<B: Kernels> Block<B> for Transformer {
         self.gpt.width
     }
 
-    fn saved_per_row(&self) -> usize {
+    fn saved_elems_per_row(&self) -> usize {
         // Norm 1, stream, norm 2; of each lane queries, keys and values, heads, up and GELU.
         let (d, [a, h]) = (self.gpt.width, self.of_lane());
         self.slices.own(3 * d) + self.slices.held.len() * (4 * a + 2 * h)
     }
 
-    fn exact_per_row(&self) -> usize {
+    fn saved_f32_per_row(&self) -> usize {
         // Statistics of both norms, and the lse.
         self.slices.own(4) + self.slices.held.len() * self.gpt.heads / self.slices.total
     }
@@ -276,7 +276,7 @@ impl<B: Kernels> Block<B> for Transformer {
         (2 * d + 2 * d) + self.slices.held.len() * ((a + h) + (3 * a + h))
     }
 
-    fn deferring_scratch_per_row(&self) -> usize {
+    fn deferred_scratch_per_row(&self) -> usize {
         // When queries, keys and values get theirs: the gradients of stream, norm and maps' outputs, less up.
         let (d, [a, _], slices) = (self.gpt.width, self.of_lane(), &self.slices);
         slices.own(d) + slices.sums(d).max(d) + 2 * d + slices.held.len() * 3 * a
@@ -286,16 +286,16 @@ impl<B: Kernels> Block<B> for Transformer {
         self.compute(cx, params, x, None)
     }
 
-    fn continues(&self) -> bool {
+    fn supports_kv_cache(&self) -> bool {
         true
     }
 
-    fn forward_after(
+    fn forward_cached(
         &self,
         cx: &Context<'_, B>,
         params: Params<'_, B>,
         x: &B::Buf,
-        past: &mut Past<B>,
+        past: &mut KvCache<B>,
     ) -> Result<B::Buf> {
         let (y, _) = self.compute(cx, params, x, Some(past))?;
         past.pass(cx.micro.rows())?;
@@ -312,7 +312,7 @@ impl<B: Kernels> Block<B> for Transformer {
         mut dy: B::Buf,
     ) -> Result<B::Buf> {
         let (b, rows, d, [a, h]) = (cx.backend, cx.micro.rows(), self.gpt.width, self.of_lane());
-        let (s, lanes, count) = (self.shapes(cx), TensorLanes::new(cx, &self.slices), self.slices.held.len());
+        let (s, lanes, count) = (self.shapes(cx), TensorParallel::new(cx, &self.slices), self.slices.held.len());
         let new = |len| b.alloc(MemoryKind::Activations, len);
         let [w_qkv, w_out, w_up, w_down, _, _, _, _, w_norm1, _, w_norm2, _] =
             lanes.parameters(&params, |_| self.lens());

@@ -8,16 +8,16 @@
 
 use std::sync::Arc;
 
-use super::dropout::StreamDropout;
+use super::dropout::ResidualDropout;
 use super::embedding::Embedding;
-use super::gradients::At;
-use super::head::{Head, Table};
-use super::past::attend;
-use super::rotary::{Angles, FrequencyScaling};
-use super::tensor::{Column, Places, TensorLanes};
-use super::{Block, Blocks, Context, Grads, INIT, Params, Past, take};
+use super::kv_cache::attend;
+use super::lm_head::{Head, Table};
+use super::rope::{FrequencyScaling, RopeTable};
+use super::tensor_parallel::{Column, Places, TensorParallel};
+use super::wgrad::At;
+use super::{Block, Blocks, Context, Grads, INIT, KvCache, Params, take};
 use hpctrain_base::error::Result;
-use hpctrain_base::layout::{Cut, Init, Slices, Tensor};
+use hpctrain_base::layout::{Cut, Init, Tensor, TensorShards};
 use hpctrain_device::{Attention, Backend, Kernels, Linear, MemoryKind, Norm, Rotary};
 
 /// The size of a Llama.
@@ -52,11 +52,11 @@ pub struct Llama {
 impl Llama {
     /// The network as blocks.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
-        self.sliced(&Slices::whole())
+        self.sliced(&TensorShards::whole())
     }
 
     /// The network as blocks, of which this rank has `slices`: heads of keys divide among all tensor lanes.
-    pub fn sliced<B: Kernels>(&self, slices: &Slices) -> Blocks<B> {
+    pub fn sliced<B: Kernels>(&self, slices: &TensorShards) -> Blocks<B> {
         let embedding = Embedding {
             words: "embed_tokens.weight",
             places: None,
@@ -74,7 +74,7 @@ impl Llama {
             table: if self.tied { Table::Tied } else { Table::Own("lm_head.weight") },
             slices: slices.clone(),
         };
-        let angles = Arc::new(Angles::new(self.rope_theta, self.rope_scaling, self.head_width(), self.context));
+        let angles = Arc::new(RopeTable::new(self.rope_theta, self.rope_scaling, self.head_width(), self.context));
         let decoder = |layer| Decoder { llama: self.clone(), layer, angles: angles.clone(), slices: slices.clone() };
         let mut blocks: Blocks<B> = vec![Box::new(embedding)];
         blocks.extend((0..self.layers).map(|layer| Box::new(decoder(layer)) as _));
@@ -87,8 +87,8 @@ impl Llama {
         self.width / self.heads
     }
 
-    fn dropout(&self) -> StreamDropout {
-        StreamDropout { rate: self.dropout, width: self.width }
+    fn dropout(&self) -> ResidualDropout {
+        ResidualDropout { rate: self.dropout, width: self.width }
     }
 }
 
@@ -96,8 +96,8 @@ impl Llama {
 struct Decoder<B: Backend> {
     llama: Llama,
     layer: usize,
-    angles: Arc<Angles<B>>,
-    slices: Slices,
+    angles: Arc<RopeTable<B>>,
+    slices: TensorShards,
 }
 
 impl<B: Backend> Decoder<B> {
@@ -177,14 +177,14 @@ impl<B: Kernels> Decoder<B> {
         cx: &Context<'_, B>,
         params: Params<'_, B>,
         x: &B::Buf,
-        mut past: Option<&mut Past<B>>,
+        mut past: Option<&mut KvCache<B>>,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
         let (b, rows, d, drop_out) = (cx.backend, cx.micro.rows(), self.llama.width, self.llama.dropout());
-        let (s, lanes) = (self.shapes(cx), TensorLanes::new(cx, &self.slices));
+        let (s, lanes) = (self.shapes(cx), TensorParallel::new(cx, &self.slices));
         let new = |len| b.alloc(MemoryKind::Activations, len);
         let exact = |len| b.alloc_f32(MemoryKind::Activations, len);
         let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] = lanes.parameters(&params, |lane| self.lens(lane));
-        let (none, _) = B::cut(params.own, 0);
+        let (none, _) = B::split_at(params.own, 0);
         let ([site1, site2], first_row) = (self.sites(), lanes.own().start);
         let before = x;
         // Where nothing comes between a product and its sum with the stream, the product adds it.
@@ -197,7 +197,7 @@ impl<B: Kernels> Decoder<B> {
             let x = B::all(all_rows.as_ref().unwrap_or(&norm1));
             let project = |first: usize, mut to: B::ViewMut<'_>| {
                 b.linear(s.qkv, x, w_qkv[k], none, B::reborrow(&mut to))?;
-                let (_, angles) = B::cut(self.angles.table(b)?, first * self.llama.head_width());
+                let (_, angles) = B::split_at(self.angles.table(b)?, first * self.llama.head_width());
                 b.rotary(s.rotary, angles, to)
             };
             let (mut heads, mut lse) = (new(rows * self.heads_width())?, exact(rows * s.attention.heads)?);
@@ -275,13 +275,13 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         self.llama.width
     }
 
-    fn saved_per_row(&self) -> usize {
+    fn saved_elems_per_row(&self) -> usize {
         // Norm 1, stream, norm 2; of each lane queries, keys and values, heads; gates, ups and their product.
         let of_lane = self.packed() + self.heads_width();
         self.slices.own(3 * self.llama.width) + self.slices.held.len() * of_lane + 3 * self.all_hidden()
     }
 
-    fn exact_per_row(&self) -> usize {
+    fn saved_f32_per_row(&self) -> usize {
         // Statistics of both norms, and the lse.
         self.slices.own(4) + self.slices.held.len() * self.llama.heads / self.slices.total
     }
@@ -308,7 +308,7 @@ impl<B: Kernels> Block<B> for Decoder<B> {
             + (lanes * self.packed() + width + 2 * self.all_hidden() + width)
     }
 
-    fn deferring_scratch_per_row(&self) -> usize {
+    fn deferred_scratch_per_row(&self) -> usize {
         // With the stream's gradient and those that are copied: the gradient of the gates times ups; or, later, the norm's and
         // that of queries, keys and values.
         let (width, slices) = (self.llama.width, &self.slices);
@@ -324,16 +324,16 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         self.compute(cx, params, x, None)
     }
 
-    fn continues(&self) -> bool {
+    fn supports_kv_cache(&self) -> bool {
         true
     }
 
-    fn forward_after(
+    fn forward_cached(
         &self,
         cx: &Context<'_, B>,
         params: Params<'_, B>,
         x: &B::Buf,
-        past: &mut Past<B>,
+        past: &mut KvCache<B>,
     ) -> Result<B::Buf> {
         let (y, _) = self.compute(cx, params, x, Some(past))?;
         past.pass(cx.micro.rows())?;
@@ -350,7 +350,7 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         mut dy: B::Buf,
     ) -> Result<B::Buf> {
         let (b, rows, d, a) = (cx.backend, cx.micro.rows(), self.llama.width, self.heads_width());
-        let (s, lanes, count) = (self.shapes(cx), TensorLanes::new(cx, &self.slices), self.slices.held.len());
+        let (s, lanes, count) = (self.shapes(cx), TensorParallel::new(cx, &self.slices), self.slices.held.len());
         let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] = lanes.parameters(&params, |lane| self.lens(lane));
         let [a_qkv, a_out, a_gate_up, a_down, a_norm1, a_norm2] = lanes.places(params.section, |lane| self.lens(lane));
         let mut saved = saved.into_iter();

@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use super::{Blocks, Micro};
+use super::{Blocks, MicroBatch};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::layout::Slices;
+use hpctrain_base::layout::TensorShards;
 use hpctrain_comm::Group;
 use hpctrain_device::{
     Backend, CrossEntropy, CrossEntropyPart, Deviation, Kernels, LogitsPart, LossWeights, MemoryKind, Regression,
@@ -95,7 +95,7 @@ pub struct Objective<B: Backend> {
     /// Elements of a row of the output.
     width: usize,
     /// The tensor lanes of this rank, each with some classes.
-    slices: Slices,
+    slices: TensorShards,
     /// Whether rows of the output are padded, as of [`Block::pads_output`](super::Block::pads_output).
     is_padded: bool,
     metrics: Vec<Metric>,
@@ -113,11 +113,11 @@ impl<B: Kernels> Objective<B> {
             Loss::Deviation(_) => vec![Metric::MeanAbsolute, Metric::RootMeanSquare],
         };
         let metrics = if metrics { all } else { vec![] };
-        Self { loss, width, slices: Slices::whole(), is_padded: false, metrics, weights: OnceLock::new() }
+        Self { loss, width, slices: TensorShards::whole(), is_padded: false, metrics, weights: OnceLock::new() }
     }
 
     /// The same, of logits that the tensor lanes divide among themselves.
-    pub fn sliced(self, slices: &Slices) -> Self {
+    pub fn sliced(self, slices: &TensorShards) -> Self {
         Self { slices: slices.clone(), ..self }
     }
 
@@ -176,7 +176,7 @@ impl<B: Kernels> Objective<B> {
         &self,
         backend: &B,
         tensor: Option<&Group<B>>,
-        micro: &Micro<B>,
+        micro: &MicroBatch<B>,
         output: &mut B::Buf,
         scale: f32,
     ) -> Result<B::Scalar> {
@@ -208,11 +208,11 @@ impl<B: Kernels> Objective<B> {
         tensor: Option<&Group<B>>,
         shape: CrossEntropy,
         output: &mut B::Buf,
-        micro: &Micro<B>,
+        micro: &MicroBatch<B>,
         weights: LossWeights<B::View<'_>>,
         losses: &mut B::Buf,
     ) -> Result<()> {
-        let (targets, Slices { total, held, .. }) = (&micro.parts.classes, &self.slices);
+        let (targets, TensorShards { total, held, .. }) = (&micro.parts.classes, &self.slices);
         if *total == 1 {
             return backend.cross_entropy(shape, B::all_mut(output), targets, weights, B::all_mut(losses));
         }
@@ -249,7 +249,7 @@ impl<B: Kernels> Objective<B> {
         &self,
         backend: &B,
         tensor: Option<&Group<B>>,
-        micro: &Micro<B>,
+        micro: &MicroBatch<B>,
         output: &mut B::Buf,
         parts: &[Range<usize>],
     ) -> Result<Vec<f64>> {

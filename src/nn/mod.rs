@@ -5,44 +5,44 @@
 
 #![forbid(unsafe_code)]
 
-pub mod check;
+mod custom;
 mod dropout;
 mod embedding;
 pub mod gpt;
-mod gradients;
-mod head;
+pub mod gradcheck;
+mod kv_cache;
 pub mod layers;
 pub mod llama;
+mod lm_head;
 pub mod loss;
 mod network;
 pub mod optim;
-mod own;
-mod past;
-mod rotary;
-mod tensor;
+mod rope;
+mod tensor_parallel;
+mod wgrad;
 
 use std::ops::Range;
 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::Tensor;
 use hpctrain_comm::Group;
-use hpctrain_data::Parts;
+use hpctrain_data::SampleFields;
 use hpctrain_device::{Backend, Kernels, MemoryKind};
 
-pub use gradients::{Deferred, Grads};
+pub use custom::{CustomModel, Input, ModelBuilder};
+pub use kv_cache::KvCache;
 pub use network::{Network, Summary};
-pub use own::{BuildNetwork, Input, OwnNetwork};
-pub use past::Past;
-pub use rotary::FrequencyScaling;
+pub use rope::FrequencyScaling;
+pub use wgrad::{DeferredWgrad, Grads};
 
 /// Standard deviation of the initial weights of language models; GPT-2's and Llama's.
 const INIT: f32 = 0.02;
 
 /// One micro-batch on the device.
-pub struct Micro<B: Backend> {
+pub struct MicroBatch<B: Backend> {
     /// Each part, sample after sample: classes and numbers to predict `samples`·`time` times, numbers to predict and weights
     /// in f32.
-    pub parts: Parts<B::Ints, B::Buf>,
+    pub parts: SampleFields<B::IndexBuf, B::Buf>,
     /// Samples; of language models, sequences.
     pub samples: usize,
     /// Predictions a sample; of language models, positions.
@@ -53,7 +53,7 @@ pub struct Micro<B: Backend> {
     pub host_ids: Vec<u32>,
 }
 
-impl<B: Backend> Micro<B> {
+impl<B: Backend> MicroBatch<B> {
     /// Rows of every activation.
     pub fn rows(&self) -> usize {
         self.samples * self.time
@@ -64,9 +64,15 @@ impl<B: Backend> Micro<B> {
     ///
     /// # Errors
     /// The device is out of memory.
-    pub fn upload(backend: &B, parts: Parts<&[u32], &[f32]>, samples: usize, time: usize, first: u64) -> Result<Self> {
+    pub fn upload(
+        backend: &B,
+        parts: SampleFields<&[u32], &[f32]>,
+        samples: usize,
+        time: usize,
+        first: u64,
+    ) -> Result<Self> {
         let exact = |numbers| backend.upload_f32(MemoryKind::Activations, numbers);
-        let parts = Parts {
+        let parts = SampleFields {
             ids: backend.upload_ints(parts.ids)?,
             features: backend.upload(MemoryKind::Activations, parts.features)?,
             classes: backend.upload_ints(parts.classes)?,
@@ -92,12 +98,12 @@ impl<B: Backend> Micro<B> {
             backend.copy(B::view(all_rows, at), B::all_mut(&mut part))?;
             Ok(part)
         };
-        let Parts { ids, features: _, classes, values, weights } = &self.parts;
+        let SampleFields { ids, features: _, classes, values, weights } = &self.parts;
         let of_classes = of_rows(B::ints_len(classes) / all.max(1));
-        let parts = Parts {
-            ids: B::part_of_ints(ids, 0..0),
+        let parts = SampleFields {
+            ids: B::slice_indices(ids, 0..0),
             features: backend.alloc(MemoryKind::Activations, 0)?,
-            classes: B::part_of_ints(classes, of_classes),
+            classes: B::slice_indices(classes, of_classes),
             values: numbers(values)?,
             weights: numbers(weights)?,
         };
@@ -107,9 +113,9 @@ impl<B: Backend> Micro<B> {
     /// A micro-batch of text: `ids` of sequences, and the `targets` to predict.
     ///
     /// # Errors
-    /// As [`Micro::upload`].
+    /// As [`MicroBatch::upload`].
     pub fn of_text(backend: &B, ids: &[u32], targets: &[u32], time: usize, first: u64) -> Result<Self> {
-        let parts = Parts { ids, classes: targets, ..Parts::default() };
+        let parts = SampleFields { ids, classes: targets, ..SampleFields::default() };
         Self::upload(backend, parts, ids.len() / time.max(1), time, first)
     }
 }
@@ -119,7 +125,7 @@ pub struct Context<'a, B: Backend> {
     /// The device.
     pub backend: &'a B,
     /// The data at hand.
-    pub micro: &'a Micro<B>,
+    pub micro: &'a MicroBatch<B>,
     /// The training step; none outside training.
     pub training: Option<Training<'a, B>>,
     /// The ranks that compute slices of the same blocks; none where this one computes whole ones.
@@ -128,7 +134,7 @@ pub struct Context<'a, B: Backend> {
 
 impl<B: Backend> Context<'_, B> {
     /// The same, with other data.
-    pub fn of<'a>(&'a self, micro: &'a Micro<B>) -> Context<'a, B> {
+    pub fn of<'a>(&'a self, micro: &'a MicroBatch<B>) -> Context<'a, B> {
         Context { backend: self.backend, micro, training: self.training, tensor: self.tensor }
     }
 }
@@ -157,7 +163,7 @@ pub struct Params<'a, B: Backend> {
     pub own: B::View<'a>,
     /// Elements of a section.
     pub section: usize,
-    /// Those of [`Block::borrows`], with the unit's other elements behind them.
+    /// Those of [`Block::tied_to`], with the unit's other elements behind them.
     pub lent: Option<B::View<'a>>,
     /// Elements of a section of the borrowed unit.
     pub lent_section: usize,
@@ -179,7 +185,7 @@ impl<'a, B: Backend> Params<'a, B> {
 
     /// The block's unit from section `k` on.
     pub fn lane(&self, k: usize) -> B::View<'a> {
-        B::cut(self.own, k * self.section).1
+        B::split_at(self.own, k * self.section).1
     }
 
     /// As [`Params::lane`], of the borrowed unit.
@@ -188,13 +194,13 @@ impl<'a, B: Backend> Params<'a, B> {
     /// Nothing is lent.
     pub fn lent_lane(&self, k: usize) -> Result<B::View<'a>> {
         let lent = self.lent.ok_or_else(|| Error::internal("a block that borrows parameters was handed none"))?;
-        Ok(B::cut(lent, k * self.lent_section).1)
+        Ok(B::split_at(lent, k * self.lent_section).1)
     }
 }
 
 /// Parameters that a block borrows from another block's unit: its first tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Loan {
+pub struct TiedParam {
     /// The unit, of an earlier block.
     pub unit: usize,
     /// Elements of its gradient: equally many for each tensor lane of this rank, as many as the first lane of all has.
@@ -212,7 +218,7 @@ pub trait Block<B: Kernels>: Send + Sync {
 
     /// Parameters of an earlier block's unit that this one uses as well. The gradients of both blocks are summed apart, and
     /// added when a lane ends.
-    fn borrows(&self) -> Option<Loan> {
+    fn tied_to(&self) -> Option<TiedParam> {
         None
     }
 
@@ -220,10 +226,10 @@ pub trait Block<B: Kernels>: Send + Sync {
     fn input_per_row(&self) -> usize;
 
     /// Elements that one row keeps between forward and backward, besides the input.
-    fn saved_per_row(&self) -> usize;
+    fn saved_elems_per_row(&self) -> usize;
 
-    /// As [`Block::saved_per_row`], of elements that are f32 with any compute type, and not counted there.
-    fn exact_per_row(&self) -> usize;
+    /// As [`Block::saved_elems_per_row`], of elements that are f32 with any compute type, and not counted there.
+    fn saved_f32_per_row(&self) -> usize;
 
     /// Elements a row that live at once in this block's forward, besides the saved ones and the output.
     fn forward_scratch_per_row(&self) -> usize {
@@ -241,7 +247,7 @@ pub trait Block<B: Kernels>: Send + Sync {
 
     /// As [`Block::scratch_per_row`], in a backward that puts gradients off: elements besides the saved ones, with those
     /// that wait.
-    fn deferring_scratch_per_row(&self) -> usize {
+    fn deferred_scratch_per_row(&self) -> usize {
         self.scratch_per_row()
     }
 
@@ -269,9 +275,9 @@ pub trait Block<B: Kernels>: Send + Sync {
     /// The device failed.
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)>;
 
-    /// Whether [`Block::forward_after`] gives an output: of a network whose blocks all do, a sequence is continued by the computation
+    /// Whether [`Block::forward_cached`] gives an output: of a network whose blocks all do, a sequence is continued by the computation
     /// of its new positions alone.
-    fn continues(&self) -> bool {
+    fn supports_kv_cache(&self) -> bool {
         false
     }
 
@@ -280,12 +286,12 @@ pub trait Block<B: Kernels>: Send + Sync {
     ///
     /// # Errors
     /// The device failed, there is no room for more positions, or the block does not continue sequences.
-    fn forward_after(
+    fn forward_cached(
         &self,
         _cx: &Context<'_, B>,
         _params: Params<'_, B>,
         _x: &B::Buf,
-        _past: &mut Past<B>,
+        _past: &mut KvCache<B>,
     ) -> Result<B::Buf> {
         Err(Error::internal(format!("block {} does not continue sequences", self.name())))
     }
@@ -311,8 +317,8 @@ pub trait Block<B: Kernels>: Send + Sync {
 pub type Blocks<B> = Vec<Box<dyn Block<B>>>;
 
 /// The loan of each block.
-pub fn loans<B: Kernels>(blocks: &Blocks<B>) -> Vec<Option<Loan>> {
-    blocks.iter().map(|block| block.borrows()).collect()
+pub fn loans<B: Kernels>(blocks: &Blocks<B>) -> Vec<Option<TiedParam>> {
+    blocks.iter().map(|block| block.tied_to()).collect()
 }
 
 /// The saved buffers as an array, in the order the forward listed them.

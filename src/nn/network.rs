@@ -2,13 +2,13 @@
 
 use serde::Serialize;
 
+use super::custom::CustomModel;
 use super::gpt::Gpt;
 use super::layers::{Layers, shown};
 use super::llama::Llama;
 use super::loss::Loss;
-use super::own::OwnNetwork;
 use super::{Block, Blocks};
-use hpctrain_base::layout::{Slices, Tensor, trained};
+use hpctrain_base::layout::{Tensor, TensorShards, trained};
 use hpctrain_cpu::Cpu;
 use hpctrain_data::{SampleSpec, Target};
 use hpctrain_device::Kernels;
@@ -32,7 +32,7 @@ pub enum Network {
     /// Layers, one after the other.
     Layers(Layers),
     /// Blocks that a program makes.
-    Own(OwnNetwork),
+    Own(CustomModel),
 }
 
 /// A layer, or a block of a language model, in numbers.
@@ -77,7 +77,7 @@ impl Network {
                 output: vec![context, columns],
                 parameters: trained(&tensors),
                 flops: product(&[2, context, multiplied]).saturating_add(attention),
-                kept: context * (block.saved_per_row() + block.exact_per_row() + columns),
+                kept: context * (block.saved_elems_per_row() + block.saved_f32_per_row() + columns),
             }
         };
         blocks.iter().enumerate().map(|(i, block)| row(i, &**block)).collect()
@@ -95,7 +95,7 @@ impl Network {
                 output: vec![context, columns],
                 parameters: trained(&tensors),
                 flops: product(&[2, context, matrices]),
-                kept: context * (block.saved_per_row() + block.exact_per_row() + columns),
+                kept: context * (block.saved_elems_per_row() + block.saved_f32_per_row() + columns),
             }
         };
         blocks.iter().enumerate().map(|(i, block)| row(i, &**block)).collect()
@@ -161,11 +161,11 @@ impl Network {
 
     /// The network as blocks.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
-        self.sliced(&Slices::whole())
+        self.sliced(&TensorShards::whole())
     }
 
     /// The network as blocks, of which this rank has `slices`; those of a network by layers or of a program's own are always whole.
-    pub fn sliced<B: Kernels>(&self, slices: &Slices) -> Blocks<B> {
+    pub fn sliced<B: Kernels>(&self, slices: &TensorShards) -> Blocks<B> {
         match self {
             Network::Gpt(gpt) => gpt.sliced(slices),
             Network::Llama(llama) => llama.sliced(slices),
@@ -176,7 +176,7 @@ impl Network {
 
     /// Returns the blocks of a rank with `slices` on a CPU, to ask for their tensors and sizes. It is not generic, so that callers in
     /// other crates compile no copy of the kernels' code.
-    pub fn cpu_blocks(&self, slices: &Slices) -> Blocks<Cpu> {
+    pub fn cpu_blocks(&self, slices: &TensorShards) -> Blocks<Cpu> {
         self.sliced(slices)
     }
 

@@ -2,21 +2,21 @@
 
 use std::ops::Range;
 
-use super::averaging::Outer;
-use super::hyper::{Hyper, nowhere, state_names};
-use super::memory_audit::MemoryAudit;
+use super::local_sgd::OuterOptimizer;
+use super::sdc_checksum::SdcChecksum;
+use super::step_params::{Hyper, nowhere, state_names};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Audit, Kernels, MemoryKind, Sgd};
-use hpctrain_nn::optim::{AVERAGE, Pair, Part, Rule};
+use hpctrain_nn::optim::{AVERAGE, Pair, Part, UpdateRule};
 
 /// Rule and parts of a range's update.
 pub struct Recipe {
     /// None where nothing is trained.
-    pub rule: Option<Rule>,
+    pub rule: Option<UpdateRule>,
     /// Decay of the parameters' running average, if one is kept.
     pub average: Option<f32>,
     /// The outer step on the average of replicas, if there is one.
-    pub outer: Option<Outer>,
+    pub outer: Option<OuterOptimizer>,
     /// The parts of the range that are updated alike.
     pub parts: Vec<Part>,
     /// Whether updates are audited.
@@ -35,12 +35,12 @@ pub struct DeviceState<B: Kernels> {
     /// The outer step's, if there is one.
     outer: Option<OuterState<B>>,
     /// Where updates are audited.
-    audit: Option<MemoryAudit<B>>,
+    audit: Option<SdcChecksum<B>>,
 }
 
 /// The starting point of the next outer step.
 struct OuterState<B: Kernels> {
-    step: Outer,
+    step: OuterOptimizer,
     /// The parameters after the last average.
     anchor: B::Buf,
     /// Where the step has momentum.
@@ -62,7 +62,7 @@ impl<B: Kernels> DeviceState<B> {
             AVERAGE => backend.upload_f32(MemoryKind::Optimizer, values),
             _ => zeros(),
         });
-        let outer = |step: Outer| {
+        let outer = |step: OuterOptimizer| {
             let anchor = backend.upload_f32(MemoryKind::Optimizer, values)?;
             Ok::<_, Error>(OuterState { step, anchor, momentum: (step.momentum > 0.0).then(zeros).transpose()? })
         };
@@ -70,7 +70,7 @@ impl<B: Kernels> DeviceState<B> {
             state: state.collect::<Result<_>>()?,
             outer: recipe.outer.map(outer).transpose()?,
             master: is_apart.then(|| backend.upload_f32(MemoryKind::Parameters, values)).transpose()?,
-            audit: recipe.audits.then(MemoryAudit::default),
+            audit: recipe.audits.then(SdcChecksum::default),
             backend: backend.clone(),
             recipe,
         })
@@ -96,7 +96,7 @@ impl<B: Kernels> DeviceState<B> {
         let mut windows = Vec::new();
         for part in &self.recipe.parts {
             for view in &mut left {
-                let (of_part, rest) = B::cut(*view, part.len);
+                let (of_part, rest) = B::split_at(*view, part.len);
                 windows.push(of_part);
                 *view = rest;
             }
@@ -126,7 +126,7 @@ impl<B: Kernels> DeviceState<B> {
         params: B::View<'a>,
     ) -> Result<Vec<(usize, Pair<B::Scalar>)>> {
         let rule = self.rule()?;
-        let cut = |view, at: &Range<usize>| B::cut(B::cut(view, at.end).0, at.start).1;
+        let cut = |view, at: &Range<usize>| B::split_at(B::split_at(view, at.end).0, at.start).1;
         let (mut squares, mut end) = (Vec::new(), 0);
         for part in &self.recipe.parts {
             let at = range.start.max(end)..range.end.min(end + part.len);
@@ -139,7 +139,7 @@ impl<B: Kernels> DeviceState<B> {
         Ok(squares)
     }
 
-    fn rule(&self) -> Result<Rule> {
+    fn rule(&self) -> Result<UpdateRule> {
         self.recipe.rule.ok_or_else(|| Error::internal("an update without a rule"))
     }
 
@@ -192,7 +192,7 @@ impl<B: Kernels> DeviceState<B> {
     ///
     /// # Errors
     /// The device failed, or no buffer holds the parameters.
-    pub fn swap(&mut self, full: Option<B::ViewMut<'_>>) -> Result<()> {
+    pub fn swap_ema(&mut self, full: Option<B::ViewMut<'_>>) -> Result<()> {
         let b = &self.backend;
         let Some(average) = self.state.last_mut().filter(|_| self.recipe.average.is_some()) else { return Ok(()) };
         match (&mut self.master, full) {
@@ -220,7 +220,7 @@ impl<B: Kernels> DeviceState<B> {
     ///
     /// # Errors
     /// The device failed, or no buffer holds the parameters.
-    pub fn share<'a>(&'a self, rate: f32, full: Option<B::View<'a>>, to: &mut B::Buf) -> Result<()> {
+    pub fn scaled_state<'a>(&'a self, rate: f32, full: Option<B::View<'a>>, to: &mut B::Buf) -> Result<()> {
         let params = self.master.as_ref().map(B::all).or(full).ok_or_else(nowhere)?;
         self.backend.zero(B::all_mut(to))?;
         let len = B::len(to) / self.averaged();
@@ -235,12 +235,12 @@ impl<B: Kernels> DeviceState<B> {
     ///
     /// # Errors
     /// The device failed, or no buffer holds the parameters.
-    pub fn adopt(&mut self, mean: B::View<'_>, len: usize, full: Option<B::ViewMut<'_>>) -> Result<()> {
-        self.audit.iter_mut().for_each(MemoryAudit::forget);
+    pub fn apply_average(&mut self, mean: B::View<'_>, len: usize, full: Option<B::ViewMut<'_>>) -> Result<()> {
+        self.audit.iter_mut().for_each(SdcChecksum::forget);
         let b = &self.backend;
-        let (params, mut rest) = B::cut(mean, len);
+        let (params, mut rest) = B::split_at(mean, len);
         for buf in &mut self.state {
-            let (of_buf, others) = B::cut(rest, len);
+            let (of_buf, others) = B::split_at(rest, len);
             b.copy(of_buf, B::all_mut(buf))?;
             rest = others;
         }
@@ -269,7 +269,7 @@ impl<B: Kernels> DeviceState<B> {
     /// # Errors
     /// Of `load`.
     pub fn restore(&mut self, mut load: impl FnMut(usize) -> Result<Vec<f32>>) -> Result<()> {
-        self.audit.iter_mut().for_each(MemoryAudit::forget);
+        self.audit.iter_mut().for_each(SdcChecksum::forget);
         if let Some(master) = &mut self.master {
             self.backend.write(&load(0)?, B::all_mut(master))?;
         }
@@ -305,11 +305,11 @@ impl<B: Kernels> OuterState<B> {
     /// The step from the last average towards the `mean` of the replicas. Statistics are no parameters that are trained: they
     /// become the mean.
     fn take(&mut self, backend: &B, parts: &[Part], mean: B::View<'_>) -> Result<()> {
-        let Outer { lr, momentum } = self.step;
+        let OuterOptimizer { lr, momentum } = self.step;
         let (mut mean, mut anchor, mut velocity) =
             (mean, B::all_mut(&mut self.anchor), self.momentum.as_mut().map(B::all_mut));
         for part in parts {
-            let (of_part, mean_rest) = B::cut(mean, part.len);
+            let (of_part, mean_rest) = B::split_at(mean, part.len);
             let (to, anchor_rest) = B::cut_mut(anchor, part.len);
             let (of_velocity, velocity_rest) = velocity.map(|velocity| B::cut_mut(velocity, part.len)).unzip();
             match of_velocity {
@@ -338,7 +338,7 @@ struct Windows<'g, 'a, B: Kernels> {
 impl<B: Kernels> Windows<'_, '_, B> {
     /// Cuts every window at the same element.
     fn cut(self, at: usize) -> (Self, Self) {
-        let (grad, grad_rest) = B::cut(self.grad, at);
+        let (grad, grad_rest) = B::split_at(self.grad, at);
         let (params, params_rest) = B::cut_mut(self.params, at);
         let (state, state_rest) = self.state.into_iter().map(|view| B::cut_mut(view, at)).unzip();
         let (copy, copy_rest) = self.copy.map(|copy| B::cut_mut(copy, at)).unzip();

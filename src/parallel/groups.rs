@@ -76,8 +76,13 @@ impl<B: Kernels> Groups<B> {
 
     /// The same groups, with algorithms for the units' exchanges over shards and over replicas.
     #[must_use]
-    pub fn choosing(self, of_shards: Table, of_replicas: Table) -> Self {
-        let step = StepGroups { replica: self.step.replica.choosing(of_replicas.clone()), ..self.step };
-        Self { shard: self.shard.choosing(of_shards), replica: self.replica.choosing(of_replicas), step, ..self }
+    pub fn with_algorithms(self, of_shards: Table, of_replicas: Table) -> Self {
+        let step = StepGroups { replica: self.step.replica.with_algorithms(of_replicas.clone()), ..self.step };
+        Self {
+            shard: self.shard.with_algorithms(of_shards),
+            replica: self.replica.with_algorithms(of_replicas),
+            step,
+            ..self
+        }
     }
 }

@@ -1,49 +1,49 @@
 //! Parameters, gradients and optimizer state spread over ranks.
 //!
 //! [`Sharded`] is the one type for every data-parallel mode. Modes differ by the shape of the mesh and by the lifetimes
-//! of full gradients and full parameters ([`Residency`]).
+//! of full gradients and full parameters ([`ShardingPolicy`]).
 
 #![forbid(unsafe_code)]
 
-mod audits;
-mod averaging;
 mod control_flags;
+mod cpu_offload;
 mod device_state;
+mod fsdp_unit;
 mod groups;
-mod guest;
-mod hyper;
-mod lanes;
-mod memory_audit;
-mod memory_timeline;
+mod local_sgd;
+mod memory_trace;
 mod norms;
-mod offload;
-mod partition;
-mod prefetch;
+mod optimizer_shard;
+mod param_prefetch;
+mod pipeline_schedule;
+mod pipeline_split;
+mod pipeline_stage;
 mod progress;
-mod schedule;
-mod shard_owner;
+mod sdc_check;
+mod sdc_checksum;
 mod sharded;
-mod stage;
+mod step_params;
 mod step_summary;
-mod unit;
+mod tied_replica;
+mod virtual_ranks;
 
-pub use averaging::{Averaging, Outer, ReplicaStep, RoundSummary, mean, steps_of_replicas};
 pub use control_flags::{AllFlags, ControlFlags};
+pub use cpu_offload::bytes as offloaded_bytes;
+pub use fsdp_unit::initial;
 pub use groups::{Groups, StepGroups};
-pub use hyper::{Hyper, state_names};
-pub use lanes::Lanes;
-pub use memory_timeline::{MemoryTimeline, Moment, When};
+pub use local_sgd::{LocalSgd, OuterOptimizer, ReplicaStep, RoundSummary, mean, steps_of_replicas};
+pub use memory_trace::{MemoryTimeline, Moment, When};
 pub use norms::{Norms, whole as whole_norms};
-pub use offload::bytes as offloaded_bytes;
-pub use partition::partition;
-pub use prefetch::{Prefetch, step as turns};
+pub use optimizer_shard::{OptimizerShard, Updates, Values};
+pub use param_prefetch::{Prefetch, step as turns};
+pub use pipeline_schedule::{Action, Flow, PipelineSchedule, StepSchedule};
+pub use pipeline_split::partition;
+pub use pipeline_stage::{Stage, TiedExport, TiedImport};
 pub use progress::Progress;
-pub use schedule::{Action, Flow, PipelineSchedule, StepSchedule};
-pub use shard_owner::{ShardOwner, Updates, Values};
 pub use sharded::{Histograms, Owned, Reduced, ReducedStep, Sharded, whole_histograms};
-pub use stage::{Borrowed, Lent, Stage};
+pub use step_params::{Hyper, state_names};
 pub use step_summary::{Squares, sum_of_squares};
-pub use unit::initial;
+pub use virtual_ranks::VirtualRanks;
 
 use serde::{Deserialize, Serialize};
 
@@ -66,7 +66,7 @@ impl Storage {
 
 /// Lifetime of a full buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Life {
+pub enum Lifetime {
     /// All the time.
     Step,
     /// For one use; parameters also while they are gathered ahead of it.
@@ -75,23 +75,23 @@ pub enum Life {
 
 /// Lifetimes of the full buffers; the owned parts live always.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Residency {
+pub struct ShardingPolicy {
     /// Of full gradients.
-    pub grads: Life,
+    pub grads: Lifetime,
     /// Of full parameters.
-    pub params: Life,
+    pub params: Lifetime,
     /// Blocks ahead of whose turn full parameters are gathered, where they do not live always.
     pub ahead: usize,
     /// Whether what is given up is on the host alone, from which owners fetch it and to which reduced gradients go.
     pub on_host: bool,
 }
 
-impl Residency {
+impl ShardingPolicy {
     /// The lifetimes over so many shards: a buffer that one rank owns whole is never given up, since it would only be
     /// copied; unless the host has it.
     pub fn over(self, shards: usize) -> Self {
         let gives_up = shards > 1 || self.on_host;
-        if gives_up { self } else { Self { grads: Life::Step, params: Life::Step, ..self } }
+        if gives_up { self } else { Self { grads: Lifetime::Step, params: Lifetime::Step, ..self } }
     }
 }
 
@@ -112,9 +112,9 @@ pub enum Zero {
 
 impl Zero {
     /// The lifetimes this stage means; parameters are gathered while the block before computes.
-    pub fn residency(self) -> Residency {
-        let life = |gives_up| if gives_up { Life::Use } else { Life::Step };
-        Residency { grads: life(self as u8 >= 2), params: life(self as u8 >= 3), ahead: 1, on_host: false }
+    pub fn residency(self) -> ShardingPolicy {
+        let life = |gives_up| if gives_up { Lifetime::Use } else { Lifetime::Step };
+        ShardingPolicy { grads: life(self as u8 >= 2), params: life(self as u8 >= 3), ahead: 1, on_host: false }
     }
 }
 

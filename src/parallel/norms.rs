@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::tree::tree_sum;
+use hpctrain_base::tree_sum::tree_sum;
 use hpctrain_nn::optim::Pair;
 
 /// A rank's message about its virtual shards; little-endian f64 on the wire.

@@ -2,7 +2,7 @@
 
 use super::control_flags::ControlFlags;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::tree::tree_sum;
+use hpctrain_base::tree_sum::tree_sum;
 
 /// A rank's message about its lanes and virtual shards; little-endian f64 on the wire.
 #[derive(Debug, Clone, PartialEq)]

@@ -5,27 +5,29 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::address::listen;
-use super::course::{Basis, Course, From};
-use super::fleet::Fleet;
-use super::hub::{Halt, Hub, Limits};
-use super::journal::{Entry, Grounds};
-use super::listener::Listener;
-use super::message::{Assignment, FromServer, ToServer};
-use super::pool::Pool;
-use super::site::{Contact, Site};
-use super::terms::{Terms, division, layouts};
+use super::coordinator_service::{CoordinatorService, Limits, SessionError};
+use super::protocol::{Assignment, ServerRequest, ServerResponse};
+use super::rendezvous::{Contact, PsRendezvous};
+use super::rpc_server::RpcServer;
+use super::run_spec::{RunSpec, division, layouts};
+use super::scheduler::WorkScheduler;
+use super::server_clients::ServerClients;
+use super::session::{Session, SessionContext, StartPoint};
 use super::trace::Collected;
+use super::wal::{Entry, WalHeader};
 use hpctrain_base::error::{Error, Kind, Result};
-use hpctrain_checkpoint::lease::Lease;
+use hpctrain_checkpoint::lease::LeaseGuard;
 use hpctrain_checkpoint::run_dir::markers::{End, Status};
-use hpctrain_checkpoint::run_dir::{Branch, Ending, Resume, RunDirectory, Take, Taking, data_changes};
-use hpctrain_checkpoint::tools::find;
+use hpctrain_checkpoint::run_dir::{
+    Branch, RestoreOptions, RestoreScope, Resume, RunDirectory, RunOutcome, data_changes,
+};
+use hpctrain_checkpoint::tools::resolve_path;
 use hpctrain_checkpoint::{Progress, Reader};
 use hpctrain_comm::{Credentials, single};
 use hpctrain_config::telemetry::trace_file::TraceFile;
 use hpctrain_config::telemetry::{logging, unix_time};
 use hpctrain_config::topology::Topology;
-use hpctrain_config::{Config, Plan};
+use hpctrain_config::{Config, ResolvedConfig};
 use hpctrain_cpu::Cpu;
 use hpctrain_data::{Fingerprint, TrainedOn};
 use hpctrain_engine::{Splits, check_size};
@@ -33,17 +35,17 @@ use hpctrain_parallel::state_names;
 use hpctrain_train::Request;
 
 /// Time without a newcomer after which a run that was not told its workers begins.
-const SETTLED: Duration = Duration::from_secs(2);
+const QUIET_PERIOD: Duration = Duration::from_secs(2);
 
 /// Time within which servers come, that were there before: two of the intervals at which they look for the coordinator.
-const COMEBACK: Duration = Duration::from_secs(2);
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Time that workers and servers have to hear of the end.
-const FAREWELL: Duration = Duration::from_secs(5);
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 
 /// Request for a run on servers.
 #[derive(Debug, Clone)]
-pub struct Call {
+pub struct CoordinatorOptions {
     /// The run.
     pub run: Request,
     /// Servers.
@@ -55,13 +57,13 @@ pub struct Call {
 }
 
 /// A coordinator that has begun to listen.
-pub struct ServedRun {
-    call: Call,
+pub struct CoordinatorRun {
+    call: CoordinatorOptions,
     directory: RunDirectory,
-    hub: Arc<Hub>,
-    site: Site,
+    hub: Arc<CoordinatorService>,
+    site: PsRendezvous,
     credentials: Credentials,
-    _listener: Listener,
+    _listener: RpcServer,
     splits: Splits,
     data: Option<Fingerprint>,
     trained_on: Option<TrainedOn>,
@@ -69,15 +71,15 @@ pub struct ServedRun {
     patience: Duration,
     started: Instant,
     /// Keeps the checkpoint of another run that this one begins at.
-    _from: Option<Lease>,
+    _from: Option<LeaseGuard>,
 }
 
-impl ServedRun {
+impl CoordinatorRun {
     /// Opens data and directory of the run, and listens.
     ///
     /// # Errors
     /// The configuration, the data or the directory cannot be used, or the address not be listened on.
-    pub fn open(call: Call) -> Result<Self> {
+    pub fn open(call: CoordinatorOptions) -> Result<Self> {
         let started = Instant::now();
         if call.run.profile {
             return Err(Error::input("--profile is for runs without servers")
@@ -92,28 +94,31 @@ impl ServedRun {
         // Errors of the configuration leave no directory behind.
         let samples = splits.train.samples();
         let few = workers.unwrap_or(1);
-        let plan = Terms::plan(&Terms::counted(&config, few, samples), few, vocabulary, 1)?;
+        let plan = RunSpec::plan(&RunSpec::counted(&config, few, samples), few, vocabulary, 1)?;
         check_size(&plan, &splits.train)?;
         division(&plan, call.servers)?;
         if splits.validation.is_none() && plan.config.eval.patience > 0 {
-            return Err(hpctrain_engine::feed::no_validation("eval.patience cannot tell when to stop", &plan.config));
+            return Err(hpctrain_engine::micro_batches::no_validation(
+                "eval.patience cannot tell when to stop",
+                &plan.config,
+            ));
         }
         let trace = call.run.trace.as_deref().map(TraceFile::create).transpose()?;
         let (listener, address) = listen(config.servers.address.as_deref(), config.comm.interface.as_deref())?;
         let resume = match call.run.resume {
-            Resume::From(path) => Resume::From(find::checkpoint(&path)?),
+            Resume::From(path) => Resume::From(resolve_path::checkpoint(&path)?),
             other => other,
         };
-        let from = if let Resume::From(path) = &resume { find::hold(path) } else { None };
+        let from = if let Resume::From(path) = &resume { resolve_path::hold(path) } else { None };
         let directory = RunDirectory::prepare(&plan.config, &call.run.name, &resume)?;
         config.run.name = Some(directory.name());
         logging::to_file(&directory.logs_path().join(format!("{}.log", call.log)), config.log.level.into())?;
-        let site = Site::of(directory.path());
+        let site = PsRendezvous::of(directory.path());
         site.open()?;
         let contact = Contact { address, encrypt: config.comm.encrypt, interface: config.comm.interface.clone() };
         let credentials = site.credentials(&contact)?;
         let patience = Duration::from_secs(config.servers.timeout);
-        let pool = Pool::new(config.servers.staleness, config.servers.lease, 0);
+        let pool = WorkScheduler::new(config.servers.staleness, config.servers.lease, 0);
         let stuck = match config.comm.timeout {
             0 => Duration::MAX,
             seconds => Duration::from_secs(seconds),
@@ -121,11 +126,11 @@ impl ServedRun {
         let limits = Limits { silent: patience, stuck };
         let trace = trace.map(Collected::begin).transpose()?;
         let first_caller = (unix_time() * 1e3) as u64;
-        let hub = Hub::new(pool, credentials.clone(), limits, trace, first_caller);
-        let listener = Listener::open(listener, credentials.clone(), hub.clone(), patience * 10)?;
+        let hub = CoordinatorService::new(pool, credentials.clone(), limits, trace, first_caller);
+        let listener = RpcServer::open(listener, credentials.clone(), hub.clone(), patience * 10)?;
         site.publish(&contact)?;
         let data = splits.train.fingerprint();
-        let call = Call { run: Request { config, resume, ..call.run }, workers, ..call };
+        let call = CoordinatorOptions { run: Request { config, resume, ..call.run }, workers, ..call };
         Ok(Self {
             call,
             directory,
@@ -152,19 +157,19 @@ impl ServedRun {
     ///
     /// # Errors
     /// A worker failed, a server was lost for good, or the run diverged.
-    pub fn run(mut self) -> Result<Ending> {
+    pub fn run(mut self) -> Result<RunOutcome> {
         let mut generation = 0;
         let mut resume = self.call.run.resume.clone();
         let ended = loop {
             generation += 1;
             match self.generation(generation, &resume) {
                 Ok(ending) => break Ok(ending),
-                Err(Halt::Failed(e)) => break Err(e),
-                Err(Halt::Lost(server)) => {
+                Err(SessionError::Failed(e)) => break Err(e),
+                Err(SessionError::Lost(server)) => {
                     log::warn!("a server was lost ({server}): all begin again at the last checkpoint");
                     self.hub.with(|state| {
                         state.close();
-                        state.forgive();
+                        state.clear_lost();
                     });
                     if resume == Resume::No || !self.directory.checkpoints().steps()?.is_empty() {
                         resume = Resume::Auto;
@@ -178,7 +183,7 @@ impl ServedRun {
         };
         self.hub.with(|state| state.end(code));
         let since = Instant::now();
-        while since.elapsed() < FAREWELL && !self.hub.with(|state| state.is_empty()) {
+        while since.elapsed() < SHUTDOWN_GRACE && !self.hub.with(|state| state.is_empty()) {
             std::thread::sleep(Duration::from_millis(20));
         }
         if let Some(trace) = &self.hub.trace {
@@ -195,7 +200,7 @@ impl ServedRun {
     }
 
     /// The run on one set of servers, from its last checkpoint or the step that they have come to, to its end.
-    fn generation(&mut self, generation: u64, resume: &Resume) -> Result<Ending, Halt> {
+    fn generation(&mut self, generation: u64, resume: &Resume) -> Result<RunOutcome, SessionError> {
         let before = if generation == 1 && *resume == Resume::Auto { self.before()? } else { None };
         let config = self.call.run.config.clone();
         let threads = config.run.threads.unwrap_or(1);
@@ -207,10 +212,10 @@ impl ServedRun {
                 return self.go_on(before, threads);
             }
         };
-        let config = Terms::counted(&config, workers, self.splits.train.samples());
-        let plan = Terms::plan(&config, workers, self.vocabulary, threads)?;
+        let config = RunSpec::counted(&config, workers, self.splits.train.samples());
+        let plan = RunSpec::plan(&config, workers, self.vocabulary, threads)?;
         let origin = self.origin(&plan, resume)?;
-        let terms = Terms {
+        let terms = RunSpec {
             generation: (unix_time() * 1e3) as u64 + generation,
             config: Config { run: plan.config.run.clone(), ..config },
             workers,
@@ -226,22 +231,28 @@ impl ServedRun {
             terms: terms.clone(),
             server,
             from: origin.from.clone(),
-            with_state: origin.take == Take::Everything,
+            with_state: origin.take == RestoreScope::Everything,
             part: origin.part,
         })?;
-        let grounds = Grounds { terms: terms.clone(), trained_on: self.trained_on.clone() };
+        let grounds = WalHeader { terms: terms.clone(), trained_on: self.trained_on.clone() };
         self.site.journal().begin(&grounds)?;
-        let from = origin.from.as_deref().map_or(From::Seed, From::Checkpoint);
+        let from = origin.from.as_deref().map_or(StartPoint::Seed, StartPoint::Checkpoint);
         self.course(plan, terms, fleet, from)
     }
 
-    fn fleet(&self, terms: &Terms) -> Fleet {
-        Fleet::new(terms, self.hub.clone(), self.credentials.clone(), self.patience)
+    fn fleet(&self, terms: &RunSpec) -> ServerClients {
+        ServerClients::new(terms, self.hub.clone(), self.credentials.clone(), self.patience)
     }
 
-    fn course(&self, plan: Plan, terms: Terms, fleet: Fleet, from: From<'_>) -> Result<Ending, Halt> {
+    fn course(
+        &self,
+        plan: ResolvedConfig,
+        terms: RunSpec,
+        fleet: ServerClients,
+        from: StartPoint<'_>,
+    ) -> Result<RunOutcome, SessionError> {
         let journal = self.site.journal();
-        let basis = Basis {
+        let basis = SessionContext {
             hub: &self.hub,
             directory: &self.directory,
             splits: &self.splits,
@@ -249,18 +260,18 @@ impl ServedRun {
             started: self.started,
             journal: &journal,
         };
-        Course::begin(basis, plan, terms, fleet, from)?.run(from)
+        Session::begin(basis, plan, terms, fleet, from)?.run(from)
     }
 
     /// The last step of a coordinator before this one, if it was of the same run.
     ///
     /// # Errors
     /// Returns an error if the journal cannot be read.
-    fn before(&self) -> Result<Option<(Grounds, Entry)>> {
+    fn before(&self) -> Result<Option<(WalHeader, Entry)>> {
         let Some((grounds, entry)) = self.site.journal().read()? else { return Ok(None) };
-        let Terms { config, workers, addresses, vocabulary, trace, .. } = &grounds.terms;
-        let given = &Terms::counted(&self.call.run.config, *workers, self.splits.train.samples());
-        let Ok(plan) = Terms::plan(given, *workers, self.vocabulary, given.run.threads.unwrap_or(1)) else {
+        let RunSpec { config, workers, addresses, vocabulary, trace, .. } = &grounds.terms;
+        let given = &RunSpec::counted(&self.call.run.config, *workers, self.splits.train.samples());
+        let Ok(plan) = RunSpec::plan(given, *workers, self.vocabulary, given.run.threads.unwrap_or(1)) else {
             return Ok(None);
         };
         let data = grounds.trained_on.as_ref().map(|trained_on| &trained_on.fingerprint);
@@ -278,9 +289,9 @@ impl ServedRun {
     }
 
     /// Goes on with servers that have their ranges since a coordinator before this one.
-    fn go_on(&mut self, (grounds, entry): (Grounds, Entry), threads: usize) -> Result<Ending, Halt> {
-        let Grounds { terms, trained_on } = grounds;
-        let plan = Terms::plan(&terms.config, terms.workers, terms.vocabulary, threads)?;
+    fn go_on(&mut self, (grounds, entry): (WalHeader, Entry), threads: usize) -> Result<RunOutcome, SessionError> {
+        let WalHeader { terms, trained_on } = grounds;
+        let plan = RunSpec::plan(&terms.config, terms.workers, terms.vocabulary, threads)?;
         if let Some(preprocessing) = &terms.preprocessing {
             self.splits.train.conform(preprocessing)?;
             self.splits.validation.as_mut().map_or(Ok(vec![]), |validation| validation.conform(preprocessing))?;
@@ -288,19 +299,23 @@ impl ServedRun {
         let mut fleet = self.fleet(&terms);
         let generation = terms.generation;
         let step = entry.before.step;
-        for answer in fleet.all(|_| ToServer::At { generation })? {
+        for answer in fleet.all(|_| ServerRequest::At { generation })? {
             match answer {
-                FromServer::At(first, last) if !terms.is_synchronous() || (first >= step && last <= step + 1) => {}
-                other => return Err(Halt::Lost(format!("a server is at {other:?}, and the journal at step {step}"))),
+                ServerResponse::At(first, last) if !terms.is_synchronous() || (first >= step && last <= step + 1) => {}
+                other => {
+                    return Err(SessionError::Lost(format!(
+                        "a server is at {other:?}, and the journal at step {step}"
+                    )));
+                }
             }
         }
         log::info!("going on at step {step} with servers that have it still");
         self.trained_on = trained_on;
-        self.course(plan, terms, fleet, From::Journal(&entry))
+        self.course(plan, terms, fleet, StartPoint::Journal(&entry))
     }
 
     /// The end before all have come: what was saved is still there.
-    fn asked_to_end(&self) -> Result<Ending> {
+    fn asked_to_end(&self) -> Result<RunOutcome> {
         let why = format!(
             "{} came before all servers and workers were there",
             hpctrain_base::signals::came().unwrap_or("a signal")
@@ -308,12 +323,12 @@ impl ServedRun {
         let step = self.directory.checkpoints().steps()?.last().copied().unwrap_or(0);
         self.directory.marks().end(&End { step, status: Status::Preempted, why: Some(why.clone()) })?;
         log::info!("ended at step {step}: {why}");
-        Ok(Ending::Preempted(why))
+        Ok(RunOutcome::Preempted(why))
     }
 
     /// Waits for servers and, where their number is not known, for workers; none if the job is asked to end. Servers that have the
     /// ranges of the terms are those that are taken.
-    fn gather(&self, before: Option<&Terms>) -> Result<Option<Gathered>, Halt> {
+    fn gather(&self, before: Option<&RunSpec>) -> Result<Option<Gathered>, SessionError> {
         let (wanted, since) = (self.call.servers, Instant::now());
         let is_told = self.call.workers;
         let late = |there: usize| {
@@ -321,17 +336,17 @@ impl ServedRun {
                 .hint("start as many as hpctrain coordinate --servers says: hpctrain server --run RUN")
         };
         let found = self.hub.wait(|state| {
-            if let Some(Terms { addresses, generation, workers, .. }) = before
+            if let Some(RunSpec { addresses, generation, workers, .. }) = before
                 && state.seat_again(addresses, *generation)
             {
                 return Some(Ok(Some(Gathered { servers: addresses.clone(), workers: *workers, holds: true })));
             }
             let (waiting, settled) = state.waiting();
-            let workers = is_told.or_else(|| (waiting > 0 && settled > SETTLED).then_some(waiting));
-            let may_come_back = before.is_some() && since.elapsed() < COMEBACK;
+            let workers = is_told.or_else(|| (waiting > 0 && settled > QUIET_PERIOD).then_some(waiting));
+            let may_come_back = before.is_some() && since.elapsed() < RECONNECT_TIMEOUT;
             match workers {
                 Some(workers) if state.servers() >= wanted && !may_come_back => {
-                    state.seat(wanted).map(|servers| Ok(Some(Gathered { servers, workers, holds: false })))
+                    state.register_servers(wanted).map(|servers| Ok(Some(Gathered { servers, workers, holds: false })))
                 }
                 _ if hpctrain_base::signals::came().is_some() => Some(Ok(None)),
                 _ if state.servers() < wanted && since.elapsed() > self.patience => Some(Err(late(state.servers()))),
@@ -342,15 +357,15 @@ impl ServedRun {
     }
 
     /// The starting point: step 0, or a checkpoint that proves whole.
-    fn origin(&mut self, plan: &Plan, resume: &Resume) -> Result<Start> {
-        let fresh = Start { progress: Progress::default(), from: None, take: Take::Everything, part: 0 };
+    fn origin(&mut self, plan: &ResolvedConfig, resume: &Resume) -> Result<Start> {
+        let fresh = Start { progress: Progress::default(), from: None, take: RestoreScope::Everything, part: 0 };
         let (path, take) = match resume {
-            Resume::No => (None, Take::Everything),
+            Resume::No => (None, RestoreScope::Everything),
             Resume::From(path) => (Some(path.clone()), self.call.run.take),
             Resume::Auto => match (self.newest()?, self.directory.branch()?) {
                 // It began at a checkpoint of another run, and has saved none of its own.
                 (None, Some(Branch { from, take })) => (Some(from), take),
-                (newest, _) => (newest, Take::Everything),
+                (newest, _) => (newest, RestoreScope::Everything),
             },
         };
         self.trained_on = self.data.clone().map(|fingerprint| TrainedOn { fingerprint, changes: vec![] });
@@ -364,14 +379,15 @@ impl ServedRun {
             manifest.conform(validation)?;
         }
         let names = state_names(Some(plan.rule), plan.average, None);
-        manifest.check(&path, &layouts(plan), (take == Take::Everything).then_some(&names[..]))?;
-        let taking = Taking { take, data: self.data.clone(), allow_changed_data: self.call.run.allow_changed_data };
+        manifest.check(&path, &layouts(plan), (take == RestoreScope::Everything).then_some(&names[..]))?;
+        let taking =
+            RestoreOptions { take, data: self.data.clone(), allow_changed_data: self.call.run.allow_changed_data };
         let progress = match take {
-            Take::Everything => manifest.progress(),
-            Take::NoOptimizer => Progress { updates: 0, ..manifest.progress() },
-            Take::Weights => Progress::default(),
+            RestoreScope::Everything => manifest.progress(),
+            RestoreScope::NoOptimizer => Progress { updates: 0, ..manifest.progress() },
+            RestoreScope::Weights => Progress::default(),
         };
-        if take != Take::Weights
+        if take != RestoreScope::Weights
             && let Some(trained_on) = &mut self.trained_on
         {
             trained_on.changes = data_changes(&path, manifest, &taking)?;
@@ -384,7 +400,7 @@ impl ServedRun {
         if *resume != Resume::Auto {
             self.directory.write_branch(Branch { from: path.clone(), take })?;
         }
-        let part = if take == Take::Weights { reader.used() } else { 0 };
+        let part = if take == RestoreScope::Weights { reader.used() } else { 0 };
         Ok(Start { progress, from: Some(path), take, part })
     }
 
@@ -434,7 +450,7 @@ struct Gathered {
 struct Start {
     progress: Progress,
     from: Option<PathBuf>,
-    take: Take,
+    take: RestoreScope,
     /// The part of the checkpoint that parameters are taken from.
     part: usize,
 }

@@ -6,46 +6,46 @@
 //! [`Coordinator`] is for programs: it has functions that workers know called by name, each on one of them.
 //!
 //! All speak TCP, also under `mpirun`: a job of MPI dies with any of its ranks, and here everyone but the coordinator may come and
-//! go. A server holds ranges of units (`division.rs`, `storage.rs`). Work is given out under tickets, and given out again when its
-//! worker is gone (`pool.rs`). With `servers.staleness = 0` a step is so many lanes: workers compute groups of them, servers add them
-//! in the fixed tree (`sums.rs`), and nothing depends on the worker that computed one. Otherwise each worker's gradient is applied as it
+//! go. A server holds ranges of units (`partitioner.rs`, `param_store.rs`). Work is given out under tickets, and given out again when its
+//! worker is gone (`scheduler.rs`). With `servers.staleness = 0` a step is so many lanes: workers compute groups of them, servers add them
+//! in the fixed tree (`tree_reducer.rs`), and nothing depends on the worker that computed one. Otherwise each worker's gradient is applied as it
 //! comes.
 
 #![forbid(unsafe_code)]
 
 mod address;
-mod calls;
+mod checkpoint_task;
+mod cluster_coordinator;
+mod codec;
 mod coordinator;
-mod course;
-mod division;
-mod exchange;
-mod fleet;
-mod heart;
-mod hub;
-mod journal;
-mod line;
-mod listener;
-mod message;
-mod pool;
+mod coordinator_service;
+mod heartbeat;
+mod param_store;
+mod partitioner;
 mod program;
+mod protocol;
+mod push_pull;
 mod rates;
-mod saving;
+mod rendezvous;
+mod rpc_client;
+mod rpc_server;
+mod run_spec;
+mod scheduler;
 mod server;
-mod site;
+mod server_clients;
+mod session;
 mod status;
-mod storage;
-mod sums;
-mod tally;
-mod terms;
 mod trace;
-mod wire;
+mod tree_reducer;
+mod wal;
 mod worker;
+mod worker_metrics;
 
 pub use address::host_of;
-pub use calls::{Coordinator, Functions, Handle, work_on_calls};
-pub use coordinator::{Call, ServedRun};
+pub use cluster_coordinator::{Coordinator, Functions, Handle, work_on_calls};
+pub use coordinator::{CoordinatorOptions, CoordinatorRun};
 pub use rates::{Direction, Rate, rates};
-pub use server::{Post, serve};
-pub use site::Site;
+pub use rendezvous::PsRendezvous;
+pub use server::{ServerOptions, serve};
 pub use status::{status, told};
-pub use worker::{Hand, config_of_run, work};
+pub use worker::{WorkerOptions, config_of_run, work};

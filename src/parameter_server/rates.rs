@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::address::listen;
-use super::line::Line;
-use super::listener::{Listener, Service};
+use super::rpc_client::RpcClient;
+use super::rpc_server::{RpcHandler, RpcServer};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_comm::{Comm, Credentials, Secret};
 use hpctrain_cpu::Cpu;
 
 /// Time that the other end has for an answer.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Time that a batch of requests takes, at least.
 const BATCH: Duration = Duration::from_millis(100);
@@ -46,7 +46,7 @@ struct Bytes {
     limit: usize,
 }
 
-impl Service for Bytes {
+impl RpcHandler for Bytes {
     /// The bytes of the answer.
     type Request = usize;
     type Answer = ();
@@ -82,7 +82,7 @@ pub fn rates(comm: &Comm<Cpu>, interface: Option<&str>, sizes: &[usize], batches
     let world = comm.world();
     let limit = sizes.iter().copied().max().unwrap_or(0);
     let answering = (comm.rank() == 0).then(|| answer(interface, limit)).transpose();
-    let answering = world.agree(answering)?;
+    let answering = world.all_ok(answering)?;
     let mut own = Ends { host: comm.node().host.clone(), ..Ends::default() };
     let _listeners = answering.map(|(listeners, ends)| {
         (own.secret, own.addresses) = (ends.secret, ends.addresses);
@@ -100,20 +100,20 @@ pub fn rates(comm: &Comm<Cpu>, interface: Option<&str>, sizes: &[usize], batches
         .hint("mpirun -np 2 --host node1,node2 hpctrain bench connection"));
     }
     let measured = (comm.rank() == 1).then(|| measure(&ends[0], sizes, batches)).transpose();
-    let measured = world.agree(measured)?.unwrap_or_default();
+    let measured = world.all_ok(measured)?.unwrap_or_default();
     let measured = serde_json::to_vec(&measured).map_err(|e| Error::internal(e.to_string()))?;
     let all = world.gather_bytes(measured).wait()?;
     serde_json::from_slice(&all[1]).map_err(|e| Error::comm(e.to_string()))
 }
 
 /// Listens twice: without encryption, and with it.
-fn answer(interface: Option<&str>, limit: usize) -> Result<(Vec<Listener>, Ends)> {
+fn answer(interface: Option<&str>, limit: usize) -> Result<(Vec<RpcServer>, Ends)> {
     let mut ends = Ends { secret: Secret::random()?, ..Ends::default() };
     let mut listeners = Vec::new();
     for encrypt in [false, true] {
         let (listener, address) = listen(None, interface)?;
         let credentials = Credentials { secret: Secret::new(ends.secret.clone())?, encrypt };
-        listeners.push(Listener::open(listener, credentials, Arc::new(Bytes { limit }), PATIENCE)?);
+        listeners.push(RpcServer::open(listener, credentials, Arc::new(Bytes { limit }), TIMEOUT)?);
         ends.addresses.push(address);
     }
     Ok((listeners, ends))
@@ -122,9 +122,9 @@ fn answer(interface: Option<&str>, limit: usize) -> Result<(Vec<Listener>, Ends)
 /// Times requests to the answering end.
 fn measure(ends: &Ends, sizes: &[usize], batches: usize) -> Result<Vec<Rate>> {
     let secret = Secret::new(ends.secret.clone())?;
-    let mut lines: Vec<Line> = Vec::new();
+    let mut lines: Vec<RpcClient> = Vec::new();
     for (address, encrypt) in ends.addresses.iter().zip([false, true]) {
-        lines.push(Line::new("rank 0", address, Credentials { secret: secret.clone(), encrypt }, PATIENCE));
+        lines.push(RpcClient::new("rank 0", address, Credentials { secret: secret.clone(), encrypt }, TIMEOUT));
     }
     let mut rates = Vec::new();
     for &bytes in sizes {
@@ -146,7 +146,7 @@ fn measure(ends: &Ends, sizes: &[usize], batches: usize) -> Result<Vec<Rate>> {
 }
 
 /// The seconds of a request with its answer: the mean of some.
-fn batch(line: &mut Line, direction: Direction, bytes: usize) -> Result<f64> {
+fn batch(line: &mut RpcClient, direction: Direction, bytes: usize) -> Result<f64> {
     let gradient = vec![1; bytes];
     let (body, wanted): (&[u8], usize) = match direction {
         Direction::Push => (&gradient, 0),

@@ -5,30 +5,30 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use super::address::listen;
-use super::line::Line;
-use super::listener::{Listener, Service};
-use super::message::{FromCoordinator, FromServer, ToCoordinator, ToServer};
+use super::param_store::ParamStore;
 use super::program::Program;
-use super::site::{Contact, Site};
-use super::storage::Storage;
+use super::protocol::{CoordinatorRequest, CoordinatorResponse, ServerRequest, ServerResponse};
+use super::rendezvous::{Contact, PsRendezvous};
+use super::rpc_client::RpcClient;
+use super::rpc_server::{RpcHandler, RpcServer};
 use super::trace::Recording;
-use hpctrain_base::activity::now;
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::simd;
+use hpctrain_base::spans::now;
 use hpctrain_config::telemetry::trace_file::TraceEvent;
 use hpctrain_parallel::Hyper;
 
 /// Interval of a server's heartbeats: `servers.timeout` may be as short as a second.
-const BEAT: Duration = Duration::from_millis(200);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Most bytes of a request's body before there are ranges.
 const SMALL: usize = 1 << 16;
 
 /// The start of a server.
 #[derive(Debug, Clone)]
-pub struct Post {
+pub struct ServerOptions {
     /// The place of the run.
-    pub site: Site,
+    pub site: PsRendezvous,
     /// `servers.address`.
     pub address: Option<String>,
     /// Time within which a coordinator must be there, and come back.
@@ -37,10 +37,10 @@ pub struct Post {
     pub threads: usize,
 }
 
-impl Post {
+impl ServerOptions {
     /// Returns a connection to the coordinator.
-    fn line(&self, contact: &Contact) -> Result<Line> {
-        Ok(Line::new("the coordinator", &contact.address, self.site.credentials(contact)?, self.patience))
+    fn line(&self, contact: &Contact) -> Result<RpcClient> {
+        Ok(RpcClient::new("the coordinator", &contact.address, self.site.credentials(contact)?, self.patience))
     }
 }
 
@@ -48,11 +48,11 @@ impl Post {
 ///
 /// # Errors
 /// The address cannot be listened on, or the coordinator is gone.
-pub fn serve(post: &Post) -> Result<()> {
+pub fn serve(post: &ServerOptions) -> Result<()> {
     let program = Program::here(format!("CPU ({})", simd::name()));
     let contact = post.site.coordinator(post.patience)?;
     let (listener, own) = listen(post.address.as_deref(), contact.interface.as_deref())?;
-    let shelves = Arc::new(Shelves {
+    let shelves = Arc::new(ServerState {
         storage: RwLock::default(),
         threads: post.threads,
         connections: AtomicU64::new(0),
@@ -60,15 +60,15 @@ pub fn serve(post: &Post) -> Result<()> {
     });
     let mut recording = None;
     let credentials = post.site.credentials(&contact)?;
-    let _listener = Listener::open(listener, credentials, shelves.clone(), post.patience * 10)?;
+    let _listener = RpcServer::open(listener, credentials, shelves.clone(), post.patience * 10)?;
     let mut coordinator = post.line(&contact)?;
     let (mut heard, mut known) = (Instant::now(), false);
     loop {
         let generation = shelves.storage().map(|storage| storage.generation());
         let request = if known {
-            ToCoordinator::Served
+            CoordinatorRequest::Served
         } else {
-            ToCoordinator::Serve { address: own.clone(), generation, program: program.clone() }
+            CoordinatorRequest::Serve { address: own.clone(), generation, program: program.clone() }
         };
         let answer = coordinator.tell_once(&request);
         if answer.is_ok() && shelves.is_traced() {
@@ -77,8 +77,8 @@ pub fn serve(post: &Post) -> Result<()> {
             told.unwrap_or_else(|e| log::debug!("the trace lacks events: {e}"));
         }
         match answer {
-            Ok(FromCoordinator::Serves) => (heard, known) = (Instant::now(), true),
-            Ok(FromCoordinator::Over) => return Ok(()),
+            Ok(CoordinatorResponse::Serves) => (heard, known) = (Instant::now(), true),
+            Ok(CoordinatorResponse::Over) => return Ok(()),
             Ok(other) => return Err(Error::comm(format!("the coordinator answered {other:?}"))),
             // It is refused.
             Err(e) if e.kind() == Kind::Input => return Err(e),
@@ -91,13 +91,13 @@ pub fn serve(post: &Post) -> Result<()> {
                 coordinator = post.line(&post.site.coordinator(post.patience)?)?;
             }
         }
-        std::thread::sleep(BEAT);
+        std::thread::sleep(HEARTBEAT_INTERVAL);
     }
 }
 
 /// The ranges, once there are some.
-struct Shelves {
-    storage: RwLock<Option<Arc<Storage>>>,
+struct ServerState {
+    storage: RwLock<Option<Arc<ParamStore>>>,
     threads: usize,
     /// Connections so far.
     connections: AtomicU64,
@@ -105,19 +105,19 @@ struct Shelves {
     events: Mutex<Vec<(String, TraceEvent)>>,
 }
 
-impl Shelves {
-    fn storage(&self) -> Option<Arc<Storage>> {
+impl ServerState {
+    fn storage(&self) -> Option<Arc<ParamStore>> {
         self.storage.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
-impl Shelves {
+impl ServerState {
     fn is_traced(&self) -> bool {
         self.storage().is_some_and(|storage| storage.is_traced())
     }
 
     /// Sends the events since the last call.
-    fn tell(&self, recording: &mut Option<Recording>, own: &str, coordinator: &mut Line) -> Result<()> {
+    fn tell(&self, recording: &mut Option<Recording>, own: &str, coordinator: &mut RpcClient) -> Result<()> {
         let recording = match recording {
             Some(recording) => recording,
             empty => empty.insert(Recording::start(format!("server {own}"), coordinator)?),
@@ -134,83 +134,83 @@ impl Shelves {
     }
 
     /// Acts on a request.
-    fn act(&self, request: ToServer, body: &mut Vec<u8>) -> Result<FromServer> {
-        if let ToServer::Assign(assignment) = request {
+    fn act(&self, request: ServerRequest, body: &mut Vec<u8>) -> Result<ServerResponse> {
+        if let ServerRequest::Assign(assignment) = request {
             body.clear();
             // Of the ranges before, memory is needed no more.
             *self.storage.write().unwrap_or_else(PoisonError::into_inner) = None;
-            let storage = Storage::new(&assignment, self.threads)?;
+            let storage = ParamStore::new(&assignment, self.threads)?;
             *self.storage.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(storage));
-            return Ok(FromServer::Done);
+            return Ok(ServerResponse::Done);
         }
         let Some(storage) = self.storage() else {
             body.clear();
-            return Ok(FromServer::Stale);
+            return Ok(ServerResponse::Stale);
         };
         let is_current = |generation: u64| generation == storage.generation();
         match request {
-            ToServer::Pull { generation, of, pieces, known } if is_current(generation) => {
-                return storage.pull(of, pieces, &known, body).map(|versions| FromServer::Pulled { versions });
+            ServerRequest::Pull { generation, of, pieces, known } if is_current(generation) => {
+                return storage.pull(of, pieces, &known, body).map(|versions| ServerResponse::Pulled { versions });
             }
-            ToServer::Push { generation, member, line, number, of, pieces } if is_current(generation) => {
+            ServerRequest::Push { generation, member, line, number, of, pieces } if is_current(generation) => {
                 let staleness = storage.push((member, line), number, &of, pieces, body)?;
                 body.clear();
-                return Ok(FromServer::Pushed { staleness });
+                return Ok(ServerResponse::Pushed { staleness });
             }
             _ => body.clear(),
         }
         Ok(match request {
-            ToServer::Squares { generation, step } if is_current(generation) => {
-                FromServer::Squares(storage.squares(step)?)
+            ServerRequest::Squares { generation, step } if is_current(generation) => {
+                ServerResponse::Squares(storage.squares(step)?)
             }
-            ToServer::Norms { generation, hyper } if is_current(generation) => {
-                FromServer::Norms(storage.norms(hyper.into())?)
+            ServerRequest::Norms { generation, hyper } if is_current(generation) => {
+                ServerResponse::Norms(storage.norms(hyper.into())?)
             }
-            ToServer::Update { generation, step, hyper, trust } if is_current(generation) => {
+            ServerRequest::Update { generation, step, hyper, trust } if is_current(generation) => {
                 let factors = |unit: &Vec<u32>| unit.iter().map(|bits| f32::from_bits(*bits)).collect();
                 let trust: Vec<Vec<f32>> = trust.iter().map(factors).collect();
                 storage.update(step, hyper.map(Hyper::from), &trust)?;
-                FromServer::Done
+                ServerResponse::Done
             }
-            ToServer::Revoke { generation, ticket } if is_current(generation) => {
+            ServerRequest::Revoke { generation, ticket } if is_current(generation) => {
                 storage.revoke(ticket);
-                FromServer::Done
+                ServerResponse::Done
             }
-            ToServer::Cut { generation, cut } if is_current(generation) => {
-                FromServer::Copied { updates: storage.take_cut(cut)? }
+            ServerRequest::Cut { generation, cut } if is_current(generation) => {
+                ServerResponse::Copied { updates: storage.take_cut(cut)? }
             }
-            ToServer::Save { generation, cut, staging } if is_current(generation) => {
-                FromServer::Saved(Box::new(storage.save(cut, &staging)?))
+            ServerRequest::Save { generation, cut, staging } if is_current(generation) => {
+                ServerResponse::Saved(Box::new(storage.save(cut, &staging)?))
             }
-            ToServer::At { generation } if is_current(generation) => {
+            ServerRequest::At { generation } if is_current(generation) => {
                 let (first, last) = storage.at();
-                FromServer::At(first, last)
+                ServerResponse::At(first, last)
             }
-            ToServer::Load => FromServer::Load(storage.load()),
-            _ => FromServer::Stale,
+            ServerRequest::Load => ServerResponse::Load(storage.load()),
+            _ => ServerResponse::Stale,
         })
     }
 }
 
 /// The name of a request in a trace.
-fn name(request: &ToServer) -> &'static str {
+fn name(request: &ServerRequest) -> &'static str {
     match request {
-        ToServer::Assign(_) => "assign",
-        ToServer::Pull { .. } => "pull",
-        ToServer::Push { .. } => "push",
-        ToServer::Squares { .. } | ToServer::Norms { .. } => "norm",
-        ToServer::Update { .. } => "update",
-        ToServer::Revoke { .. } => "revoke",
-        ToServer::Cut { .. } => "cut",
-        ToServer::Save { .. } => "checkpoint",
-        ToServer::At { .. } => "at",
-        ToServer::Load => "load",
+        ServerRequest::Assign(_) => "assign",
+        ServerRequest::Pull { .. } => "pull",
+        ServerRequest::Push { .. } => "push",
+        ServerRequest::Squares { .. } | ServerRequest::Norms { .. } => "norm",
+        ServerRequest::Update { .. } => "update",
+        ServerRequest::Revoke { .. } => "revoke",
+        ServerRequest::Cut { .. } => "cut",
+        ServerRequest::Save { .. } => "checkpoint",
+        ServerRequest::At { .. } => "at",
+        ServerRequest::Load => "load",
     }
 }
 
-impl Service for Shelves {
-    type Request = ToServer;
-    type Answer = FromServer;
+impl RpcHandler for ServerState {
+    type Request = ServerRequest;
+    type Answer = ServerResponse;
     /// The number of the connection.
     type Visit = Option<u64>;
 
@@ -218,7 +218,7 @@ impl Service for Shelves {
         self.storage().map_or(SMALL, |storage| storage.elements() * size_of::<f32>())
     }
 
-    fn answer(&self, visit: &mut Self::Visit, request: ToServer, body: &mut Vec<u8>) -> Result<FromServer> {
+    fn answer(&self, visit: &mut Self::Visit, request: ServerRequest, body: &mut Vec<u8>) -> Result<ServerResponse> {
         let connection = *visit.get_or_insert_with(|| self.connections.fetch_add(1, Ordering::Relaxed));
         let (name, start) = (name(&request), now());
         let answer = self.act(request, body);

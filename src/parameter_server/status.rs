@@ -5,24 +5,24 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use super::line::Line;
-use super::message::{FromCoordinator, ToCoordinator};
-use super::site::Site;
+use super::protocol::{CoordinatorRequest, CoordinatorResponse};
+use super::rendezvous::PsRendezvous;
+use super::rpc_client::RpcClient;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_config::telemetry::bytes;
 
 /// Time that a coordinator has to answer.
-const PATIENCE: Duration = Duration::from_secs(15);
+const TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The state of the run at a place, as JSON.
 ///
 /// # Errors
 /// There is no coordinator, or it does not answer.
-pub fn status(site: &Site) -> Result<Value> {
+pub fn status(site: &PsRendezvous) -> Result<Value> {
     let contact = site.coordinator(Duration::ZERO)?;
-    let mut line = Line::new("the coordinator", &contact.address, site.credentials(&contact)?, PATIENCE);
-    match line.tell(&ToCoordinator::Status)? {
-        FromCoordinator::Status(told) => Ok(*told),
+    let mut line = RpcClient::new("the coordinator", &contact.address, site.credentials(&contact)?, TIMEOUT);
+    match line.tell(&CoordinatorRequest::Status)? {
+        CoordinatorResponse::Status(told) => Ok(*told),
         other => Err(Error::comm(format!("the coordinator answered {other:?}"))),
     }
 }

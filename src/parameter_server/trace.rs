@@ -6,10 +6,10 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::address::host_name;
-use super::line::Line;
-use super::message::{FromCoordinator, ToCoordinator};
-use hpctrain_base::activity::{Activity, Track, now};
+use super::protocol::{CoordinatorRequest, CoordinatorResponse};
+use super::rpc_client::RpcClient;
 use hpctrain_base::error::{Error, Result};
+use hpctrain_base::spans::{Activity, Track, now};
 use hpctrain_config::telemetry::trace_file::{TraceEvent, TraceFile};
 
 /// Readings of the coordinator's clock, of which the quickest counts.
@@ -112,11 +112,11 @@ impl Recording {
     ///
     /// # Errors
     /// The coordinator is gone.
-    pub fn start(process: String, coordinator: &mut Line) -> Result<Self> {
+    pub fn start(process: String, coordinator: &mut RpcClient) -> Result<Self> {
         let (mut quickest, mut offset) = (u64::MAX, 0);
         for _ in 0..READINGS {
             let before = now();
-            let FromCoordinator::Clock { time, host } = coordinator.tell(&ToCoordinator::Clock)? else {
+            let CoordinatorResponse::Clock { time, host } = coordinator.tell(&CoordinatorRequest::Clock)? else {
                 return Err(Error::comm("the coordinator does not tell the time"));
             };
             let after = now();
@@ -136,9 +136,9 @@ impl Recording {
     ///
     /// # Errors
     /// The coordinator is gone.
-    pub fn send(&self, coordinator: &mut Line, activity: &Activity) -> Result<()> {
+    pub fn send(&self, coordinator: &mut RpcClient, activity: &Activity) -> Result<()> {
         let events = activity.take();
-        let event = |event: &hpctrain_base::activity::Event| (event.track, TraceEvent::of(event, self.offset));
+        let event = |event: &hpctrain_base::spans::Event| (event.track, TraceEvent::of(event, self.offset));
         let named = |(track, event): (Track, TraceEvent)| (track.name().to_string(), event);
         self.tell(coordinator, events.kept.iter().map(event).map(named).collect(), events.lost)
     }
@@ -147,7 +147,7 @@ impl Recording {
     ///
     /// # Errors
     /// The coordinator is gone.
-    pub fn send_events(&self, coordinator: &mut Line, events: Vec<(String, TraceEvent)>) -> Result<()> {
+    pub fn send_events(&self, coordinator: &mut RpcClient, events: Vec<(String, TraceEvent)>) -> Result<()> {
         let shifted = |(thread, event): (String, TraceEvent)| {
             let [start, end] = [event.start, event.end].map(|time| time.saturating_add_signed(self.offset));
             (thread, TraceEvent { start, end, ..event })
@@ -155,10 +155,10 @@ impl Recording {
         self.tell(coordinator, events.into_iter().map(shifted).collect(), 0)
     }
 
-    fn tell(&self, coordinator: &mut Line, events: Vec<(String, TraceEvent)>, mut lost: u64) -> Result<()> {
+    fn tell(&self, coordinator: &mut RpcClient, events: Vec<(String, TraceEvent)>, mut lost: u64) -> Result<()> {
         for some in events.chunks(AT_ONCE) {
             let (process, events) = (self.process.clone(), some.to_vec());
-            coordinator.tell::<FromCoordinator>(&ToCoordinator::Events { process, events, lost })?;
+            coordinator.tell::<CoordinatorResponse>(&CoordinatorRequest::Events { process, events, lost })?;
             lost = 0;
         }
         Ok(())

@@ -8,39 +8,41 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use super::address::host_name;
-use super::exchange::{Current, Servers, longest};
-use super::heart::Heart;
-use super::line::Line;
-use super::message::{Fault, FromCoordinator, Pushed, Report, Seconds, ToCoordinator, Values, Work};
+use super::heartbeat::HeartbeatThread;
 use super::program::Program;
-use super::site::Site;
-use super::terms::Terms;
+use super::protocol::{
+    CoordinatorRequest, CoordinatorResponse, Pushed, RemoteError, Report, Values, Work, WorkerTimes,
+};
+use super::push_pull::{Current, Servers, longest};
+use super::rendezvous::PsRendezvous;
+use super::rpc_client::RpcClient;
+use super::run_spec::RunSpec;
 use super::trace::Recording;
-use hpctrain_base::activity::{Activity, Doing, Track, span};
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::signals;
+use hpctrain_base::spans::{Activity, Doing, Track, span};
 use hpctrain_comm::{Credentials, single};
 use hpctrain_config::topology::Topology;
-use hpctrain_config::{Config, Facts, Optimizer, OptimizerKind, Plan, resolve};
+use hpctrain_config::{Config, Environment, Optimizer, OptimizerKind, ResolvedConfig, resolve};
 use hpctrain_cpu::Cpu;
 use hpctrain_data::Source;
 use hpctrain_device::{Kernels, readable};
-use hpctrain_engine::feed::Feed;
+use hpctrain_engine::micro_batches::MicroBatches;
 use hpctrain_engine::{Engine, Geometry, Splits, clip, memory};
 use hpctrain_parallel::{ControlFlags, ReducedStep, StepSchedule};
 use hpctrain_train::evaluate::{Evaluator, model};
 
 /// Pause before a worker asks again whether the run has begun.
-const AGAIN: Duration = Duration::from_millis(50);
+const RETRY_DELAY: Duration = Duration::from_millis(50);
 
 /// Time within which one that is cut off must come back before the worker joins anew, perhaps at another address.
-const COMEBACK: Duration = Duration::from_secs(1);
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The start of a worker.
 #[derive(Debug, Clone)]
-pub struct Hand {
+pub struct WorkerOptions {
     /// The place of the run.
-    pub site: Site,
+    pub site: PsRendezvous,
     /// Time within which a coordinator must be there, and come back.
     pub patience: Duration,
     /// Compute threads.
@@ -50,7 +52,7 @@ pub struct Hand {
 }
 
 /// The end of a worker's membership.
-enum After {
+enum WorkerExit {
     /// The run is over: its exit code.
     Over(i32),
     /// It was asked to leave.
@@ -59,13 +61,13 @@ enum After {
     Renew,
 }
 
-impl Hand {
+impl WorkerOptions {
     /// Returns a connection to the coordinator, and the credentials of the run.
-    fn coordinator(&self) -> Result<(Line, Credentials)> {
+    fn coordinator(&self) -> Result<(RpcClient, Credentials)> {
         let contact = self.site.coordinator(self.patience)?;
         let credentials = self.site.credentials(&contact)?;
-        let line = Line::new("the coordinator", contact.address, credentials.clone(), self.patience);
-        Ok((line.comes_back(COMEBACK), credentials))
+        let line = RpcClient::new("the coordinator", contact.address, credentials.clone(), self.patience);
+        Ok((line.comes_back(RECONNECT_TIMEOUT), credentials))
     }
 
     fn is_to_leave(&self) -> bool {
@@ -73,10 +75,10 @@ impl Hand {
     }
 
     /// Asks until the run takes workers; none if this one is to leave.
-    fn ask(&self, coordinator: &mut Line, request: &ToCoordinator) -> Result<Option<FromCoordinator>> {
+    fn ask(&self, coordinator: &mut RpcClient, request: &CoordinatorRequest) -> Result<Option<CoordinatorResponse>> {
         while !self.is_to_leave() {
             match coordinator.tell(request)? {
-                FromCoordinator::NotYet => std::thread::sleep(AGAIN),
+                CoordinatorResponse::NotYet => std::thread::sleep(RETRY_DELAY),
                 other => return Ok(Some(other)),
             }
         }
@@ -89,15 +91,15 @@ impl Hand {
 ///
 /// # Errors
 /// The coordinator is gone.
-pub fn config_of_run(hand: &Hand) -> Result<std::result::Result<Config, i32>> {
+pub fn config_of_run(hand: &WorkerOptions) -> Result<std::result::Result<Config, i32>> {
     let since = Instant::now();
-    let request = ToCoordinator::Terms { host: host_name(), process: std::process::id() };
+    let request = CoordinatorRequest::Terms { host: host_name(), process: std::process::id() };
     loop {
         let asked = hand.coordinator().and_then(|(mut coordinator, _)| hand.ask(&mut coordinator, &request));
         match asked {
             Ok(None) => return Ok(Err(0)),
-            Ok(Some(FromCoordinator::Terms(terms))) => return Ok(Ok(terms.config)),
-            Ok(Some(FromCoordinator::Work(Work::End(code)))) => return Ok(Err(code)),
+            Ok(Some(CoordinatorResponse::Terms(terms))) => return Ok(Ok(terms.config)),
+            Ok(Some(CoordinatorResponse::Work(Work::End(code)))) => return Ok(Err(code)),
             Ok(Some(other)) => return Err(unexpected(&other)),
             Err(_) if hand.is_to_leave() => return Ok(Err(0)),
             Err(e) if e.kind() != Kind::Comm || since.elapsed() > hand.patience => return Err(e),
@@ -106,7 +108,7 @@ pub fn config_of_run(hand: &Hand) -> Result<std::result::Result<Config, i32>> {
     }
 }
 
-fn unexpected(answer: &FromCoordinator) -> Error {
+fn unexpected(answer: &CoordinatorResponse) -> Error {
     Error::comm(format!("the coordinator answered {answer:?}"))
 }
 
@@ -115,36 +117,40 @@ fn unexpected(answer: &FromCoordinator) -> Error {
 ///
 /// # Errors
 /// The coordinator is gone, the data cannot be read, or the device failed.
-pub fn work<B: Kernels>(hand: &Hand, device: &str, backend: impl Fn(&Plan) -> Result<B>) -> Result<i32> {
+pub fn work<B: Kernels>(
+    hand: &WorkerOptions,
+    device: &str,
+    backend: impl Fn(&ResolvedConfig) -> Result<B>,
+) -> Result<i32> {
     // Its checksum takes a moment, which is not to delay the work.
     let program = Program::here(device.into());
     let mut heard = Instant::now();
     loop {
         match join(hand, &program, &backend, &mut heard) {
-            Ok(After::Over(code)) => return Ok(code),
-            Ok(After::Left) => return Ok(0),
-            Ok(After::Renew) => {}
+            Ok(WorkerExit::Over(code)) => return Ok(code),
+            Ok(WorkerExit::Left) => return Ok(0),
+            Ok(WorkerExit::Renew) => {}
             Err(e) if e.kind() != Kind::Comm => return Err(e),
             Err(e) if heard.elapsed() > hand.patience => return hand.site.ended().ok_or(e),
             Err(e) => log::info!("joining again: {e}"),
         }
-        std::thread::sleep(AGAIN);
+        std::thread::sleep(RETRY_DELAY);
     }
 }
 
 /// Joins the run and works, as long as this membership lasts. `heard` is set to the last time the coordinator was heard of.
 fn join<B: Kernels>(
-    hand: &Hand,
+    hand: &WorkerOptions,
     program: &Program,
-    backend: impl Fn(&Plan) -> Result<B>,
+    backend: impl Fn(&ResolvedConfig) -> Result<B>,
     heard: &mut Instant,
-) -> Result<After> {
+) -> Result<WorkerExit> {
     let (mut coordinator, credentials) = hand.coordinator()?;
-    let join = ToCoordinator::Join { host: host_name(), process: std::process::id(), program: program.clone() };
+    let join = CoordinatorRequest::Join { host: host_name(), process: std::process::id(), program: program.clone() };
     let (member, terms) = match hand.ask(&mut coordinator, &join)? {
-        None => return Ok(After::Left),
-        Some(FromCoordinator::Welcome { member, terms }) => (member, *terms),
-        Some(FromCoordinator::Work(Work::End(code))) => return Ok(After::Over(code)),
+        None => return Ok(WorkerExit::Left),
+        Some(CoordinatorResponse::Welcome { member, terms }) => (member, *terms),
+        Some(CoordinatorResponse::Work(Work::End(code))) => return Ok(WorkerExit::Over(code)),
         Some(other) => return Err(unexpected(&other)),
     };
     let (mut beats, _) = hand.coordinator()?;
@@ -152,12 +158,12 @@ fn join<B: Kernels>(
     let current = is_current.clone();
     // A coordinator that is gone is noticed elsewhere.
     let beat = move || {
-        let answer = beats.tell_once(&ToCoordinator::Beat { member });
-        if let Ok(FromCoordinator::Work(Work::Renew)) = answer {
+        let answer = beats.tell_once(&CoordinatorRequest::Beat { member });
+        if let Ok(CoordinatorResponse::Work(Work::Renew)) = answer {
             current.store(false, Ordering::Relaxed);
         }
     };
-    let heart = Heart::start(hand.patience, beat)?;
+    let heart = HeartbeatThread::start(hand.patience, beat)?;
     let recording = match terms.trace {
         false => None,
         true => Some(Recording::start(
@@ -170,8 +176,9 @@ fn join<B: Kernels>(
     activity.record(recording.is_some());
     let line = |address: &str| {
         let current = is_current.clone();
-        let line = Line::new("the server", address, credentials.clone(), hand.patience).comes_back(COMEBACK);
-        line.watched(COMEBACK, move || current.load(Ordering::Relaxed))
+        let line =
+            RpcClient::new("the server", address, credentials.clone(), hand.patience).comes_back(RECONNECT_TIMEOUT);
+        line.watched(RECONNECT_TIMEOUT, move || current.load(Ordering::Relaxed))
     };
     let after = Member::begin(hand, &terms, member, line, backend).and_then(|mut own| {
         own.work(&mut coordinator, |coordinator| {
@@ -181,14 +188,14 @@ fn join<B: Kernels>(
     drop(heart);
     *heard = Instant::now();
     match &after {
-        Ok(After::Left) => {
-            coordinator.tell_once::<FromCoordinator>(&ToCoordinator::Leave { member })?;
+        Ok(WorkerExit::Left) => {
+            coordinator.tell_once::<CoordinatorResponse>(&CoordinatorRequest::Leave { member })?;
         }
         // The error ends the run, and is told there.
         Err(e) if e.kind() != Kind::Comm => {
-            let report = Some(Report::Failed { fault: Fault::from(e) });
-            let next = ToCoordinator::Next { member, generation: terms.generation, data: None, report };
-            let _ = coordinator.tell_once::<FromCoordinator>(&next);
+            let report = Some(Report::Failed { fault: RemoteError::from(e) });
+            let next = CoordinatorRequest::Next { member, generation: terms.generation, data: None, report };
+            let _ = coordinator.tell_once::<CoordinatorResponse>(&next);
         }
         _ => {}
     }
@@ -197,15 +204,15 @@ fn join<B: Kernels>(
 
 /// A worker of one generation of the run.
 struct Member<'a, B: Kernels> {
-    hand: &'a Hand,
-    terms: &'a Terms,
+    hand: &'a WorkerOptions,
+    terms: &'a RunSpec,
     member: u64,
-    plan: Plan,
+    plan: ResolvedConfig,
     engine: Engine<B>,
     schedule: StepSchedule,
     /// Micro-batches to come, for the thread that reads. Dropped before the feed, which waits for that thread to end.
     wanted: Sender<Range<u64>>,
-    feed: Feed<B>,
+    feed: MicroBatches<B>,
     evaluator: Option<Evaluator>,
     digest: Option<String>,
     servers: Servers,
@@ -214,17 +221,23 @@ struct Member<'a, B: Kernels> {
     /// The lease: its ticket, and the batches that are left.
     lease: Option<(u64, Range<u64>)>,
     /// Time spent on the work at hand.
-    seconds: Seconds,
+    seconds: WorkerTimes,
 }
 
 /// Refuses a worker that does not fit into the memory that it may take of its host, before it allocates any: parameters,
 /// gradients, activations, and messages.
-fn check_memory<B: Kernels>(plan: &Plan, terms: &Terms, topology: &Topology, data: &[&dyn Source]) -> Result<()> {
+fn check_memory<B: Kernels>(
+    plan: &ResolvedConfig,
+    terms: &RunSpec,
+    topology: &Topology,
+    data: &[&dyn Source],
+) -> Result<()> {
     let mut config = plan.config.clone();
     // The state of the optimizer and checkpoints are the servers'. The one buffer of this rule stands for a pull's values.
     config.optimizer = Optimizer { kind: OptimizerKind::Sgd, ema: 0.0, ..config.optimizer };
     config.checkpoint.asynchronous = false;
-    let facts = Facts { ranks: 1, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu: !B::ON_HOST };
+    let facts =
+        Environment { ranks: 1, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu: !B::ON_HOST };
     let lean = resolve(config, &facts)?;
     let mut held = memory::Held::now(&single::<B>(), data);
     // One is read, and one is sent.
@@ -241,11 +254,11 @@ fn check_memory<B: Kernels>(plan: &Plan, terms: &Terms, topology: &Topology, dat
 impl<'a, B: Kernels> Member<'a, B> {
     /// Takes the place of a worker; `line` makes connections to servers.
     fn begin(
-        hand: &'a Hand,
-        terms: &'a Terms,
+        hand: &'a WorkerOptions,
+        terms: &'a RunSpec,
         member: u64,
-        line: impl Fn(&str) -> Line,
-        backend: impl Fn(&Plan) -> Result<B>,
+        line: impl Fn(&str) -> RpcClient,
+        backend: impl Fn(&ResolvedConfig) -> Result<B>,
     ) -> Result<Self> {
         let plan = terms.worker_plan(hand.threads, !B::ON_HOST)?;
         let alone = single::<Cpu>();
@@ -267,7 +280,7 @@ impl<'a, B: Kernels> Member<'a, B> {
             seed: plan.config.run.seed,
         };
         let (wanted, ranges) = channel();
-        let feed = Feed::of(&model, train, &plan, terms.start.position, ranges.into_iter())?;
+        let feed = MicroBatches::of(&model, train, &plan, terms.start.position, ranges.into_iter())?;
         let (samples, chunk) = (plan.config.eval.samples, plan.config.eval.batch);
         let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
         let servers = Servers::new(terms, member, line);
@@ -286,21 +299,21 @@ impl<'a, B: Kernels> Member<'a, B> {
             servers,
             asked: VecDeque::new(),
             lease: None,
-            seconds: Seconds::default(),
+            seconds: WorkerTimes::default(),
         })
     }
 
     /// Does the work that the coordinator gives, to its end; `tell` is called after each piece.
-    fn work(&mut self, coordinator: &mut Line, tell: impl Fn(&mut Line) -> Result<()>) -> Result<After> {
+    fn work(&mut self, coordinator: &mut RpcClient, tell: impl Fn(&mut RpcClient) -> Result<()>) -> Result<WorkerExit> {
         let (member, generation) = (self.member, self.terms.generation);
         let (mut report, mut data) = (None, self.digest.clone());
         loop {
             if self.hand.is_to_leave() {
-                return Ok(After::Left);
+                return Ok(WorkerExit::Left);
             }
-            let request = ToCoordinator::Next { member, generation, data: data.take(), report: report.take() };
+            let request = CoordinatorRequest::Next { member, generation, data: data.take(), report: report.take() };
             let work = match coordinator.tell(&request)? {
-                FromCoordinator::Work(work) => work,
+                CoordinatorResponse::Work(work) => work,
                 other => return Err(unexpected(&other)),
             };
             let done = match work {
@@ -312,13 +325,13 @@ impl<'a, B: Kernels> Member<'a, B> {
                 Work::GoOn => self.batch()?,
                 Work::Evaluate { ticket, cut, chunks } => self.chunks(ticket, cut, chunks)?,
                 Work::Wait => continue,
-                Work::Renew => return Ok(After::Renew),
-                Work::End(code) => return Ok(After::Over(code)),
+                Work::Renew => return Ok(WorkerExit::Renew),
+                Work::End(code) => return Ok(WorkerExit::Over(code)),
             };
             tell(coordinator)?;
             match done {
                 Some(done) => report = Some(done),
-                None => return Ok(After::Renew),
+                None => return Ok(WorkerExit::Renew),
             }
         }
     }
@@ -356,7 +369,7 @@ impl<'a, B: Kernels> Member<'a, B> {
         let start = self.terms.start;
         let base = start.position + (step - start.step) * self.plan.config.batch.global;
         self.want(base + lanes.start as u64 * self.plan.lane_samples, lanes.len());
-        self.seconds = Seconds::default();
+        self.seconds = WorkerTimes::default();
         if !self.pull(Values::Live)? {
             return Ok(None);
         }
@@ -375,7 +388,7 @@ impl<'a, B: Kernels> Member<'a, B> {
         let (ticket, batch) =
             lease.ok_or_else(|| Error::comm("the coordinator goes on with a lease that has ended"))?;
         self.read_ahead(batch)?;
-        self.seconds = Seconds::default();
+        self.seconds = WorkerTimes::default();
         if !self.pull(Values::Live)? {
             return Ok(None);
         }

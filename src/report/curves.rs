@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
 
-use super::thin::{Curve, Point, mean, parts, rounded};
+use super::downsample::{Curve, Point, mean, parts, rounded};
 use crate::run_records::RunRecords;
 use hpctrain_config::telemetry::evaluations::{Evaluation, Over, Status};
 use hpctrain_config::telemetry::metrics::Step;

@@ -1,6 +1,6 @@
 //! Pieces of a page. All texts of a run pass through [`escaped`].
 
-use hpctrain_base::visible::visible;
+use hpctrain_base::escape::visible;
 use hpctrain_config::telemetry::{grouped, utc};
 
 /// A text as content or in the quotes of an attribute: no part of it is markup.

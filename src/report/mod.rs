@@ -1,13 +1,14 @@
 //! A report of runs: one page that needs nothing beside it, from the records of [`RunRecords`].
 //!
 //! The page has its data, its program and its style inside, and forbids itself every request. Curves are thinned
-//! ([`thin`]): 1,000,000 steps make a page of less than 5 MB.
+//! ([`downsample`]): 1,000,000 steps make a page of less than 5 MB.
 
 #![forbid(unsafe_code)]
 
 mod classes;
 pub mod csv;
 mod curves;
+pub mod downsample;
 mod html;
 mod mesh;
 mod overview;
@@ -17,7 +18,6 @@ pub mod run_records;
 pub mod runs;
 mod settings;
 pub mod svg;
-pub mod thin;
 
 use std::fmt::Write as _;
 

@@ -152,7 +152,7 @@ pub fn skipped(run: &RunRecords) -> String {
 /// The last texts that the model has continued.
 pub fn samples(run: &RunRecords) -> String {
     let shown = &run.samples[run.samples.len().saturating_sub(MOST_TEXTS)..];
-    let one = |sample: &hpctrain_config::telemetry::samples::TextSample| {
+    let one = |sample: &hpctrain_config::telemetry::text_samples::TextSample| {
         let text: String = sample.text.chars().take(MOST_CHARACTERS).collect();
         let rest = if text.len() < sample.text.len() { "\n…" } else { "" };
         format!("{}<pre>{}{rest}</pre>\n", heading(&format!("at step {}", grouped(sample.step))), escaped(text.trim()))

@@ -3,9 +3,9 @@
 use std::fmt::Write as _;
 
 use super::curves::loss_curves;
+use super::downsample::Curve;
 use super::html::escaped;
 use super::labels;
-use super::thin::Curve;
 use crate::run_records::RunRecords;
 use hpctrain_config::telemetry::grouped;
 
@@ -91,7 +91,7 @@ pub fn losses(runs: &[RunRecords]) -> String {
              <text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
             left - 8.0,
             y + 4.0,
-            super::thin::rounded((tick * 1e9).round() / 1e9)
+            super::downsample::rounded((tick * 1e9).round() / 1e9)
         );
     }
     for tick in ticks(axes.steps).into_iter().filter(|tick| tick.fract() == 0.0 && *tick >= 0.0) {

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 const ANSWER: Duration = Duration::from_secs(20);
 
 /// Interval at which answers are looked for.
-const LOOK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The agent where none is given. It asks for no password, and gives up before an answer is given up.
 pub const AGENT: &str = "ssh -o BatchMode=yes -o ConnectTimeout=10";
@@ -166,7 +166,7 @@ fn succeeds(mut child: Child, begun: Instant) -> bool {
     loop {
         match child.try_wait() {
             Ok(Some(status)) => return status.success(),
-            Ok(None) if begun.elapsed() < ANSWER => std::thread::sleep(LOOK),
+            Ok(None) if begun.elapsed() < ANSWER => std::thread::sleep(POLL_INTERVAL),
             _ => {
                 // It may have ended just now.
                 let _ = child.kill();

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
-use super::report::{Cause, cause};
+use super::failure_cause::{Cause, cause};
 use crate::error::{Error, Result};
 use crate::run_dir::{RunDirectory, SUPERVISED};
 use crate::signals;
@@ -18,7 +18,7 @@ use crate::spawn::spawn;
 use crate::telemetry::restarts::Restart;
 
 /// Interval at which the job and signals are looked at.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Interval at which the job's ranks are looked for.
 const SEEK: Duration = Duration::from_secs(2);
@@ -155,12 +155,12 @@ impl Job {
                     self.end();
                 }
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         };
         self.sweep();
         let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(1);
         // The last lines may still be on their way.
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
         let mut cause = cause(&locked(&self.lines), code);
         if forced {
             cause.why = format!("the launcher outlived its ranks; {}", cause.why);
@@ -176,7 +176,7 @@ impl Job {
         let _ = kill_process_group(Pid::from_child(&self.child), Signal::TERM);
         let asked = Instant::now();
         while asked.elapsed() < GRACE && matches!(self.child.try_wait(), Ok(None)) {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         for process in left {
             if let Some(process) = i32::try_from(process).ok().and_then(Pid::from_raw) {
@@ -295,7 +295,7 @@ pub fn sleep(pause: Duration) -> bool {
         if signals::came().is_some() {
             return true;
         }
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
     }
     signals::came().is_some()
 }
@@ -328,7 +328,7 @@ mod tests {
         let begun = Instant::now();
         // The agent, its sleep, and the other one.
         while counted(None) < 3 && begun.elapsed() < Duration::from_secs(20) {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         let counts = [None, Some("agent"), Some("age")].map(counted);
         kill_process_group(Pid::from_child(&child), Signal::KILL).unwrap();

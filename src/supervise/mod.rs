@@ -5,18 +5,18 @@
 //!
 //! With a list of hosts each start has those that answer, and as many ranks as the layout allows on them.
 
-mod account;
+mod failure_cause;
 mod hosts;
 mod job;
 mod place;
-mod report;
+mod restart_log;
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use account::Account;
 pub use hosts::{AGENT, HOSTS, HostList, Hosts, RANKS};
 use job::{Ended, Job};
+use restart_log::RestartLog;
 
 use crate::error::Result;
 use crate::run_dir::REQUEUE;
@@ -60,7 +60,7 @@ pub fn supervise(request: &Request) -> Result<i32> {
 
 /// All starts. Trainers write their run's directory to `place`.
 fn starts(request: &Request, place: &Path) -> Result<i32> {
-    let mut account = Account::default();
+    let mut account = RestartLog::default();
     let (mut run, mut fruitless, mut pause, mut outage) = (None, 0, FIRST, false);
     loop {
         let before = account.checkpoint(run.as_deref());
@@ -110,7 +110,7 @@ fn starts(request: &Request, place: &Path) -> Result<i32> {
         }
         if asked || !goes_on {
             if let Some(run) = &run {
-                account::sum_up(run).unwrap_or_else(|e| log::warn!("{e}"));
+                restart_log::sum_up(run).unwrap_or_else(|e| log::warn!("{e}"));
             }
             // One that was asked to end, and has more to do, is to be started again.
             return Ok(if asked && is_worth_another(code) { REQUEUE } else { code });

@@ -15,7 +15,7 @@ use crate::{signals, train};
 const PREFIX: &str = ".hpctrain-supervised-";
 
 /// Time between two looks at the run of an orphaned job.
-const LOOK: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A job whose supervisor is gone.
 #[derive(Debug, PartialEq, Eq)]
@@ -76,7 +76,7 @@ impl Orphan {
     pub fn outlast(&self) {
         // A lease that cannot be read may be held.
         while signals::came().is_none() && RunDirectory::at(&self.run).has_trainer().unwrap_or(true) {
-            signals::pause(LOOK);
+            signals::pause(POLL_INTERVAL);
         }
         if signals::came().is_none() {
             // It may be gone already.

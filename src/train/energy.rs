@@ -44,7 +44,7 @@ impl<B: Backend> Energy<B> {
         let counters = is_reader(world.rank()).then(|| Counters::open(&gpus));
 
         let has = |source: Source| counters.as_ref().is_none_or(|counters| counters.has(source).is_ok());
-        let all = world.gather_numbers(&[u64::from(has(Source::Gpu)), u64::from(has(Source::Cpu))])?;
+        let all = world.all_gather_u64(&[u64::from(has(Source::Gpu)), u64::from(has(Source::Cpu))])?;
         let everywhere = |at: usize| all.iter().all(|rank| rank.get(at) == Some(&1));
         let sources: Vec<Source> = [Source::Gpu, Source::Cpu]
             .into_iter()
@@ -69,7 +69,7 @@ impl<B: Backend> Energy<B> {
         let mine = self.meter.as_ref().map_or(Some(0.0), Meter::joules).unwrap_or(f64::NAN);
         let all = match self.machines {
             1 => mine,
-            _ => self.world.gather_numbers(&[mine.to_bits()])?.iter().flatten().map(|bits| f64::from_bits(*bits)).sum(),
+            _ => self.world.all_gather_u64(&[mine.to_bits()])?.iter().flatten().map(|bits| f64::from_bits(*bits)).sum(),
         };
         Ok(Some(all).filter(|joules| joules.is_finite()))
     }

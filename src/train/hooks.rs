@@ -3,9 +3,9 @@
 use std::ops::ControlFlow::{self, Break, Continue};
 use std::path::Path;
 
-use crate::evaluate::Measures;
+use crate::evaluate::Metrics;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_checkpoint::run_dir::Ending;
+use hpctrain_checkpoint::run_dir::RunOutcome;
 use hpctrain_config::telemetry::metrics::Step;
 
 /// Callbacks of a run. All do nothing unless written.
@@ -14,7 +14,7 @@ use hpctrain_config::telemetry::metrics::Step;
 /// collectives if every rank has it. A step waits for its hooks.
 ///
 /// A hook that returns [`Break`] asks the run to stop, with a reason. One rank that asks is enough: all ranks hear of
-/// it with the step that follows, and end after that one, with a last evaluation and checkpoint ([`Ending::Stopped`]). Where
+/// it with the step that follows, and end after that one, with a last evaluation and checkpoint ([`RunOutcome::Stopped`]). Where
 /// replicas train apart, ranks meet at averages only: hooks are called for each step, but all steps of a round after its average,
 /// and all ranks hear of a request at the end of the next round.
 ///
@@ -60,7 +60,7 @@ pub trait Hook {
     ///
     /// # Errors
     /// Any error, to end the run.
-    fn evaluation(&mut self, step: u64, measures: &Measures) -> Result<ControlFlow<String>> {
+    fn evaluation(&mut self, step: u64, measures: &Metrics) -> Result<ControlFlow<String>> {
         Ok(Continue(()))
     }
 
@@ -70,7 +70,7 @@ pub trait Hook {
     ///
     /// # Errors
     /// Any error, to end the run.
-    fn epoch(&mut self, epoch: u64, step: &Step, measures: Option<&Measures>) -> Result<ControlFlow<String>> {
+    fn epoch(&mut self, epoch: u64, step: &Step, measures: Option<&Metrics>) -> Result<ControlFlow<String>> {
         Ok(Continue(()))
     }
 
@@ -101,7 +101,7 @@ pub struct Outcome<'a> {
     /// The run's directory.
     pub directory: &'a Path,
     /// The ending or the error: a run that was stopped or preempted ends well, too.
-    pub result: Result<&'a Ending, &'a Error>,
+    pub result: Result<&'a RunOutcome, &'a Error>,
 }
 
 /// The hooks of a rank.
@@ -192,7 +192,7 @@ mod tests {
         assert_eq!([save(), save(), save(), save()], [None, Some("three".into()), Some("three".into()), None]);
         assert!(hooks.has_failed());
         assert_eq!(hooks.failure().unwrap_err().to_string(), "hook counts: four");
-        let outcome = Outcome { step: 10, directory: Path::new("x"), result: Ok(&Ending::Finished) };
+        let outcome = Outcome { step: 10, directory: Path::new("x"), result: Ok(&RunOutcome::Finished) };
         assert_eq!(hooks.end(&outcome).unwrap_err().to_string(), "hook counts: it is over");
         assert_eq!((one.0, other.0), (13, 14));
     }

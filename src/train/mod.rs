@@ -2,26 +2,26 @@
 
 #![forbid(unsafe_code)]
 
-mod alike;
-mod budget;
+mod config_consistency;
+mod device_dispatch;
 mod energy;
 pub mod evaluate;
 mod hooks;
-mod meters;
-mod outages;
-mod placed;
+mod io_retry;
 pub mod planner;
 mod records;
 mod run;
+mod step_timers;
 mod stop_requests;
+mod time_limit;
 
-pub use alike::check_alike;
-pub use budget::Budget;
+pub use config_consistency::check_alike;
+pub use device_dispatch::train;
 pub use energy::Energy;
 pub use hooks::{Hook, Outcome};
-pub use outages::{Outages, is_outage};
-pub use placed::train_on_device;
+pub use io_retry::{IoFailureTolerance, is_outage};
 pub use records::Records;
 pub use run::fresh_id;
-pub use run::{GpuPlace, Own, Request, train};
+pub use run::{Customization, GpuPlace, Request, train_on};
 pub use stop_requests::StopRequests;
+pub use time_limit::TimeLimit;

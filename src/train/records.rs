@@ -7,7 +7,7 @@ use crate::energy::EnergyAccount;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
 use hpctrain_checkpoint::run_dir::RunDirectory;
-use hpctrain_config::Plan;
+use hpctrain_config::ResolvedConfig;
 use hpctrain_config::telemetry::epoch_loss::EpochLoss;
 use hpctrain_config::telemetry::evaluations;
 use hpctrain_config::telemetry::evaluations::{Evaluation, Status};
@@ -16,9 +16,9 @@ use hpctrain_config::telemetry::metrics::{Step, energy_so_far};
 use hpctrain_config::telemetry::progress::Progress;
 use hpctrain_config::telemetry::rank_times::RankTimes;
 use hpctrain_config::telemetry::restarts;
-use hpctrain_config::telemetry::samples::TextSample;
 use hpctrain_config::telemetry::straggler::{Straggler, Stragglers};
 use hpctrain_config::telemetry::tensorboard::TensorBoard;
+use hpctrain_config::telemetry::text_samples::TextSample;
 use hpctrain_config::telemetry::unix_time;
 
 /// The records of rank 0.
@@ -54,7 +54,7 @@ impl Records {
     /// The file system refused.
     pub fn open(
         directory: &RunDirectory,
-        plan: &Plan,
+        plan: &ResolvedConfig,
         step: u64,
         choices: Option<String>,
         epoch_loss: Option<EpochLoss>,

@@ -8,9 +8,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::budget::Budget;
+use super::time_limit::TimeLimit;
 use hpctrain_base::signals;
-use hpctrain_checkpoint::run_dir::Ending;
+use hpctrain_checkpoint::run_dir::RunOutcome;
 use hpctrain_checkpoint::run_dir::markers::Markers;
 use hpctrain_parallel::{AllFlags, ControlFlags};
 
@@ -22,7 +22,7 @@ const ASK: Duration = Duration::from_millis(100);
 pub struct StopRequests {
     /// Rank 0 alone looks at the clock and for evaluators' requests.
     root: bool,
-    budget: Budget,
+    budget: TimeLimit,
     markers: Markers,
     /// Time between checkpoints, if it counts.
     every: Option<Duration>,
@@ -37,7 +37,7 @@ pub struct StopRequests {
 
 impl StopRequests {
     /// The requests of a rank; rank 0 is `root`. A checkpoint is due `every` so many seconds, 0 for never.
-    pub fn new(root: bool, budget: Budget, markers: Markers, every: u64) -> Self {
+    pub fn new(root: bool, budget: TimeLimit, markers: Markers, every: u64) -> Self {
         let now = Instant::now();
         let every = (every > 0).then(|| Duration::from_secs(every));
         Self {
@@ -73,18 +73,18 @@ impl StopRequests {
     }
 
     /// The ending that these flags ask for, if they do.
-    pub fn ending(&self, flags: &AllFlags) -> Option<Ending> {
+    pub fn ending(&self, flags: &AllFlags) -> Option<RunOutcome> {
         if flags.any(ControlFlags::END) {
             return Some(self.preempted());
         }
         flags
             .any(ControlFlags::STOP)
-            .then(|| Ending::Stopped(self.stop_reason.clone().unwrap_or_default().trim().into()))
+            .then(|| RunOutcome::Stopped(self.stop_reason.clone().unwrap_or_default().trim().into()))
     }
 
     /// The end of a rank that was asked to end, or heard that another was.
-    pub fn preempted(&self) -> Ending {
-        Ending::Preempted(match signals::came() {
+    pub fn preempted(&self) -> RunOutcome {
+        RunOutcome::Preempted(match signals::came() {
             Some(signal) => format!("{signal} came"),
             None if self.budget.is_up() => "the time is up".into(),
             None => "another rank was asked to".into(),

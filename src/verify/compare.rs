@@ -6,11 +6,11 @@
 
 use std::fmt;
 
-use super::entry::Entry;
-use super::record::Recording;
+use super::run_layout::Recording;
 use super::snapshot::Difference;
+use super::tensor_entry::Entry;
 use crate::backend::Elementwise;
-use crate::optim::Rule;
+use crate::optim::UpdateRule;
 
 /// The parts of a row that agree with one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -122,33 +122,34 @@ const NORM: f64 = 1e-3;
 
 impl Bounds {
     /// The bounds for rows that are compared with `reference`, with a gradient clipped at `clip` (0: not clipped).
-    pub fn new(rule: Rule, clip: f64, reference: &Recording) -> Self {
+    pub fn new(rule: UpdateRule, clip: f64, reference: &Recording) -> Self {
         let taken = reference
             .steps
             .iter()
             .take(CLOSE_STEPS as usize)
             .map(|step| (f64::from_bits(step.lr), f64::from_bits(step.norm)));
         let parameter = match rule {
-            Rule::AdamW { beta1, beta2, .. } | Rule::Elementwise(Elementwise::Adam { beta1, beta2, .. }) => {
+            UpdateRule::AdamW { beta1, beta2, .. }
+            | UpdateRule::Elementwise(Elementwise::Adam { beta1, beta2, .. }) => {
                 // The largest quotient of the moments: one gradient after many of zero.
                 let most = (1.0 - f64::from(beta1)) / (1.0 - f64::from(beta2)).sqrt();
                 2.0 * most.max(1.0) * taken.map(|(lr, _)| lr).sum::<f64>()
             }
             // An element's step is of the size of the matrix's elements, or a part of it, and those are far below ten.
-            Rule::Lamb { .. } => 20.0 * taken.map(|(lr, _)| lr).sum::<f64>(),
-            Rule::Lars { momentum, trust, .. } => {
+            UpdateRule::Lamb { .. } => 20.0 * taken.map(|(lr, _)| lr).sum::<f64>(),
+            UpdateRule::Lars { momentum, trust, .. } => {
                 20.0 * f64::from(trust) / (1.0 - f64::from(momentum)) * taken.map(|(lr, _)| lr).sum::<f64>()
             }
-            Rule::Sgd { momentum, .. } => {
+            UpdateRule::Sgd { momentum, .. } => {
                 let limit = if clip > 0.0 { clip } else { f64::INFINITY };
                 let way: f64 = taken.filter(|(lr, _)| *lr > 0.0).map(|(lr, norm)| lr * norm.min(limit)).sum();
                 NORM * way / (1.0 - f64::from(momentum))
             }
             // If a gradient is rounding alone, its quotient with itself may be anything up to these.
-            Rule::Elementwise(Elementwise::Adagrad { .. } | Elementwise::Lion { .. }) => {
+            UpdateRule::Elementwise(Elementwise::Adagrad { .. } | Elementwise::Lion { .. }) => {
                 2.0 * taken.map(|(lr, _)| lr).sum::<f64>()
             }
-            Rule::Elementwise(Elementwise::RmsProp { alpha, momentum, .. }) => {
+            UpdateRule::Elementwise(Elementwise::RmsProp { alpha, momentum, .. }) => {
                 let most = 1.0 / (1.0 - f64::from(alpha)).sqrt() / (1.0 - f64::from(momentum));
                 2.0 * most * taken.map(|(lr, _)| lr).sum::<f64>()
             }
@@ -223,9 +224,9 @@ fn distance<'a>(differences: impl Iterator<Item = &'a Difference>) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::verify::record::Marks;
+    use crate::verify::run_layout::Marks;
 
-    const RULE: Rule = Rule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
+    const RULE: UpdateRule = UpdateRule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
 
     /// Three steps of two tensors with their moments.
     fn recording() -> Recording {
@@ -304,7 +305,7 @@ mod tests {
         assert!(!agreement.parameters && said.unwrap().contains("after step 3, unit h.0, tensor w, element 37"));
         let (agreement, said) = closely(&bounds, &reference, &other(3, 2, 1.1));
         assert!(!agreement.state && said.unwrap().contains("the optimizer's m is off by 7.1e-3"));
-        let sgd = Bounds::new(Rule::Sgd { momentum: 0.5, nesterov: false }, 0.5, &reference);
+        let sgd = Bounds::new(UpdateRule::Sgd { momentum: 0.5, nesterov: false }, 0.5, &reference);
         assert!((sgd.parameter - 1e-3 * 3.0 * 1e-3 * 0.5 / 0.5).abs() < 1e-12, "{sgd:?}");
     }
 }

@@ -3,12 +3,12 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use super::record::{Recording, Task, record};
+use super::run_layout::{Recording, Task, record};
 use crate::backend::cpu::Cpu;
 use crate::comm::{self, Comm};
 use crate::engine::on_threads;
 use crate::error::{Error, Result};
-use crate::placement::{cpu, place};
+use crate::gpu_assignment::{cpu, place};
 
 /// The launcher of the ranks of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -117,7 +117,7 @@ pub fn rank(comm: &Comm<Cpu>, task: &Task, given: &Path) -> Result<()> {
         let text = serde_json::to_vec(&recording).map_err(|e| Error::internal(format!("recording: {e}")))?;
         std::fs::write(given, text).map_err(|e| Error::io("write", given, e))
     };
-    comm.world().agree(if comm.rank() == 0 { written() } else { Ok(()) })
+    comm.world().all_ok(if comm.rank() == 0 { written() } else { Ok(()) })
 }
 
 /// The task in a file.

@@ -5,11 +5,11 @@
 //! both sides are computed again up to the first step that differs.
 
 mod compare;
-mod entry;
 mod launch;
-mod matrix;
-mod record;
+mod layout_matrix;
+mod run_layout;
 mod snapshot;
+mod tensor_entry;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -18,19 +18,19 @@ use std::time::Instant;
 use serde::Serialize;
 
 use compare::{Agreement, Bounds, CLOSE_STEPS, closely, describe, exactly, parting};
-use matrix::{REFERENCE, Row, matrix};
-use record::{Recording, Then};
+use layout_matrix::{REFERENCE, Row, matrix};
+use run_layout::{Recording, Then};
 
 use crate::comm::Choice;
-use crate::config::{Config, Every, Facts, Parallel, Plan, resolve};
+use crate::config::{Config, Environment, Interval, Parallel, ResolvedConfig, resolve};
 use crate::engine::vocabulary;
 use crate::error::{Error, Result};
-use crate::optim::Rule;
+use crate::optim::UpdateRule;
 use crate::parallel::Zero;
 use crate::telemetry::say;
 
 pub use launch::{Launcher, rank, task};
-pub use record::Task;
+pub use run_layout::Task;
 
 /// The layouts to be verified.
 #[derive(Debug, Clone)]
@@ -187,7 +187,7 @@ impl<'a> Verifier<'a> {
             rows: Vec::new(),
         };
         let seconds = start.elapsed().as_secs_f64();
-        let loss = |step: Option<&record::Marks>| step.map_or(f64::NAN, |step| f64::from_bits(step.loss));
+        let loss = |step: Option<&run_layout::Marks>| step.map_or(f64::NAN, |step| f64::from_bits(step.loss));
         let steps = &verifier.reference.steps;
         request.say(format_args!(
             "one rank     loss {:.4} at step 1, {:.4} at step {}, in {:.1} s",
@@ -200,7 +200,7 @@ impl<'a> Verifier<'a> {
     }
 
     /// Prints the agreement expected of the rows.
-    fn expect(mut self, rule: Rule, rows: &[Row]) -> Self {
+    fn expect(mut self, rule: UpdateRule, rows: &[Row]) -> Self {
         let config = &self.request.config;
         let are_cut = rows.iter().any(|row| row.tensor > 1);
         match (config.parallel.lanes, config.parallel.tensor_lanes.filter(|_| are_cut)) {
@@ -322,15 +322,15 @@ fn same_bits(config: &Config, row: &Row) -> bool {
     is_fixed && row.same_tree(lanes.unwrap_or(row.data()), tensor_lanes.unwrap_or(row.tensor), apart)
 }
 
-fn plan(config: &Config, row: Row, vocabulary: usize) -> Result<Plan> {
+fn plan(config: &Config, row: Row, vocabulary: usize) -> Result<ResolvedConfig> {
     let on_gpu = config.needs_gpu();
-    let facts = Facts { ranks: row.ranks, threads: 1, vocabulary: Some(vocabulary), on_gpu };
+    let facts = Environment { ranks: row.ranks, threads: 1, vocabulary: Some(vocabulary), on_gpu };
     resolve(row.config(config), &facts)
 }
 
 /// The lanes of all rows: where replicas train apart, those of the row that wants most.
 fn lanes(config: &Config, rows: &[Row], vocabulary: usize) -> Option<usize> {
-    if config.parallel.lanes.is_some() || config.parallel.average_every == Every::Steps(0) {
+    if config.parallel.lanes.is_some() || config.parallel.average_every == Interval::Steps(0) {
         return config.parallel.lanes;
     }
     rows.iter().filter_map(|row| plan(config, *row, vocabulary).ok()).map(|plan| plan.lanes).max()

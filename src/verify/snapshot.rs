@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::entry::Entry;
+use super::tensor_entry::Entry;
 use crate::error::{Error, Result};
 
 /// The file: the elements of one entry after those of the other, as they are in memory.

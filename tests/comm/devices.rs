@@ -5,7 +5,9 @@ use std::ops::Range;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Cuda, Device, Precision};
 use hpctrain::backend::{Backend, MemoryKind};
-use hpctrain::comm::{Algorithm, Comm, DevicePath, Group, PathSetting, Table, mpi, start_mpi, start_threads_on_nodes};
+use hpctrain::comm::{
+    Algorithm, Comm, DeviceTransport, Group, PathSetting, Table, mpi, start_mpi, start_threads_on_nodes,
+};
 use hpctrain::error::{Error, Result};
 
 use hpctrain_testkit::launch::{LIMIT, start};
@@ -193,14 +195,14 @@ fn every_way_over_mpi() {
     let comm = start_mpi::<Cpu>(Algorithm::Tree).unwrap();
     for algorithm in Algorithm::ALL {
         let table = Table::always(algorithm);
-        let host = on_host(comm.world().choosing(table.clone()));
+        let host = on_host(comm.world().with_algorithms(table.clone()));
         let exact = algorithm != Algorithm::Mpi;
-        let device = |comm: Comm<Sealed>, shown| on_device(comm.world().choosing(table.clone()), shown);
-        let staged = comm.on::<Sealed>().through(DevicePath::Staged);
+        let device = |comm: Comm<Sealed>, shown| on_device(comm.world().with_algorithms(table.clone()), shown);
+        let staged = comm.on::<Sealed>().with_transport(DeviceTransport::Staged);
         let ways = [
             ("staged", device(staged.clone(), false)),
             ("staged in chunks", device(staged.in_chunks(60), false)),
-            ("direct", device(comm.on().through(DevicePath::Direct), true)),
+            ("direct", device(comm.on().with_transport(DeviceTransport::Direct), true)),
         ];
         for len in LENGTHS.into_iter().chain([300_000, 1_200_001]) {
             let wanted = host.operations(len).unwrap();
@@ -232,7 +234,7 @@ fn nccl_between_threads() {
                 let host = |comm: Comm<Cpu>| LENGTHS.map(|len| on_host(comm.world()).operations(len).unwrap());
                 let wanted = on_threads(nodes, ours, host);
                 let got = on_threads(nodes, algorithm, |comm: Comm<Cuda>| {
-                    let rank = on_gpu(comm.through(DevicePath::Nccl).world(), comm.rank());
+                    let rank = on_gpu(comm.with_transport(DeviceTransport::Nccl).world(), comm.rank());
                     assert_eq!(rank.group.algorithms(false).len(), Algorithm::ALL.len());
                     LENGTHS.map(|len| rank.operations(len).unwrap())
                 });
@@ -253,15 +255,14 @@ fn nccl_in_chunks_between_threads() {
     under(&[&[DEVICES], &[DEVICES, ("CUDASIM_STREAMS", "lazy"), ("CUDASIM_HOST_ACCESS", "0")]], || {
         for nodes in [&[0; 2][..], &[0; 3], &[0; 4], &[0; 5]] {
             let ranks = nodes.len();
-            let host =
-                |comm: Comm<Cpu>| [3, 7, 64, 1000, 4099].map(|len| on_host(comm.world()).operations(len).unwrap());
-            let wanted = on_threads(nodes, Algorithm::Tree, host);
-            // A chunk has eight slots.
-            for slot in [1, 5, 60] {
+            // A chunk has eight slots: parts of a chunk, and many.
+            for (slot, lengths) in [(1, [3, 7, 64, 200]), (5, [7, 64, 333, 1000]), (60, [3, 64, 1000, 4099])] {
+                let host = |comm: Comm<Cpu>| lengths.map(|len| on_host(comm.world()).operations(len).unwrap());
+                let wanted = on_threads(nodes, Algorithm::Tree, host);
                 let got = on_threads(nodes, Algorithm::Tree, |comm: Comm<Cuda>| {
-                    let comm = comm.through(DevicePath::Nccl).in_chunks(slot);
+                    let comm = comm.with_transport(DeviceTransport::Nccl).in_chunks(slot);
                     let rank = on_gpu(comm.world(), comm.rank());
-                    let results = [3, 7, 64, 1000, 4099].map(|len| rank.operations(len).unwrap());
+                    let results = lengths.map(|len| rank.operations(len).unwrap());
                     // All but its own share of the terms, and its share of the sum to each other rank.
                     let len = 10 * 8 * slot * ranks;
                     let sent = |len: usize| {
@@ -300,11 +301,11 @@ fn nccl_over_mpi() {
         return;
     }
     let comm = start_mpi::<Cpu>(Algorithm::Tree).unwrap();
-    let gpu = on_gpu(comm.on().through(DevicePath::Nccl).world(), comm.rank());
+    let gpu = on_gpu(comm.on().with_transport(DeviceTransport::Nccl).world(), comm.rank());
     for algorithm in Algorithm::ALL {
         let table = Table::always(algorithm);
-        let host = on_host(comm.world().choosing(table.clone()));
-        let device = Rank { group: gpu.group.choosing(table), backend: gpu.backend.clone(), look: gpu.look };
+        let host = on_host(comm.world().with_algorithms(table.clone()));
+        let device = Rank { group: gpu.group.with_algorithms(table), backend: gpu.backend.clone(), look: gpu.look };
         for len in [7, 1_200_001] {
             let (got, wanted) = (device.operations(len).unwrap(), host.operations(len).unwrap());
             assert_same(&format!("{algorithm} of {len}"), &got, &wanted, algorithm != Algorithm::Mpi);
@@ -327,7 +328,7 @@ fn a_failure_of_nccl_ends_all() {
         return;
     }
     let comm = start_mpi::<Cuda>(Algorithm::Tree).unwrap();
-    let rank = on_gpu(comm.through(DevicePath::Nccl).world(), comm.rank());
+    let rank = on_gpu(comm.with_transport(DeviceTransport::Nccl).world(), comm.rank());
     rank.operations(7).unwrap();
     if comm.rank() == 1 {
         // SAFETY: no other thread looks at the environment but through the same library's lock.
@@ -392,23 +393,25 @@ fn staging_is_counted_and_bounded() {
 #[test]
 fn routes_are_found() {
     on_threads::<Sealed, _>(&[0, 0], Algorithm::Tree, |comm| {
-        let way = |route| comm.on_path(route, || unreachable!("threads are not asked")).map(|comm| comm.device_path());
+        let way = |route| {
+            comm.select_transport(route, || unreachable!("threads are not asked")).map(|comm| comm.device_path())
+        };
         assert_eq!(
             (way(PathSetting::Staged).unwrap(), way(PathSetting::Auto).unwrap()),
-            (Some(DevicePath::Staged), Some(DevicePath::Staged))
+            (Some(DeviceTransport::Staged), Some(DeviceTransport::Staged))
         );
         let error = way(PathSetting::Direct).unwrap_err().to_string();
         assert!(error.contains("threads of one process cannot take addresses") && error.contains("comm.path = staged"));
         let error = way(PathSetting::Nccl).unwrap_err().to_string();
         assert!(error.contains("comm.path = nccl: there is no library by which devices of this kind"), "{error}");
         // Direct messages that nobody carries are errors, not crashes.
-        let (group, backend) = (comm.through(DevicePath::Direct).world(), Sealed::new(false));
+        let (group, backend) = (comm.with_transport(DeviceTransport::Direct).world(), Sealed::new(false));
         let sum = group.all_reduce(backend.upload(MemoryKind::Gradients, &[1.0; 8]).unwrap(), 0..8).wait();
         assert!(sum.err().unwrap().to_string().contains("comm.path = direct needs MPI"));
     });
     on_threads::<Cpu, _>(&[0], Algorithm::Tree, |comm| {
-        assert_eq!(comm.on_path(PathSetting::Auto, || Ok(())).unwrap().device_path(), None);
-        let error = comm.on_path(PathSetting::Direct, || Ok(())).err().unwrap();
+        assert_eq!(comm.select_transport(PathSetting::Auto, || Ok(())).unwrap().device_path(), None);
+        let error = comm.select_transport(PathSetting::Direct, || Ok(())).err().unwrap();
         assert!(error.exit_code() == 2 && error.to_string().contains("comm.path = direct is for GPUs"), "{error}");
     });
 }
@@ -441,9 +444,9 @@ fn the_direct_way_is_proved() {
             assert_eq!(processes, 2, "memory goes between processes");
             Ok(())
         };
-        let found = comm.on_path(PathSetting::Direct, prove).map(|comm| comm.device_path());
+        let found = comm.select_transport(PathSetting::Direct, prove).map(|comm| comm.device_path());
         match device.as_str() {
-            "shown" => assert_eq!(found.unwrap(), Some(DevicePath::Direct)),
+            "shown" => assert_eq!(found.unwrap(), Some(DeviceTransport::Direct)),
             "hidden" => {
                 let error = found.unwrap_err().to_string();
                 assert!(error.contains("signal") && error.contains("hint: set comm.path = staged"), "{error}");
@@ -452,7 +455,10 @@ fn the_direct_way_is_proved() {
         }
         // Debian's library claims nothing: nobody is asked.
         let never = || Err(Error::internal("asked"));
-        assert_eq!(comm.on_path(PathSetting::Auto, never).unwrap().device_path(), Some(DevicePath::Staged));
+        assert_eq!(
+            comm.select_transport(PathSetting::Auto, never).unwrap().device_path(),
+            Some(DeviceTransport::Staged)
+        );
         comm.shutdown();
         return;
     }

@@ -86,7 +86,7 @@ fn check_operations(algorithm: Algorithm) {
     assert_eq!(gathered, (0..size).map(|rank| vec![rank as u8; 3 * rank]).collect::<Vec<_>>());
     let lone = if rank + 1 == size { Err(Error::input("bad")) } else { Ok(()) };
     let told = if size == 1 { "bad".into() } else { format!("rank {rank}: bad", rank = size - 1) };
-    assert_eq!(world.agree(lone).unwrap_err().to_string(), told);
+    assert_eq!(world.all_ok(lone).unwrap_err().to_string(), told);
 
     // Groups: odd and even ranks.
     let colors: Vec<_> = (0..size).map(|rank| rank % 2).collect();
@@ -177,7 +177,7 @@ fn more_than_two_gibibytes() {
     let value = |rank: usize, i: usize| ((i % 1009) * (rank + 1)) as f32;
     let mut whole = Cpu::new(1).alloc(MemoryKind::Communication, len).unwrap();
     for algorithm in [Algorithm::Tree, Algorithm::Ring, Algorithm::Mpi] {
-        let group = world.choosing(Table::always(algorithm));
+        let group = world.with_algorithms(Table::always(algorithm));
         for operation in Operation::ALL {
             whole.as_mut_slice().iter_mut().enumerate().for_each(|(i, x)| *x = value(rank, i));
             whole = group.run(operation, whole).wait().unwrap();
@@ -266,7 +266,7 @@ fn different_requests_are_named() {
     if is_rank_of(NAME) {
         let comm = start_mpi::<Cpu>(Algorithm::Tree).unwrap();
         let unit = ["wte", "h.3"][comm.rank()].into();
-        let (group, buf) = (comm.world().about(&unit), buf(&[0.0; 6]));
+        let (group, buf) = (comm.world().with_label(&unit), buf(&[0.0; 6]));
         let request = if comm.rank() == 0 { group.all_gather(buf) } else { group.reduce_scatter(buf) };
         let error = request.wait().err().unwrap();
         eprintln!("{error}");

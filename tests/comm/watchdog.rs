@@ -267,7 +267,7 @@ fn a_rank_is_stopped_at_the_end() {
         comm.wait_at_most(Duration::from_secs(2)).unwrap();
         let folder = std::env::var_os(FOLDER).unwrap();
         drop(comm.watch(Path::new(&folder), Duration::from_secs(2)).unwrap());
-        comm.world().agree(Ok(())).unwrap();
+        comm.world().all_ok(Ok(())).unwrap();
         if comm.rank() == 1 {
             // SAFETY: touches no memory.
             unsafe { libc::raise(libc::SIGSTOP) };

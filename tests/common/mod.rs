@@ -19,12 +19,12 @@ use hpctrain::backend::Kernels;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::comm::Comm;
 use hpctrain::engine::{Engine, Geometry, Model};
-use hpctrain::layout::Slices;
+use hpctrain::layout::TensorShards;
 use hpctrain::mesh::Mesh;
 use hpctrain::nn::loss::{Loss, Objective};
-use hpctrain::nn::{Micro, Network, loans};
-use hpctrain::optim::Rule;
-use hpctrain::parallel::{Groups, Lanes, Sharded, Stage, StepSchedule, Storage, Updates, Zero};
+use hpctrain::nn::{MicroBatch, Network, loans};
+use hpctrain::optim::UpdateRule;
+use hpctrain::parallel::{Groups, Sharded, Stage, StepSchedule, Storage, Updates, VirtualRanks, Zero};
 
 /// A file of `tests/golden/`.
 pub fn golden(name: &str) -> hdf5::File {
@@ -73,7 +73,7 @@ pub fn engine(
     network: &Network,
     mesh: Mesh,
     zero: Zero,
-    rule: Rule,
+    rule: UpdateRule,
     cut: Cut,
     predictions: u64,
 ) -> Engine<Cpu> {
@@ -89,17 +89,17 @@ pub fn engine_on<B: Kernels>(
     loss: Loss,
     mesh: Mesh,
     zero: Zero,
-    rule: Rule,
+    rule: UpdateRule,
     cut: Cut,
     predictions: u64,
 ) -> Engine<B> {
     let groups = Groups::split(comm, &mesh, false).unwrap();
-    let lanes = Lanes { total: cut.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
+    let lanes = VirtualRanks { total: cut.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let blocks = network.blocks();
     let storage = Storage::Ranks;
     let updates = Updates { rule, groups: vec![], average: None, averaging: None, storage, audit_every: 0, host: None };
     let (keep, stage) = (zero.residency(), Stage::whole(&loans(&blocks)));
-    let slices = Slices::whole();
+    let slices = TensorShards::whole();
     let sharded =
         Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, &slices, stage, Some(7)).unwrap();
     let geometry = Geometry {
@@ -115,8 +115,8 @@ pub fn engine_on<B: Kernels>(
 }
 
 /// A micro-batch of sequences `first..` of a global batch.
-pub fn micro<B: Kernels>(backend: &B, tokens: &[u32], targets: &[u32], time: usize, first: u64) -> Micro<B> {
-    Micro::of_text(backend, tokens, targets, time, first).unwrap()
+pub fn micro<B: Kernels>(backend: &B, tokens: &[u32], targets: &[u32], time: usize, first: u64) -> MicroBatch<B> {
+    MicroBatch::of_text(backend, tokens, targets, time, first).unwrap()
 }
 
 /// The reduced gradients of one rank that owns everything, by tensor name.

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use hpctrain::backend::{
-    Backend, DeviceCopies, Event, Ledger, MemoryKind, Pinned, Placed, Profile, Reach, Scratch, Span,
+    AllocatedOn, Backend, CommBuffer, DeviceCopies, Event, MemoryKind, MemoryStats, Pinned, Profile, Scratch, Span,
 };
 use hpctrain::error::{Error, Result};
 
@@ -107,7 +107,7 @@ impl Event for Later {
 struct SealedPort {
     hidden: usize,
     stream: Arc<Stream>,
-    ledger: Arc<Ledger>,
+    ledger: Arc<MemoryStats>,
 }
 
 impl SealedPort {
@@ -159,7 +159,7 @@ impl DeviceCopies for SealedPort {
         Ok(Box::new(Place(Words::new(words), self.hidden)))
     }
 
-    unsafe fn download(&self, pieces: &[Placed<'_>], host: *mut f32) -> Result<Box<dyn Event>> {
+    unsafe fn download(&self, pieces: &[AllocatedOn<'_>], host: *mut f32) -> Result<Box<dyn Event>> {
         for (span, at) in pieces {
             let (hidden, address, words) = (self.hidden, span.address(), span.words());
             let to = host.expose_provenance() + at * size_of::<f32>();
@@ -169,7 +169,7 @@ impl DeviceCopies for SealedPort {
         Ok(self.stream.event())
     }
 
-    unsafe fn upload(&self, host: *const f32, pieces: &[Placed<'_>]) -> Result<Box<dyn Event>> {
+    unsafe fn upload(&self, host: *const f32, pieces: &[AllocatedOn<'_>]) -> Result<Box<dyn Event>> {
         for (span, at) in pieces {
             let (hidden, address, words) = (self.hidden, span.address(), span.words());
             let from = host.expose_provenance() + at * size_of::<f32>();
@@ -200,14 +200,14 @@ pub struct Sealed {
     copies: Arc<SealedPort>,
     /// The work that compute has left to do.
     compute: Arc<Stream>,
-    ledger: Arc<Ledger>,
+    ledger: Arc<MemoryStats>,
     profile: Profile,
 }
 
 impl Sealed {
     /// A device whose addresses are shown, or not.
     pub fn new(shown: bool) -> Self {
-        let ledger: Arc<Ledger> = Arc::default();
+        let ledger: Arc<MemoryStats> = Arc::default();
         let copies =
             SealedPort { hidden: if shown { 0 } else { HIDDEN }, stream: Arc::default(), ledger: ledger.clone() };
         Self { copies: Arc::new(copies), compute: Arc::default(), ledger, profile: Profile::default() }
@@ -253,7 +253,7 @@ impl Backend for Sealed {
     const ON_HOST: bool = false;
     const WORKSPACE: usize = 0;
     type Buf = SealedBuf;
-    type Ints = Vec<u32>;
+    type IndexBuf = Vec<u32>;
     type Scalar = f64;
     type View<'a> = Window<'a>;
     type ViewMut<'a> = WindowMut<'a>;
@@ -266,7 +266,7 @@ impl Backend for Sealed {
         Ok(self.make(len, 1))
     }
 
-    fn computes_narrow(&self) -> bool {
+    fn has_master_weights(&self) -> bool {
         true
     }
 
@@ -301,7 +301,7 @@ impl Backend for Sealed {
         ints.len()
     }
 
-    fn part_of_ints(ints: &Vec<u32>, range: Range<usize>) -> Vec<u32> {
+    fn slice_indices(ints: &Vec<u32>, range: Range<usize>) -> Vec<u32> {
         ints[range].to_vec()
     }
 
@@ -325,7 +325,7 @@ impl Backend for Sealed {
         buf.len
     }
 
-    fn cut(_: Self::View<'_>, _: usize) -> (Self::View<'_>, Self::View<'_>) {
+    fn split_at(_: Self::View<'_>, _: usize) -> (Self::View<'_>, Self::View<'_>) {
         unimplemented!("windows are whole buffers here")
     }
 
@@ -333,22 +333,22 @@ impl Backend for Sealed {
         unimplemented!("windows are whole buffers here")
     }
 
-    fn reach(buf: &mut SealedBuf, range: Range<usize>) -> Result<Reach<'_>> {
+    fn comm_buffer(buf: &mut SealedBuf, range: Range<usize>) -> Result<CommBuffer<'_>> {
         let n = buf.per_word;
         if !range.start.is_multiple_of(n) || !(range.end.is_multiple_of(n) || range.end == buf.len) {
             return Err(Error::internal(format!("{range:?} cuts a word")));
         }
         let copies = buf.device.copies.clone();
-        Ok(Reach::Device(copies.span(&buf.words, range.start / n..range.end.div_ceil(n)), copies))
+        Ok(CommBuffer::Device(copies.span(&buf.words, range.start / n..range.end.div_ceil(n)), copies))
     }
 
-    fn stamp(buf: &SealedBuf) -> Result<Option<Box<dyn Event>>> {
+    fn record_event(buf: &SealedBuf) -> Result<Option<Box<dyn Event>>> {
         Ok(Some(buf.device.compute.event()))
     }
 
     fn trim(&self) {}
 
-    fn ledger(&self) -> &Ledger {
+    fn ledger(&self) -> &MemoryStats {
         &self.ledger
     }
 

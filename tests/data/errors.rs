@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use hdf5::File;
 use hdf5::types::VarLenUnicode;
-use hpctrain::data::import::{Categories, ImportCsv, ImportText, Kept, NotFinite, import_csv, import_text};
+use hpctrain::data::import::{Categories, ImportCsv, ImportOptions, ImportText, NotFinite, import_csv, import_text};
 use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, SampleSpec, Split, Target, TokenizerKind, inspect, verify};
 use hpctrain::error::{Error, Kind};
 use hpctrain_testkit::shards;
@@ -214,7 +214,8 @@ fn imports(folder: &Path) -> [DataSpec; 2] {
     let rows: String = (0..40).map(|i| format!("{i},{}\n", i % 3)).collect();
     std::fs::write(&table, format!("x,y\n{rows}")).unwrap();
     let of_rows = folder.join("rows");
-    let kept = Kept { not_finite: NotFinite::Error, every: 5, shards: 4, normalize: true, out: of_rows.clone() };
+    let kept =
+        ImportOptions { not_finite: NotFinite::Error, every: 5, shards: 4, normalize: true, out: of_rows.clone() };
     let (targets, categories) = (vec!["y".to_owned()], Categories::NONE);
     import_csv(&ImportCsv { targets, categories, ..ImportCsv::new(table, kept) }).unwrap();
     let samples = SampleSpec::Rows { input: 1, ids: Ids::None, target: Target::Class(3) };
@@ -274,7 +275,7 @@ fn a_shard_is_of_another_import() {
     let table = b.path().join("table.csv");
     std::fs::write(&table, format!("x,y\n{rows}")).unwrap();
     let out = b.path().join("rows");
-    let kept = Kept { not_finite: NotFinite::Error, every: 5, shards: 4, normalize: false, out: out.clone() };
+    let kept = ImportOptions { not_finite: NotFinite::Error, every: 5, shards: 4, normalize: false, out: out.clone() };
     let (targets, categories) = (vec!["y".to_owned()], Categories::NONE);
     import_csv(&ImportCsv { targets, categories, ..ImportCsv::new(table, kept) }).unwrap();
     let raw = DataSpec { path: out.clone(), ..spec.clone() };

@@ -9,8 +9,8 @@ use flate2::write::{GzEncoder, ZlibEncoder};
 use hdf5::types::VarLenUnicode;
 use hdf5_sys::h5p::H5P_DEFAULT;
 use hpctrain::data::import::{
-    Arrays, Categories, ImportCsv, ImportIdx, ImportImages, ImportNumpy, Kept, NotFinite, import_csv, import_idx,
-    import_images, import_numpy,
+    Arrays, Categories, ImportCsv, ImportIdx, ImportImages, ImportNumpy, ImportOptions, NotFinite, import_csv,
+    import_idx, import_images, import_numpy,
 };
 use hpctrain::data::{DataSpec, Dataset, Ids, SampleSpec, Split, Target, inspect, verify};
 use hpctrain::error::Error;
@@ -23,8 +23,8 @@ use zip::{CompressionMethod, ZipWriter};
 
 use hpctrain_testkit::launch::{finish, program};
 
-fn kept(out: PathBuf) -> Kept {
-    Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: false, out }
+fn kept(out: PathBuf) -> ImportOptions {
+    ImportOptions { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: false, out }
 }
 
 /// An error of one line with a hint, and exit code 2.

@@ -4,7 +4,7 @@ use std::io::Cursor;
 use std::path::{Path, PathBuf};
 
 use hdf5::types::VarLenUnicode;
-use hpctrain::data::import::{ImportImages, Kept, NotFinite, import_images};
+use hpctrain::data::import::{ImportImages, ImportOptions, NotFinite, import_images};
 use hpctrain::data::{Batch, DataSpec, Dataset, Ids, SampleSpec, Split, Target, inspect, verify};
 use hpctrain::error::Error;
 use image::{DynamicImage, GrayImage, ImageFormat, Luma, LumaA, Rgb, RgbImage, Rgba};
@@ -12,8 +12,8 @@ use image::{DynamicImage, GrayImage, ImageFormat, Luma, LumaA, Rgb, RgbImage, Rg
 use hpctrain_testkit::launch::{finish, program};
 use hpctrain_testkit::shards;
 
-fn kept(out: PathBuf) -> Kept {
-    Kept { not_finite: NotFinite::Error, every: 5, shards: 1, normalize: false, out }
+fn kept(out: PathBuf) -> ImportOptions {
+    ImportOptions { not_finite: NotFinite::Error, every: 5, shards: 1, normalize: false, out }
 }
 
 fn encoded(image: &DynamicImage, format: ImageFormat) -> Vec<u8> {
@@ -39,7 +39,7 @@ fn png(image: &RgbImage) -> Vec<u8> {
     encoded(&image.clone().into(), ImageFormat::Png)
 }
 
-fn import(folder: &Path, size: Option<[u32; 2]>, grey: bool, kept: Kept) -> Result<(), Error> {
+fn import(folder: &Path, size: Option<[u32; 2]>, grey: bool, kept: ImportOptions) -> Result<(), Error> {
     import_images(&ImportImages { folder: folder.to_path_buf(), no_target: false, size, grey, kept }).map(drop)
 }
 
@@ -76,7 +76,7 @@ fn every_pixel_is_where_it_was_and_every_class_has_its_name() {
         no_target: false,
         size: None,
         grey: false,
-        kept: Kept { shards: 2, ..kept(out.clone()) },
+        kept: ImportOptions { shards: 2, ..kept(out.clone()) },
     })
     .unwrap();
     assert_eq!((&imported.shape[..], imported.classes), (&[2, 3, 3][..], Some(2)));
@@ -130,7 +130,7 @@ fn channels_are_three_or_one_whatever_the_file_has() {
     let one = |name: &str, image: DynamicImage, grey| {
         let (folder, out) = (root.path().join(name), root.path().join(format!("{name}-{grey}")));
         save(&folder.join("a/1.png"), &encoded(&image, ImageFormat::Png));
-        import(&folder, None, grey, Kept { every: 0, ..kept(out.clone()) }).unwrap();
+        import(&folder, None, grey, ImportOptions { every: 0, ..kept(out.clone()) }).unwrap();
         read(&out, Split::Train, if grey { 1 } else { 3 }).0
     };
     let grey = DynamicImage::ImageLuma8(GrayImage::from_pixel(1, 1, Luma([77])));
@@ -159,7 +159,7 @@ fn photographs_are_about_what_they_were_and_on_a_common_scale() {
         save(&folder.join(format!("{}/{image}.img", image % 2)), &bytes);
     }
     let out = root.path().join("raw");
-    import(&folder, None, false, Kept { every: 0, ..kept(out.clone()) }).unwrap();
+    import(&folder, None, false, ImportOptions { every: 0, ..kept(out.clone()) }).unwrap();
     let (inputs, classes) = read(&out, Split::Train, 16 * 32 * 3);
     assert_eq!(classes, [0, 1, 0, 1]);
     for (row, image) in inputs.chunks(16 * 32 * 3).zip(0..) {
@@ -168,7 +168,7 @@ fn photographs_are_about_what_they_were_and_on_a_common_scale() {
         assert!(off < 4.0, "{image}: {off}");
     }
     let out = root.path().join("scaled");
-    import(&folder, None, false, Kept { every: 0, normalize: true, ..kept(out.clone()) }).unwrap();
+    import(&folder, None, false, ImportOptions { every: 0, normalize: true, ..kept(out.clone()) }).unwrap();
     let (inputs, _) = read(&out, Split::Train, 16 * 32 * 3);
     for channel in 0..3 {
         let of: Vec<f64> = inputs.iter().skip(channel).step_by(3).map(|x| f64::from(*x)).collect();
@@ -190,7 +190,7 @@ fn images_are_scaled_to_cover_the_size_and_cut_around_the_middle() {
     save(&folder.join("a/2.png"), &png(&high));
     save(&folder.join("a/3.png"), &png(&RgbImage::from_fn(4, 4, |x, y| Rgb([x as u8, y as u8, 50]))));
     let out = root.path().join("out");
-    import(&folder, Some([4, 4]), false, Kept { every: 0, ..kept(out.clone()) }).unwrap();
+    import(&folder, Some([4, 4]), false, ImportOptions { every: 0, ..kept(out.clone()) }).unwrap();
     let (inputs, _) = read(&out, Split::Train, 48);
     for (image, want) in [(0, [0.0, 200.0, 100.0]), (1, [7.0, 8.0, 9.0])] {
         let image = &inputs[image * 48..][..48];
@@ -202,7 +202,7 @@ fn images_are_scaled_to_cover_the_size_and_cut_around_the_middle() {
     let own: Vec<f32> = (0..16).flat_map(|i| [(i % 4) as f32, (i / 4) as f32, 50.0]).collect();
     assert_eq!(inputs[96..], own);
     let out = root.path().join("other");
-    import(&folder, Some([2, 6]), true, Kept { every: 0, ..kept(out.clone()) }).unwrap();
+    import(&folder, Some([2, 6]), true, ImportOptions { every: 0, ..kept(out.clone()) }).unwrap();
     assert_eq!(read(&out, Split::Train, 12).1, [0, 0, 0]);
 }
 
@@ -241,7 +241,7 @@ fn folders_that_cannot_be_imported_are_told_in_a_line() {
         let (folder, out) = (root.path().join("images"), root.path().join("out"));
         std::fs::create_dir(&folder).unwrap();
         files.iter().for_each(|(name, bytes)| save(&folder.join(name), bytes));
-        let error = import(&folder, None, false, Kept { every: 0, ..kept(out.clone()) }).unwrap_err();
+        let error = import(&folder, None, false, ImportOptions { every: 0, ..kept(out.clone()) }).unwrap_err();
         assert_eq!(error.exit_code(), 2);
         let told = error.to_string();
         assert!(told.contains(wanted) && told.lines().count() == 2 && told.contains("\nhint: "), "{wanted}: {told}");
@@ -284,7 +284,7 @@ fn images_in_no_class_are_rows_in_the_order_of_their_names() {
     }
     let out = root.path().join("out");
     let import = |out: PathBuf| {
-        let kept = Kept { every: 2, normalize: false, ..kept(out) };
+        let kept = ImportOptions { every: 2, normalize: false, ..kept(out) };
         import_images(&ImportImages { folder: folder.clone(), no_target: true, size: None, grey: false, kept })
     };
     let imported = import(out.clone()).unwrap();
@@ -317,8 +317,13 @@ fn classes_are_told_by_their_names() {
             save(&root.path().join(format!("{name}-files/{class}/0.png")), &png(&pixels(number as u8)));
         }
         let out = root.path().join(name);
-        import(&root.path().join(format!("{name}-files")), None, false, Kept { every: 0, ..kept(out.clone()) })
-            .unwrap();
+        import(
+            &root.path().join(format!("{name}-files")),
+            None,
+            false,
+            ImportOptions { every: 0, ..kept(out.clone()) },
+        )
+        .unwrap();
         out
     };
     let open = |out: &Path| {

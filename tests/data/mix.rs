@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use hpctrain::config::{Sources, load};
-use hpctrain::data::{DataSpec, Dataset, Loader, Order, Split};
-use hpctrain::engine::feed;
+use hpctrain::data::{DataSpec, Dataset, Loader, SampleOrder, Split};
+use hpctrain::engine::micro_batches;
 
 use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate};
 use hpctrain_testkit::runs::Run;
@@ -28,7 +28,7 @@ fn each_data_set_has_its_part_of_every_batch() {
     let specs = paths.map(DataSpec::new);
     let dataset = Dataset::open_all(&specs, Split::Train, 2).unwrap();
     assert_eq!((dataset.samples(), dataset.parts()), (28, &[20, 8][..]));
-    let order = Order::mixed(dataset.parts(), &[3.0, 1.0], Some(1)).unwrap();
+    let order = SampleOrder::mixed(dataset.parts(), &[3.0, 1.0], Some(1)).unwrap();
     let mut loader = Loader::start(dataset, order, (0..20).map(|i| i * 8..i * 8 + 8), 2).unwrap();
     for _ in 0..20 {
         let batch = loader.next().unwrap();
@@ -60,7 +60,7 @@ fn each_data_set_has_validation_data_or_none_has() {
     let open = |fraction: f64| {
         let overrides = [mix.clone(), "model.context=2".into(), format!("data.val_fraction={fraction}")];
         let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
-        let opened = feed::open(&config).map_err(|e| e.to_string())?;
+        let opened = micro_batches::open(&config).map_err(|e| e.to_string())?;
         Ok((opened.0.parts().to_vec(), opened.1.map(|validation| validation.parts().to_vec())))
     };
     let fails = |fraction, told: &str| {

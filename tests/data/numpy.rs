@@ -3,7 +3,7 @@
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
-use hpctrain::data::import::{Arrays, ImportNumpy, Kept, NotFinite, import_numpy};
+use hpctrain::data::import::{Arrays, ImportNumpy, ImportOptions, NotFinite, import_numpy};
 use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, SampleSpec, Split, Target};
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipWriter};
@@ -23,8 +23,8 @@ fn f32s(numbers: &[f32]) -> Vec<u8> {
     numbers.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
-fn kept(out: PathBuf) -> Kept {
-    Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: false, out }
+fn kept(out: PathBuf) -> ImportOptions {
+    ImportOptions { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: false, out }
 }
 
 /// Features, classes and values of all training rows.
@@ -140,14 +140,14 @@ fn what_does_not_fit_is_refused() {
     std::fs::write(&y, npy("<f4", false, "(2,)", &f32s(&[0.5, 1.5]))).unwrap();
     let wide = |normalize: bool| {
         let arrays = Arrays::Files { features: x.clone(), labels: Some(y.clone()), weights: None };
-        let kept = Kept { normalize, ..kept(root.path().join("wide")) };
+        let kept = ImportOptions { normalize, ..kept(root.path().join("wide")) };
         import_numpy(&ImportNumpy { arrays, regression: false, kept })
     };
     let error = wide(true).unwrap_err().to_string();
     assert!(error.contains("rows have 17000 columns") && error.contains("\nhint: import them with --raw"), "{error}");
     wide(false).unwrap();
     let arrays = Arrays::Files { features: features.clone(), labels: Some(labels.clone()), weights: None };
-    let skipping = Kept { not_finite: NotFinite::Skip, ..kept(root.path().join("rest")) };
+    let skipping = ImportOptions { not_finite: NotFinite::Skip, ..kept(root.path().join("rest")) };
     let imported = import_numpy(&ImportNumpy { arrays, regression: false, kept: skipping }).unwrap();
     assert_eq!((imported.skipped, imported.classes, imported.shards[0].1), (1, None, 1));
     let archive = root.path().join("a.npz");
@@ -198,7 +198,7 @@ fn rows_without_labels_stay_together_and_in_order() {
     zip.finish().unwrap();
     let of_archive = Arrays::Archive { path: archive, features: "x".into(), labels: None, weights: None };
     for (name, arrays) in [("npy", Arrays::Files { features, labels: None, weights: None }), ("npz", of_archive)] {
-        let kept = Kept { every: 2, ..kept(root.path().join(name)) };
+        let kept = ImportOptions { every: 2, ..kept(root.path().join(name)) };
         let imported = import_numpy(&ImportNumpy { arrays, regression: false, kept }).unwrap();
         assert!(
             imported.to_string().ends_with("6 samples; model.input = [2], without targets: for hpctrain predict"),

@@ -6,7 +6,8 @@ use std::time::Duration;
 use hdf5::File;
 use hpctrain::data::import::{ImportText, Imported, import_text};
 use hpctrain::data::{
-    Batch, DataSpec, Dataset, Loader, Parts, SampleMut, Sampler, Split, Tokenizer, TokenizerKind, bundled, inspect,
+    Batch, DataSpec, Dataset, Loader, SampleFields, SampleMut, Sampler, Split, Tokenizer, TokenizerKind, bundled,
+    inspect,
 };
 
 /// Text of `n` characters that repeats only after 1000.
@@ -208,7 +209,7 @@ fn the_loader_keeps_the_order_and_reuses_buffers() {
     assert!(e.to_string().contains("more than its schedule"), "{e}");
     assert_eq!(e.kind(), hpctrain::error::Kind::Internal);
     // Too late to be of use, and no failure.
-    loader.recycle(Batch { positions: 0..0, parts: Parts::default() });
+    loader.recycle(Batch { positions: 0..0, parts: SampleFields::default() });
 }
 
 #[test]

@@ -6,22 +6,24 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use hpctrain::backend::Deviation;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::comm;
-use hpctrain::data::import::{Arrays, ImportCsv, ImportNumpy, Kept, NotFinite, import_csv, import_numpy};
-use hpctrain::data::{Batch, DataSpec, Dataset, Ids, Parts, SampleMut, SampleSpec, Split, Target, inspect, verify};
+use hpctrain::data::import::{Arrays, ImportCsv, ImportNumpy, ImportOptions, NotFinite, import_csv, import_numpy};
+use hpctrain::data::{
+    Batch, DataSpec, Dataset, Ids, SampleFields, SampleMut, SampleSpec, Split, Target, inspect, verify,
+};
 use hpctrain::error::Result;
 use hpctrain::mesh::Mesh;
 use hpctrain::nn::layers::{Layer, Layers};
 use hpctrain::nn::loss::Loss;
-use hpctrain::nn::{Micro, Network};
-use hpctrain::optim::Rule;
+use hpctrain::nn::{MicroBatch, Network};
+use hpctrain::optim::UpdateRule;
 use hpctrain::parallel::{ControlFlags, Zero};
 
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
 use hpctrain_testkit::runs::Run;
 use hpctrain_testkit::{Cut, distance, engine_on, gradients};
 
-fn kept(out: PathBuf) -> Kept {
-    Kept { not_finite: NotFinite::Error, every: 4, shards: 2, normalize: false, out }
+fn kept(out: PathBuf) -> ImportOptions {
+    ImportOptions { not_finite: NotFinite::Error, every: 4, shards: 2, normalize: false, out }
 }
 
 /// Σ of the losses, and all gradients, of samples by number with weights.
@@ -31,7 +33,7 @@ fn learned(loss: &Loss, samples: &[usize], weights: &[f32]) -> (f64, Vec<(String
     let layers: Vec<Layer> = layers["layers"].clone().try_into().unwrap();
     let network = Network::Layers(Layers::new(&[4], &layers).unwrap());
     let one = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
-    let rule = Rule::Sgd { momentum: 0.0, nesterov: false };
+    let rule = UpdateRule::Sgd { momentum: 0.0, nesterov: false };
     let b = Cpu::new(2);
     // A mean over four predictions, however many there are: sums are compared.
     let mut engine =
@@ -45,8 +47,9 @@ fn learned(loss: &Loss, samples: &[usize], weights: &[f32]) -> (f64, Vec<(String
         Loss::Deviation(_) => (vec![], of(3)),
     };
     let features = of(4);
-    let parts = Parts { features: &*features, classes: &*classes, values: &*values, weights, ..Parts::default() };
-    let micro = Micro::upload(&b, parts, samples.len(), 1, 0).unwrap();
+    let parts =
+        SampleFields { features: &*features, classes: &*classes, values: &*values, weights, ..SampleFields::default() };
+    let micro = MicroBatch::upload(&b, parts, samples.len(), 1, 0).unwrap();
     let mut micro = Some(micro);
     let loss = engine.gradients(0, || Ok(micro.take().unwrap()), ControlFlags::empty).unwrap().loss;
     (loss, gradients(&engine))
@@ -207,7 +210,7 @@ fn tables_have_a_column_of_weights() {
     let import = |table: &str, weight: &str, not_finite, name: &str| {
         std::fs::write(&input, table).unwrap();
         let (targets, weight) = (vec!["kind".into()], Some(weight.into()));
-        let kept = Kept { not_finite, ..kept(root.path().join(name)) };
+        let kept = ImportOptions { not_finite, ..kept(root.path().join(name)) };
         import_csv(&ImportCsv { targets, weight, ..ImportCsv::new(input.clone(), kept) })
     };
     let imported = import(table, "w", NotFinite::Skip, "out").unwrap();
@@ -282,7 +285,7 @@ fn table(root: &Path, name: &str, weight: Option<fn(u32) -> f64>) -> PathBuf {
     let header = if weight.is_some() { "a,b,class,w\n" } else { "a,b,class\n" };
     std::fs::write(&input, std::iter::once(header.into()).chain((0..60).map(line)).collect::<String>()).unwrap();
     let (out, weight) = (root.join(name), weight.map(|_| "w".into()));
-    let kept = Kept { normalize: true, ..kept(out.clone()) };
+    let kept = ImportOptions { normalize: true, ..kept(out.clone()) };
     import_csv(&ImportCsv { targets: vec!["class".into()], weight, ..ImportCsv::new(input, kept) }).unwrap();
     out
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use hpctrain::data::import::{Categories, ImportCsv, ImportIdx, Kept, NotFinite, import_csv, import_idx};
+use hpctrain::data::import::{Categories, ImportCsv, ImportIdx, ImportOptions, NotFinite, import_csv, import_idx};
 use hpctrain::data::{
     Augment, Axes, DataSpec, Dataset, Held, Ids, InputScale, Loader, SampleMut, SampleSpec, Sampler, Split, Target,
     verify,
@@ -23,8 +23,8 @@ fn write(path: PathBuf, bytes: &[u8]) -> PathBuf {
     path
 }
 
-fn kept(out: PathBuf) -> Kept {
-    Kept { not_finite: NotFinite::Error, every: 5, shards: 2, normalize: true, out }
+fn kept(out: PathBuf) -> ImportOptions {
+    ImportOptions { not_finite: NotFinite::Error, every: 5, shards: 2, normalize: true, out }
 }
 
 /// A row: inputs, classes, values.
@@ -85,8 +85,13 @@ fn a_table_is_of_classes_or_of_numbers() {
     let input = write(root.path().join("table.csv"), table.as_bytes());
     let import = |name: &str, targets: &[&str], regression| {
         let targets = targets.iter().map(|name| name.to_string()).collect();
-        let kept =
-            Kept { not_finite: NotFinite::Error, every: 3, shards: 1, normalize: false, out: root.path().join(name) };
+        let kept = ImportOptions {
+            not_finite: NotFinite::Error,
+            every: 3,
+            shards: 1,
+            normalize: false,
+            out: root.path().join(name),
+        };
         let imported = import_csv(&ImportCsv { targets, regression, ..ImportCsv::new(input.clone(), kept) }).unwrap();
         (root.path().join(name), imported)
     };
@@ -130,7 +135,8 @@ fn categories_become_ids_and_later_tables_the_same() {
     let root = tempfile::tempdir().unwrap();
     let import = |name: &str, table: &str, categories: Categories, normalize: bool| {
         let input = write(root.path().join(name).with_extension("csv"), table.as_bytes());
-        let kept = Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize, out: root.path().join(name) };
+        let kept =
+            ImportOptions { not_finite: NotFinite::Error, every: 0, shards: 1, normalize, out: root.path().join(name) };
         import_csv(&ImportCsv { targets: vec!["y".into()], categories, ..ImportCsv::new(input, kept) })
     };
     let named = |columns: &[&str], hash| {
@@ -160,8 +166,13 @@ fn categories_become_ids_and_later_tables_the_same() {
     // The target of the first table, named or not; without its column rows are to be predicted.
     let unnamed = |name: &str, table: &str, categories: Categories| {
         let input = write(root.path().join(name).with_extension("csv"), table.as_bytes());
-        let kept =
-            Kept { not_finite: NotFinite::Error, every: 2, shards: 1, normalize: true, out: root.path().join(name) };
+        let kept = ImportOptions {
+            not_finite: NotFinite::Error,
+            every: 2,
+            shards: 1,
+            normalize: true,
+            out: root.path().join(name),
+        };
         import_csv(&ImportCsv { categories, ..ImportCsv::new(input, kept) })
     };
     let again = unnamed("again", later, like()).unwrap();
@@ -242,7 +253,8 @@ fn malformed_files_are_refused() {
     for (images, labels, wanted) in cases {
         let images = write(root.path().join("images"), images);
         let labels = write(root.path().join("labels"), labels);
-        let kept = Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: out.clone() };
+        let kept =
+            ImportOptions { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: out.clone() };
         let error = import_idx(&ImportIdx { images, labels, kept }).unwrap_err();
         assert_eq!(error.exit_code(), 2);
         assert!(error.to_string().contains(wanted) && error.to_string().contains("\nhint: "), "{error}");
@@ -256,7 +268,8 @@ fn malformed_files_are_refused() {
         ("a,b\n", "b", "no lines after the header"),
     ] {
         let input = write(root.path().join("table.csv"), table.as_bytes());
-        let kept = Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: out.clone() };
+        let kept =
+            ImportOptions { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: out.clone() };
         let import = ImportCsv { targets: vec![target.into()], ..ImportCsv::new(input, kept) };
         let error = import_csv(&import).unwrap_err();
         assert_eq!(error.exit_code(), 2);
@@ -272,7 +285,7 @@ fn rows_that_are_not_finite_are_left_out_and_counted() {
     let input = write(root.path().join("table.csv"), table.as_bytes());
     let out = root.path().join("out");
     let import = |not_finite| {
-        let kept = Kept { not_finite, every: 3, shards: 1, normalize: true, out: out.clone() };
+        let kept = ImportOptions { not_finite, every: 3, shards: 1, normalize: true, out: out.clone() };
         import_csv(&ImportCsv { targets: vec!["kind".into()], ..ImportCsv::new(input.clone(), kept) })
     };
     let error = import(NotFinite::Error).unwrap_err().to_string();
@@ -283,8 +296,8 @@ fn rows_that_are_not_finite_are_left_out_and_counted() {
     assert!(imported.to_string().ends_with(told), "{imported}");
     // As if they had not been there: the third of the four that are left is kept for validation, and does not count in the scale.
     let rest = write(root.path().join("rest.csv"), b"x,y,kind\n1,2,0\n6,7,1\n8,9,2\n10,11,0\n");
-    let kept = Kept { every: 3, ..kept(root.path().join("rest")) };
-    let kept = Kept { shards: 1, ..kept };
+    let kept = ImportOptions { every: 3, ..kept(root.path().join("rest")) };
+    let kept = ImportOptions { shards: 1, ..kept };
     import_csv(&ImportCsv { targets: vec!["kind".into()], ..ImportCsv::new(rest, kept) }).unwrap();
     for split in [Split::Train, Split::Validation] {
         let both = [&out, &root.path().join("rest")].map(|path| rows(path, split, 2, Target::Class(3)).unwrap());
@@ -304,7 +317,7 @@ fn images_are_augmented_before_they_are_scaled_by_epoch_and_number() {
     let images = write(root.path().join("images"), &idx(&[10, 5, 6], &pixels));
     let labels = write(root.path().join("labels"), &idx(&[10], &[0; 10]));
     let out = root.path().join("out");
-    import_idx(&ImportIdx { images, labels, kept: Kept { every: 0, ..kept(out.clone()) } }).unwrap();
+    import_idx(&ImportIdx { images, labels, kept: ImportOptions { every: 0, ..kept(out.clone()) } }).unwrap();
     let open = |by: Option<Augment>| {
         let samples = SampleSpec::Rows { input: 30, ids: Ids::None, target: Target::Class(1) };
         let mut dataset = Dataset::open(&DataSpec { samples, ..DataSpec::new(&out) }, Split::Train, 1).unwrap();

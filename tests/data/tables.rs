@@ -2,7 +2,9 @@
 
 use std::path::Path;
 
-use hpctrain::data::import::{Categories, ImportCsv, Kept, Missing, NotFinite, TableFormat, column_texts, import_csv};
+use hpctrain::data::import::{
+    Categories, ImportCsv, ImportOptions, Missing, NotFinite, TableFormat, column_texts, import_csv,
+};
 use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, SampleSpec, Split, Target};
 use hpctrain::error::Result;
 
@@ -29,7 +31,8 @@ fn owned(names: &[&str]) -> Vec<String> {
 fn import(root: &Path, name: &str, table: &[u8], with: impl FnOnce(&mut ImportCsv)) -> Result<String> {
     let input = root.join(name).with_extension("csv");
     std::fs::write(&input, table).unwrap();
-    let kept = Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: false, out: root.join(name) };
+    let kept =
+        ImportOptions { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: false, out: root.join(name) };
     let mut import = ImportCsv { targets: vec!["y".into()], ..ImportCsv::new(input, kept) };
     with(&mut import);
     import_csv(&import).map(|imported| imported.to_string())

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use hdf5::File;
 use hpctrain::data::import::{
-    Categories, ImportCsv, ImportIdx, ImportText, Kept, NotFinite, import_csv, import_idx, import_text,
+    Categories, ImportCsv, ImportIdx, ImportOptions, ImportText, NotFinite, import_csv, import_idx, import_text,
 };
 use hpctrain::data::{
     DataSpec, Dataset, Ids, SampleMut, SampleSpec, Sampler, Split, Target, TokenizerKind, Verify, inspect, verify,
@@ -155,7 +155,7 @@ fn import_rows(dir: &Path) -> PathBuf {
     let (input, out) = (dir.join("table.csv"), dir.join("rows"));
     let row = |i: u32| format!("{},{},c{},{},{}\n", i * i % 1013, f64::from(i) / 7.0, i % 5, i % 3, 1 + i % 4);
     std::fs::write(&input, format!("a,b,c,y,w\n{}", (0..1000).map(row).collect::<String>())).unwrap();
-    let kept = Kept { not_finite: NotFinite::Error, every: 5, shards: 2, normalize: true, out: out.clone() };
+    let kept = ImportOptions { not_finite: NotFinite::Error, every: 5, shards: 2, normalize: true, out: out.clone() };
     let categories = Categories::Named { columns: vec!["c".into()], hash: None };
     let (targets, weight) = (vec!["y".to_owned()], Some("w".to_owned()));
     import_csv(&ImportCsv { targets, weight, categories, ..ImportCsv::new(input, kept) }).unwrap();
@@ -313,7 +313,8 @@ fn blocks_of_rows_are_small_and_files_the_same_each_time() {
     std::fs::write(&labels, idx(&[100], &[3; 100])).unwrap();
     let [first, again] = ["first", "again"].map(|name| {
         let out = dir.path().join(name);
-        let kept = Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: out.clone() };
+        let kept =
+            ImportOptions { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: out.clone() };
         import_idx(&ImportIdx { images: images.clone(), labels: labels.clone(), kept }).unwrap();
         // HDF5 stamps whole seconds where it stamps at all.
         std::thread::sleep(std::time::Duration::from_millis(1100));

@@ -25,7 +25,7 @@ use hpctrain_testkit::runs::Run;
 const PAUSE: Duration = Duration::from_millis(10);
 
 /// Longest wait of an attacker for an answer.
-const PATIENCE: Duration = Duration::from_secs(3);
+const TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Connections that an attacker keeps open.
 const HELD: usize = 100;
@@ -73,8 +73,8 @@ const WITHOUT_PROOF: [Attack; 3] = [Attack::GuessedProof, Attack::OtherSecret, A
 
 fn connect(address: &str) -> std::io::Result<TcpStream> {
     let stream = TcpStream::connect(address)?;
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
+    stream.set_read_timeout(Some(TIMEOUT))?;
+    stream.set_write_timeout(Some(TIMEOUT))?;
     Ok(stream)
 }
 

@@ -1,6 +1,6 @@
 //! Configurations.
 
-use hpctrain::config::{Facts, Sources, load, resolve};
+use hpctrain::config::{Environment, Sources, load, resolve};
 
 use super::harness::fuzz;
 use super::mutate::Form;
@@ -20,7 +20,7 @@ fn configurations_are_read() {
         match load(&Sources { file: Some(&path), ..Sources::default() }) {
             Ok((config, _)) => {
                 for (ranks, on_gpu) in [(1, false), (4, true)] {
-                    let facts = Facts { ranks, threads: 2, vocabulary: Some(65), on_gpu };
+                    let facts = Environment { ranks, threads: 2, vocabulary: Some(65), on_gpu };
                     if let Ok(plan) = resolve(config.clone(), &facts) {
                         let _ = (plan.tokens_per_step(), plan.network.summary(), plan.network.work(true));
                         let _ = serde_json::to_vec(&plan.config).unwrap();

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use hpctrain::data::import::{
-    Arrays, Categories, ImportCsv, ImportIdx, ImportImages, ImportNumpy, ImportedSamples, Kept, Missing, NotFinite,
-    TableFormat, import_csv, import_idx, import_images, import_numpy,
+    Arrays, Categories, ImportCsv, ImportIdx, ImportImages, ImportNumpy, ImportOptions, ImportedSamples, Missing,
+    NotFinite, TableFormat, import_csv, import_idx, import_images, import_numpy,
 };
 use hpctrain::error::Result;
 use image::{ImageFormat, RgbImage};
@@ -18,8 +18,8 @@ use super::harness::{Terms, fuzz, fuzz_on};
 use super::mutate::Form;
 
 /// Options of an import into `out`.
-fn kept(out: &Path, not_finite: NotFinite) -> Kept {
-    Kept { not_finite, every: 3, shards: 1, normalize: true, out: out.into() }
+fn kept(out: &Path, not_finite: NotFinite) -> ImportOptions {
+    ImportOptions { not_finite, every: 3, shards: 1, normalize: true, out: out.into() }
 }
 
 /// Whether an import took its files; what it has written goes.
@@ -168,7 +168,7 @@ fn images_are_read() {
     });
     fuzz("images", Form::Bytes, &seeds, |input| {
         std::fs::write(folder.join("cat/1"), input).unwrap();
-        let kept = Kept { every: 0, ..kept(&out, NotFinite::Error) };
+        let kept = ImportOptions { every: 0, ..kept(&out, NotFinite::Error) };
         let import = ImportImages { folder: folder.clone(), no_target: false, size: Some([8, 8]), grey: false, kept };
         taken(&out, import_images(&import))
     });

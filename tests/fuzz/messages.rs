@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::{Backend as _, MemoryKind};
 use hpctrain::comm::{
-    Algorithm, Caller, Comm, Connection, Credentials, HANDSHAKE_TIMEOUT, Handshake, Meeting, Secret, call, start_tcp,
-    write_secret,
+    Algorithm, Comm, Connection, Credentials, HANDSHAKE_TIMEOUT, Handshake, PeerId, Secret, TcpRendezvous, call,
+    start_tcp, write_secret,
 };
 use hpctrain::error::Result;
 use serde_json::{Value, json};
@@ -72,7 +72,7 @@ fn meeting_place(secret: Option<&Path>) -> tempfile::TempDir {
 fn together(comm: &Comm<Cpu>) -> Result<()> {
     let world = comm.world();
     world.gather_bytes(vec![7; 100]).wait()?;
-    world.gather_numbers(&[1, 2, 3])?;
+    world.all_gather_u64(&[1, 2, 3])?;
     let buffer = Cpu::new(1).upload(MemoryKind::Gradients, &[1.0; 1000])?;
     world.all_reduce(buffer, 0..1000).wait()?;
     world.barrier().wait()
@@ -80,7 +80,7 @@ fn together(comm: &Comm<Cpu>) -> Result<()> {
 
 /// Rank 0 of two, that meets in `dir`.
 fn rank_0(dir: &Path) -> Result<()> {
-    let comm: Comm<Cpu> = start_tcp(&Meeting { dir: dir.into(), rank: 0, ranks: 2 }, Algorithm::Tree)?;
+    let comm: Comm<Cpu> = start_tcp(&TcpRendezvous { dir: dir.into(), rank: 0, ranks: 2 }, Algorithm::Tree)?;
     let done = together(&comm);
     comm.shutdown();
     done
@@ -107,7 +107,7 @@ fn recorded() -> Vec<u8> {
     let (dir_0, dir_1) = (place_0.path().to_path_buf(), place_1.path().to_path_buf());
     let first = std::thread::spawn(move || rank_0(&dir_0));
     let second = std::thread::spawn(move || {
-        let comm: Comm<Cpu> = start_tcp(&Meeting { dir: dir_1, rank: 1, ranks: 2 }, Algorithm::Tree)?;
+        let comm: Comm<Cpu> = start_tcp(&TcpRendezvous { dir: dir_1, rank: 1, ranks: 2 }, Algorithm::Tree)?;
         let done = together(&comm);
         comm.shutdown();
         done
@@ -154,7 +154,7 @@ fn ranks_hear_each_other() {
         let address = address_of_0(place.path());
         let lanes = [0, 1].map(|lane| {
             let stream = TcpStream::connect(&address).unwrap();
-            let caller = Caller { rank: 1, ranks: 2, lane };
+            let caller = PeerId { rank: 1, ranks: 2, lane };
             call(stream, &credentials, caller, soon()).and_then(Connection::into_stream).unwrap()
         });
         let mut said = lanes[0].try_clone().unwrap();
@@ -195,7 +195,7 @@ fn handshakes_of_strangers_are_refused() {
         let other = credentials(Secret::new(vec![3; 32]).unwrap());
         let caller = std::thread::spawn(move || {
             let stream = TcpStream::connect(address).unwrap();
-            call(stream, &other, Caller { rank: 1, ranks: 2, lane: 0 }, soon()).is_err()
+            call(stream, &other, PeerId { rank: 1, ranks: 2, lane: 0 }, soon()).is_err()
         });
         let (mut stream, _) = listener.accept().unwrap();
         stream.write_all(&[b"hpctrain".as_slice(), &2u32.to_le_bytes()].concat()).unwrap();
@@ -275,7 +275,7 @@ impl Served {
     /// Says something to a process; returns its first answer.
     fn ask(&self, address: &str, said: &[u8]) -> Option<Value> {
         let stream = TcpStream::connect(address).unwrap();
-        let caller = Caller { rank: 0, ranks: 0, lane: SERVERS };
+        let caller = PeerId { rank: 0, ranks: 0, lane: SERVERS };
         let called = call(stream, &credentials(self.secret.clone()), caller, soon());
         let mut stream = called.and_then(Connection::into_stream).unwrap();
         // It may have closed the connection already.

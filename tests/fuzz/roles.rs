@@ -1,6 +1,6 @@
 //! The part of a process by variables of its environment.
 
-use hpctrain::cli::role::of_tf_config;
+use hpctrain::cli::ps_auto::of_tf_config;
 
 use super::harness::fuzz;
 use super::mutate::Form;

@@ -2,14 +2,14 @@
 
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::comm;
-use hpctrain::data::Parts;
+use hpctrain::data::SampleFields;
 use hpctrain::mesh::Mesh;
-use hpctrain::nn::check::{Named, derivatives};
 use hpctrain::nn::gpt::Gpt;
+use hpctrain::nn::gradcheck::{Named, derivatives};
 use hpctrain::nn::layers::{Layer, Layers};
 use hpctrain::nn::llama::Llama;
-use hpctrain::nn::{FrequencyScaling, Micro, Network};
-use hpctrain::optim::Rule;
+use hpctrain::nn::{FrequencyScaling, MicroBatch, Network};
+use hpctrain::optim::UpdateRule;
 use hpctrain::parallel::{ControlFlags, Zero};
 use hpctrain::random::derive;
 
@@ -68,8 +68,8 @@ fn backward_of_layers_is_the_derivative_of_their_forward() {
         let features: Vec<f32> = (0..7 * 60).map(|i| sign(i) * (0.3 + (i % 7) as f32 * 0.2)).collect();
         // The weighted loss has the weighted gradient.
         let (classes, weights) = (&[0, 1, 2, 3, 4, 0, 2][..], &[1.0, 0.5, 2.0, 0.0, 1.5, 3.0, 1.0][..]);
-        let parts = Parts { features: &*features, classes, weights, ..Parts::default() };
-        Micro::upload(backend, parts, 7, 1, 0).unwrap()
+        let parts = SampleFields { features: &*features, classes, weights, ..SampleFields::default() };
+        MicroBatch::upload(backend, parts, 7, 1, 0).unwrap()
     });
 }
 
@@ -86,15 +86,16 @@ fn backward_of_tables_is_the_derivative_of_their_forward() {
         let features: Vec<f32> = (0..6 * 5).map(|i| sign(i) * (0.3 + (i % 7) as f32 * 0.2)).collect();
         // Rows of all tables: below 3, from 3 below 10, from 10 below 12.
         let ids: Vec<u32> = (0..6).flat_map(|i| [i % 2, 3 + i * 5 % 7, 10 + i / 3]).collect();
-        let parts = Parts { ids: &*ids, features: &*features, classes: &[0, 1, 2, 0, 2, 1], ..Parts::default() };
-        Micro::upload(backend, parts, 6, 1, 0).unwrap()
+        let parts =
+            SampleFields { ids: &*ids, features: &*features, classes: &[0, 1, 2, 0, 2, 1], ..SampleFields::default() };
+        MicroBatch::upload(backend, parts, 6, 1, 0).unwrap()
     });
 }
 
 /// Every tensor of a network, by the whole step.
-fn check(network: &Network, predictions: u64, micro: &dyn Fn(&Cpu) -> Micro<Cpu>) {
+fn check(network: &Network, predictions: u64, micro: &dyn Fn(&Cpu) -> MicroBatch<Cpu>) {
     let mesh = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
-    let rule = Rule::Sgd { momentum: 0.0, nesterov: false };
+    let rule = UpdateRule::Sgd { momentum: 0.0, nesterov: false };
     let mut engine = engine(&comm::single(), network, mesh, Zero::Zero, rule, Cut::WHOLE, predictions);
     // Larger weights than the initial ones, and biases and norms off their special values.
     let tensors: Vec<Named> = parameters(&mut engine)

@@ -14,7 +14,7 @@ use hpctrain::comm;
 use hpctrain::config::network;
 use hpctrain::data::Tokenizer;
 use hpctrain::mesh::Mesh;
-use hpctrain::optim::Rule;
+use hpctrain::optim::UpdateRule;
 use hpctrain::parallel::Zero;
 use safetensors::{Dtype, SafeTensors, View};
 use serde_json::Value;
@@ -60,7 +60,7 @@ fn logits(dir: &Path, tokens: &[u32]) -> Vec<f32> {
     let mut reader = Reader::open(dir).unwrap();
     let network = network(&mut reader.manifest().config.model.clone(), None).unwrap();
     let one = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
-    let rule = Rule::Sgd { momentum: 0.0, nesterov: false };
+    let rule = UpdateRule::Sgd { momentum: 0.0, nesterov: false };
     let mut engine = engine(&comm::single(), &network, one, Zero::Zero, rule, Cut::WHOLE, 1);
     let parameters = |name: &str, part, columns: Option<&Range<usize>>, range, out: &mut [f32]| match part {
         0 => reader.read(name, part, columns, range, out),

@@ -7,12 +7,12 @@ use hpctrain::backend::Kernels;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
 use hpctrain::comm;
-use hpctrain::config::{Config, Facts, Plan, resolve};
-use hpctrain::data::{Ids, Parts, SampleSpec};
+use hpctrain::config::{Config, Environment, ResolvedConfig, resolve};
+use hpctrain::data::{Ids, SampleFields, SampleSpec};
 use hpctrain::mesh::Mesh;
-use hpctrain::nn::Micro;
+use hpctrain::nn::MicroBatch;
 use hpctrain::nn::loss::Loss;
-use hpctrain::optim::Rule;
+use hpctrain::optim::UpdateRule;
 use hpctrain::parallel::{ControlFlags, Zero};
 
 use hpctrain_testkit::simulator::under;
@@ -36,20 +36,20 @@ fn text(group: &hdf5::Group, name: &str) -> String {
 }
 
 /// The plan of a case's configuration.
-fn plan(case: &hdf5::Group) -> Plan {
+fn plan(case: &hdf5::Group) -> ResolvedConfig {
     let text = format!("[model]\nkind = \"layers\"\n{}\n[loss]\n{}", text(case, "model"), text(case, "loss"));
     let config: Config = toml::from_str(&text).unwrap();
-    resolve(config, &Facts { ranks: 1, threads: 1, vocabulary: None, on_gpu: false }).unwrap()
+    resolve(config, &Environment { ranks: 1, threads: 1, vocabulary: None, on_gpu: false }).unwrap()
 }
 
 /// Rows of the tables of categories.
-fn tables(plan: &Plan) -> &[usize] {
+fn tables(plan: &ResolvedConfig) -> &[usize] {
     let SampleSpec::Rows { ids: Ids::Tables(tables), .. } = &plan.samples else { return &[] };
     tables
 }
 
 /// Samples of a case on the device.
-fn samples<B: Kernels>(b: &B, case: &hdf5::Group, plan: &Plan) -> Micro<B> {
+fn samples<B: Kernels>(b: &B, case: &hdf5::Group, plan: &ResolvedConfig) -> MicroBatch<B> {
     let shape = case.dataset("inputs").unwrap().shape();
     let of_ids = case.dataset("inputs").unwrap().dtype().unwrap().is::<u32>();
     let (input, features) = match tables(plan) {
@@ -68,8 +68,9 @@ fn samples<B: Kernels>(b: &B, case: &hdf5::Group, plan: &Plan) -> Micro<B> {
         Loss::Deviation(_) => (vec![], floats(case, "targets")),
     };
     let weights = if case.link_exists("weights") { floats(case, "weights") } else { vec![] };
-    let parts = Parts { ids: &*input, features: &*features, classes: &*classes, values: &*values, weights: &*weights };
-    Micro::upload(b, parts, shape[0], 1, 0).unwrap()
+    let parts =
+        SampleFields { ids: &*input, features: &*features, classes: &*classes, values: &*values, weights: &*weights };
+    MicroBatch::upload(b, parts, shape[0], 1, 0).unwrap()
 }
 
 fn everything<B: Kernels>(b: &B, within: Within) {
@@ -79,7 +80,7 @@ fn everything<B: Kernels>(b: &B, within: Within) {
         let plan = plan(&case);
         for recompute in [false, true] {
             let one = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
-            let rule = Rule::Sgd { momentum: 0.0, nesterov: false };
+            let rule = UpdateRule::Sgd { momentum: 0.0, nesterov: false };
             let cut = Cut { recompute, ..Cut::WHOLE };
             let count = samples(b, &case, &plan).samples as u64;
             let comm = comm::single();

@@ -11,7 +11,7 @@ use hpctrain::nn::gpt::Gpt;
 use hpctrain::nn::llama::Llama;
 use hpctrain::nn::loss::Loss;
 use hpctrain::nn::{FrequencyScaling, Network};
-use hpctrain::optim::{Rule, Schedule, Shape};
+use hpctrain::optim::{Schedule, Shape, UpdateRule};
 use hpctrain::parallel::{ControlFlags, Hyper, Zero};
 
 use hpctrain_testkit::simulator::under;
@@ -86,7 +86,7 @@ fn each_case(test: impl Fn(&str, &hdf5::Group, &Network)) {
 }
 
 /// A network with its golden parameters on one rank.
-fn load<B: Kernels>(b: &B, case: &hdf5::Group, network: &Network, rule: Rule, cut: Cut) -> Engine<B> {
+fn load<B: Kernels>(b: &B, case: &hdf5::Group, network: &Network, rule: UpdateRule, cut: Cut) -> Engine<B> {
     let predictions = (size(case, "batch") * network.context()) as u64;
     let mut engine =
         engine_on(b.clone(), &comm::single(), network, Loss::cross_entropy(), ONE, Zero::Zero, rule, cut, predictions);
@@ -110,7 +110,7 @@ fn train<B: Kernels>(
     b: &B,
     case: &hdf5::Group,
     network: &Network,
-    rule: Rule,
+    rule: UpdateRule,
     cut: Cut,
     rate: impl Fn(u64) -> f64,
     weight_decay: f32,
@@ -167,7 +167,7 @@ fn same_parameters<B: Kernels>(case: &hdf5::Group, group: &str, engine: &mut Eng
     }
 }
 
-const ADAMW: Rule = Rule::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 };
+const ADAMW: UpdateRule = UpdateRule::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 };
 
 /// Tolerance of a device against PyTorch's f64.
 #[derive(Clone, Copy)]
@@ -245,7 +245,7 @@ fn ten_steps_of_adamw<B: Kernels>(b: &B, within: Within) {
 fn ten_steps_of_nesterov<B: Kernels>(b: &B, within: Within) {
     each_case(|_, case, network| {
         let golden = case.group("sgd").unwrap();
-        let rule = Rule::Sgd { momentum: attribute(&golden, "momentum") as f32, nesterov: true };
+        let rule = UpdateRule::Sgd { momentum: attribute(&golden, "momentum") as f32, nesterov: true };
         let rate = attribute(&golden, "lr");
         let decay = attribute(&golden, "weight_decay") as f32;
         let (losses, _, mut engine) = train(b, case, network, rule, Cut::WHOLE, |_| rate, decay, f64::INFINITY);

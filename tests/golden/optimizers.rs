@@ -3,18 +3,18 @@
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
 use hpctrain::backend::{Elementwise, Kernels, MemoryKind};
-use hpctrain::optim::{Rule, Update};
+use hpctrain::optim::{Update, UpdateRule};
 
 use hpctrain_testkit::simulator::under;
 use hpctrain_testkit::{distance, floats, golden, numbers};
 
-const RULES: [(&str, Rule); 6] = [
-    ("adam", Rule::Elementwise(Elementwise::Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 })),
-    ("adagrad", Rule::Elementwise(Elementwise::Adagrad { eps: 1e-8 })),
-    ("rmsprop", Rule::Elementwise(Elementwise::RmsProp { alpha: 0.95, eps: 1e-8, momentum: 0.8 })),
-    ("lion", Rule::Elementwise(Elementwise::Lion { beta1: 0.9, beta2: 0.95 })),
-    ("lamb", Rule::Lamb { beta1: 0.9, beta2: 0.95, eps: 1e-8 }),
-    ("lars", Rule::Lars { momentum: 0.8, nesterov: true, trust: 0.05 }),
+const RULES: [(&str, UpdateRule); 6] = [
+    ("adam", UpdateRule::Elementwise(Elementwise::Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 })),
+    ("adagrad", UpdateRule::Elementwise(Elementwise::Adagrad { eps: 1e-8 })),
+    ("rmsprop", UpdateRule::Elementwise(Elementwise::RmsProp { alpha: 0.95, eps: 1e-8, momentum: 0.8 })),
+    ("lion", UpdateRule::Elementwise(Elementwise::Lion { beta1: 0.9, beta2: 0.95 })),
+    ("lamb", UpdateRule::Lamb { beta1: 0.9, beta2: 0.95, eps: 1e-8 }),
+    ("lars", UpdateRule::Lars { momentum: 0.8, nesterov: true, trust: 0.05 }),
 ];
 
 fn everything<B: Kernels>(b: &B) {

@@ -8,7 +8,7 @@ use hpctrain::mesh::Mesh;
 use hpctrain::nn::gpt::Gpt;
 use hpctrain::nn::llama::Llama;
 use hpctrain::nn::{FrequencyScaling, Network};
-use hpctrain::optim::Rule;
+use hpctrain::optim::UpdateRule;
 use hpctrain::parallel::{ControlFlags, Zero};
 
 use hpctrain_testkit::{Cut, distance, engine, gradients, micro};
@@ -29,7 +29,7 @@ struct Outcome {
 
 fn step(network: &Network, micros: usize, logit_rows: usize) -> Outcome {
     let mesh = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
-    let rule = Rule::Sgd { momentum: 0.0, nesterov: false };
+    let rule = UpdateRule::Sgd { momentum: 0.0, nesterov: false };
     let cut = Cut { micros_per_lane: micros, ..Cut::WHOLE };
     let rows = SEQUENCES * TIME;
     let engine = engine(&comm::single(), network, mesh, Zero::Zero, rule, cut, rows as u64);

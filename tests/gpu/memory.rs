@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use hpctrain::backend::cuda::{Allotment, Arithmetic, Cuda, Device, Precision};
+use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, PoolBudget, Precision};
 use hpctrain::backend::{Backend, MemoryKind};
 
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun};
@@ -141,7 +141,7 @@ fn pools_of_every_kind_give_the_same_bits() {
 fn a_pool_grows_until_there_is_no_more() {
     under(&[&[("CUDASIM_MEM", "192M")]], || {
         let with = |most: usize| {
-            let memory = Allotment { bytes: most << 20, grows: true };
+            let memory = PoolBudget { bytes: most << 20, grows: true };
             Cuda::with_journal(&Device::open(0).unwrap(), memory, Precision::F32(Arithmetic::Full), false).unwrap()
         };
         let mebibytes = |cuda: &Cuda, count: usize| cuda.alloc(MemoryKind::Gradients, count << 18);

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::Command;
 
 use hpctrain::backend::cuda::libraries;
-use hpctrain::backend::cuda::program::{KERNELS, Variant, compile};
+use hpctrain::backend::cuda::nvrtc::{KERNELS, Variant, compile};
 
 use super::cubin::{Resources, functions};
 use hpctrain_testkit::launch::{finish, test_name};

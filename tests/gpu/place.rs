@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use hpctrain::data::import::{Categories, ImportCsv, Kept, NotFinite, import_csv};
+use hpctrain::data::import::{Categories, ImportCsv, ImportOptions, NotFinite, import_csv};
 use serde_json::Value;
 
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun};
@@ -38,7 +38,7 @@ fn clicks(folder: &Path) {
         let input = folder.join(format!("{name}.csv"));
         std::fs::write(&input, table).unwrap();
         let (not_finite, out) = (NotFinite::Error, folder.join(name));
-        let kept = Kept { not_finite, every: 5, shards: 2, normalize: true, out };
+        let kept = ImportOptions { not_finite, every: 5, shards: 2, normalize: true, out };
         let categories = Categories::Named { columns: columns.clone(), hash: None };
         import_csv(&ImportCsv { targets: vec!["clicked".into()], categories, ..ImportCsv::new(input, kept) }).unwrap();
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use hpctrain::backend::cuda::{Cuda, Device, Precision};
 use hpctrain::backend::{Backend, MemoryKind};
-use hpctrain::comm::{Algorithm, Comm, DevicePath, Group, Operation, start_threads_on_nodes};
+use hpctrain::comm::{Algorithm, Comm, DeviceTransport, Group, Operation, start_threads_on_nodes};
 
 use hpctrain_testkit::simulator::{child, is_on_gpu, role, under};
 
@@ -89,7 +89,7 @@ impl Rank {
 fn on_ranks<T: Send>(nodes: &[usize], algorithm: Algorithm, body: impl Fn(Rank) -> T + Sync) -> Vec<T> {
     let rank = |comm: Comm<Cuda>| {
         let cuda = Cuda::new(&Device::open(comm.rank()).unwrap(), 128 << 20, Precision::Bf16).unwrap();
-        let comm = comm.through(DevicePath::Nccl).in_chunks(SLOT);
+        let comm = comm.with_transport(DeviceTransport::Nccl).in_chunks(SLOT);
         body(Rank { group: comm.world(), comm, cuda })
     };
     std::thread::scope(|scope| {

@@ -12,7 +12,7 @@ use cudarc::driver::result::{event, stream};
 use cudarc::driver::sys::{self, CUresult};
 use cudarc::driver::{CudaContext, DevicePtr};
 use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
-use hpctrain::backend::{Activation, ActivationOps, Backend, ElementwiseOps, Gemm, LinearOps, MemoryKind, Reach};
+use hpctrain::backend::{Activation, ActivationOps, Backend, CommBuffer, ElementwiseOps, Gemm, LinearOps, MemoryKind};
 
 use hpctrain_testkit::launch::{Transport, finish};
 use hpctrain_testkit::runs::Run;
@@ -173,22 +173,24 @@ fn the_backend_chooses_its_device_on_every_thread() {
             drop(fresh(|| cuda.upload_ints(&[1, 2, 3]).unwrap()));
 
             // The communication thread's part, its event first of all.
-            let ready = Cuda::stamp(&wide).unwrap().unwrap();
+            let ready = Cuda::record_event(&wide).unwrap().unwrap();
             let ready = fresh(move || {
                 while !ready.is_done().unwrap() {}
                 ready
             });
             fresh(move || ready.wait().unwrap());
             let mut wide = wide;
-            let copies = fresh(|| match Cuda::reach(&mut wide, 0..2).unwrap() {
-                Reach::Device(_, copies) => {
+            let copies = fresh(|| match Cuda::comm_buffer(&mut wide, 0..2).unwrap() {
+                CommBuffer::Device(_, copies) => {
                     assert!(!cudarc::driver::result::ctx::get_current().unwrap().unwrap().is_null());
                     copies
                 }
-                Reach::Host(_) => panic!("host memory"),
+                CommBuffer::Host(_) => panic!("host memory"),
             });
             let scratch = fresh(|| copies.scratch(2).unwrap());
-            let Reach::Device(span, _) = Cuda::reach(&mut wide, 0..2).unwrap() else { panic!("host memory") };
+            let CommBuffer::Device(span, _) = Cuda::comm_buffer(&mut wide, 0..2).unwrap() else {
+                panic!("host memory")
+            };
             let aside = scratch.span();
             fresh(|| copies.copy(span, aside).unwrap());
             fresh(|| copies.add(aside, span).unwrap());

@@ -6,8 +6,8 @@ use hpctrain::config::{Config, Sources, load};
 use hpctrain::data::{SampleMut, Sizes, Source};
 use hpctrain::engine::{Splits, on_threads};
 use hpctrain::error::Result;
-use hpctrain::run_dir::{Ending, Resume};
-use hpctrain::train::{Own, Request, train_on_device};
+use hpctrain::run_dir::{Resume, RunOutcome};
+use hpctrain::train::{Customization, Request, train};
 use serde_json::Value;
 
 use hpctrain_testkit::launch::{finish, program};
@@ -72,13 +72,23 @@ fn config(root: &Path, name: &str, more: &[&str]) -> Config {
     load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap().0
 }
 
-fn train(root: &Path, name: &str, ranks: usize, data: &Circle, more: &[&str], resume: Resume) -> (RunFiles, Ending) {
+fn train_on_circle(
+    root: &Path,
+    name: &str,
+    ranks: usize,
+    data: &Circle,
+    more: &[&str],
+    resume: Resume,
+) -> (RunFiles, RunOutcome) {
     let config = config(root, name, more);
     let ended = on_threads(ranks, |comm| {
-        let (train, validation) = (Box::new(data.clone()), Some(Box::new(data.clone()) as Box<dyn Source>));
-        let own = Own { data: Some(Splits { name: "a circle".into(), train, validation }), ..Own::default() };
+        let validation: Option<Box<dyn Source>> = Some(Box::new(data.clone()));
+        let own = Customization {
+            data: Some(Splits { name: "a circle".into(), train: Box::new(data.clone()), validation }),
+            ..Customization::default()
+        };
         let request = Request { threads: Some(1), resume: resume.clone(), ..Request::new(config.clone(), "circle") };
-        train_on_device(comm, &request, own, None)
+        train(comm, &request, own, None)
     });
     (RunFiles(root.join(name)), ended.unwrap().swap_remove(0))
 }
@@ -99,7 +109,7 @@ fn epochs_decide_length_evaluations_and_checkpoints() {
     let run = |name: &str, epochs: &str, resume| {
         let settings = by(epochs);
         let settings: Vec<&str> = settings.iter().map(String::as_str).collect();
-        train(root.path(), name, 2, &data, &settings, resume).0
+        train_on_circle(root.path(), name, 2, &data, &settings, resume).0
     };
     // Three epochs of 40 samples are 120, in steps of 16.
     let files = run("x", "run.epochs=3", Resume::No);
@@ -131,8 +141,8 @@ fn an_early_stop_costs_no_further_evaluation() {
     let settings = [&network, "run.steps=500", "optimizer.lr=5.0", "eval.every=4", "eval.patience=2"];
     let mut steps = vec![];
     for ranks in [1, 2] {
-        let (files, ending) = train(root.path(), &format!("on-{ranks}"), ranks, &data, &settings, Resume::No);
-        assert!(matches!(&ending, Ending::Stopped(why) if why.contains("no validation loss lower")), "{ending:?}");
+        let (files, ending) = train_on_circle(root.path(), &format!("on-{ranks}"), ranks, &data, &settings, Resume::No);
+        assert!(matches!(&ending, RunOutcome::Stopped(why) if why.contains("no validation loss lower")), "{ending:?}");
         let step = last(&files, "metrics.jsonl")["step"].as_u64().unwrap();
         let evaluated: Vec<f64> = (1..=step / 4).map(|n| 4.0 * n as f64).collect();
         assert_eq!((files.numbers("eval.jsonl", "step"), step % 4, step < 500), (evaluated, 0, true));
@@ -164,7 +174,8 @@ fn classes_and_data_sets_are_told_alike_on_any_ranks() {
         let mut all = vec![];
         for (number, (ranks, layout)) in layouts.into_iter().enumerate() {
             let name = format!("{outputs}-{number}");
-            let (files, _) = train(root.path(), &name, ranks, &data, &[&settings[..], layout].concat(), Resume::No);
+            let (files, _) =
+                train_on_circle(root.path(), &name, ranks, &data, &[&settings[..], layout].concat(), Resume::No);
             all.push(files.evaluations());
         }
         assert!(all.iter().all(|other| *other == all[0]), "{all:#?}");

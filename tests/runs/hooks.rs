@@ -8,10 +8,10 @@ use hpctrain::config::{Config, Sources, load};
 use hpctrain::data::{SampleMut, Sizes, Source};
 use hpctrain::engine::{Splits, on_threads};
 use hpctrain::error::{Error, Result};
-use hpctrain::evaluate::Measures;
-use hpctrain::run_dir::Ending;
+use hpctrain::evaluate::Metrics;
+use hpctrain::run_dir::RunOutcome;
 use hpctrain::telemetry::metrics::Step;
-use hpctrain::train::{Hook, Outcome, Own, Request, train_on_device};
+use hpctrain::train::{Customization, Hook, Outcome, Request, train};
 
 /// Samples of a line, and of what the network does not take.
 #[derive(Clone, Copy)]
@@ -68,7 +68,7 @@ impl Hook for Notes {
         Ok(if self.stops_at == Some(step.step) { Break(format!("enough at {}", step.step)) } else { Continue(()) })
     }
 
-    fn evaluation(&mut self, step: u64, measures: &Measures) -> Result<ControlFlow<String>> {
+    fn evaluation(&mut self, step: u64, measures: &Metrics) -> Result<ControlFlow<String>> {
         assert!(measures.metrics.contains_key("mae"));
         self.told.push(format!("evaluation {step}"));
         match self.fails_at_evaluation == Some(step) {
@@ -77,7 +77,7 @@ impl Hook for Notes {
         }
     }
 
-    fn epoch(&mut self, epoch: u64, step: &Step, measures: Option<&Measures>) -> Result<ControlFlow<String>> {
+    fn epoch(&mut self, epoch: u64, step: &Step, measures: Option<&Metrics>) -> Result<ControlFlow<String>> {
         let evaluated = if measures.is_some() { ", evaluated" } else { "" };
         self.told.push(format!("epoch {epoch} with step {}{evaluated}", step.step));
         Ok(if self.stops_at_epoch == Some(epoch) { Break(format!("enough of {epoch} epochs")) } else { Continue(()) })
@@ -130,23 +130,23 @@ fn line(train: Line) -> Splits {
 }
 
 /// Calls of the hook of each rank, and the end of the run; `hook` makes that of a rank.
-fn run(ranks: usize, train: Line, hook: impl Fn(usize) -> Notes + Sync) -> (Vec<Vec<String>>, Vec<Result<Ending>>) {
-    run_with(ranks, train, &[], hook)
+fn run(ranks: usize, data: Line, hook: impl Fn(usize) -> Notes + Sync) -> (Vec<Vec<String>>, Vec<Result<RunOutcome>>) {
+    run_with(ranks, data, &[], hook)
 }
 
 fn run_with(
     ranks: usize,
-    train: Line,
+    data: Line,
     more: &[&str],
     hook: impl Fn(usize) -> Notes + Sync,
-) -> (Vec<Vec<String>>, Vec<Result<Ending>>) {
+) -> (Vec<Vec<String>>, Vec<Result<RunOutcome>>) {
     let root = tempfile::tempdir().unwrap();
     let config = config_with(root.path(), more);
     let each = on_threads(ranks, |comm| {
         let mut hook = hook(comm.rank());
-        let own = Own { hooks: vec![&mut hook], data: Some(line(train)), network: None };
+        let own = Customization { hooks: vec![&mut hook], data: Some(line(data)), network: None };
         let request = Request { threads: Some(1), ..Request::new(config.clone(), "line") };
-        let ended = train_on_device(comm, &request, own, None);
+        let ended = train(comm, &request, own, None);
         Ok((hook.told, ended))
     });
     each.unwrap().into_iter().unzip()
@@ -172,7 +172,7 @@ fn every_rank_is_told_everything() {
         let (told, ended) = run(ranks, LINE, |_| Notes::default());
         assert_eq!(
             (told, ended),
-            (vec![expected.map(String::from).to_vec(); ranks], vec![Ok(Ending::Finished); ranks])
+            (vec![expected.map(String::from).to_vec(); ranks], vec![Ok(RunOutcome::Finished); ranks])
         );
     }
 }
@@ -204,14 +204,14 @@ fn epochs_are_told_after_their_evaluations() {
         let (told, ended) = run_with(ranks, LINE, &settings, |_| Notes::default());
         assert_eq!(
             (told, ended),
-            (vec![expected.map(String::from).to_vec(); ranks], vec![Ok(Ending::Finished); ranks])
+            (vec![expected.map(String::from).to_vec(); ranks], vec![Ok(RunOutcome::Finished); ranks])
         );
     }
     // Several epochs of a round are told after its average, and a request to stop is heard with the next.
     let apart = ["parallel.average_every=4", "parallel.average_replicas=2", "parallel.lanes=2", "checkpoint.every=0"];
     let hook = |_| Notes { stops_at_epoch: Some(1), ..Notes::default() };
     let (told, ended) = run_with(2, LINE, &[&settings[..], &apart].concat(), hook);
-    assert_eq!(ended, vec![Ok(Ending::Stopped("enough of 1 epochs".into())); 2]);
+    assert_eq!(ended, vec![Ok(RunOutcome::Stopped("enough of 1 epochs".into())); 2]);
     let expected = ["step 4", "epoch 1 with step 3", "step 5", "step 6", "step 7", "step 8", "epoch 2 with step 5"];
     assert_eq!(told[0][3..10], expected, "{:?}", told[0]);
 }
@@ -221,7 +221,7 @@ fn one_rank_that_asks_stops_all() {
     for (ranks, asks) in [(1, 0), (2, 0), (2, 1)] {
         let hook = |rank| Notes { stops_at: (rank == asks).then_some(2), ..Notes::default() };
         let (told, ended) = run(ranks, LINE, hook);
-        assert_eq!(ended, vec![Ok(Ending::Stopped("enough at 2".into())); ranks]);
+        assert_eq!(ended, vec![Ok(RunOutcome::Stopped("enough at 2".into())); ranks]);
         for told in told {
             // The step that carried the wish is the last one.
             let last = ["step 3", "evaluation 3", "checkpoint 3", "end 3: Stopped(\"enough at 2\")"];
@@ -270,8 +270,8 @@ fn samples_that_the_network_cannot_take_are_refused() {
     );
     let root = tempfile::tempdir().unwrap();
     let splits = Splits { validation: Some(Box::new(Line { values: 0, ..LINE })), ..line(LINE) };
-    let own = Own { data: Some(splits), ..Own::default() };
-    let ended = train_on_device(&comm::single(), &Request::new(config(root.path()), "line"), own, None);
+    let own = Customization { data: Some(splits), ..Customization::default() };
+    let ended = train(&comm::single(), &Request::new(config(root.path()), "line"), own, None);
     assert!(ended.unwrap_err().to_string().starts_with("a line, validation: 40 samples of 0 ids"));
     let message = message(Line { broken: Some(17), ..LINE });
     assert!(message.starts_with("a line: sample 17: NaN is not a finite number"), "{message}");
@@ -280,8 +280,8 @@ fn samples_that_the_network_cannot_take_are_refused() {
 #[test]
 fn samples_of_a_source_may_have_weights() {
     let root = tempfile::tempdir().unwrap();
-    let own = Own { data: Some(line(Line { weight: Some(2.0), ..LINE })), ..Own::default() };
-    train_on_device(&comm::single(), &Request::new(config(root.path()), "line"), own, None).unwrap();
+    let own = Customization { data: Some(line(Line { weight: Some(2.0), ..LINE })), ..Customization::default() };
+    train(&comm::single(), &Request::new(config(root.path()), "line"), own, None).unwrap();
     let text = std::fs::read_to_string(root.path().join("here/metrics.jsonl")).unwrap();
     // One sample counts, and six steps of four see it once.
     assert_eq!(text.lines().filter(|line| line.contains("\"loss\":0.0,")).count(), 5, "{text}");

@@ -10,14 +10,14 @@ use hpctrain::layout::UnitLayout;
 use hpctrain::mesh::Mesh;
 use hpctrain::nn::Network;
 use hpctrain::nn::gpt::Gpt;
-use hpctrain::optim::Rule;
+use hpctrain::optim::UpdateRule;
 use hpctrain::parallel::{ControlFlags, Hyper, Zero};
 
 use hpctrain_testkit::{Cut, engine, micro};
 
 /// Small, and of many blocks, as networks are that one shards.
 const GPT: Gpt = Gpt { layers: 12, heads: 2, width: 64, context: 8, vocabulary: 64, bias: true, dropout: 0.0 };
-const RULE: Rule = Rule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
+const RULE: UpdateRule = UpdateRule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
 const STAGES: [Zero; 4] = [Zero::Zero, Zero::One, Zero::Two, Zero::Three];
 const RANKS: [usize; 4] = [1, 2, 4, 8];
 

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use hpctrain::data::import::{Categories, ImportCsv, ImportIdx, Kept, NotFinite, import_csv, import_idx};
+use hpctrain::data::import::{Categories, ImportCsv, ImportIdx, ImportOptions, NotFinite, import_csv, import_idx};
 
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
 use hpctrain_testkit::launch::{finish, mpirun, program};
@@ -23,7 +23,7 @@ fn idx(shape: &[u32], elements: Vec<u8>) -> Vec<u8> {
 
 /// Small images of four classes, and a table with weights, in the folder.
 pub fn data(folder: &Path) {
-    let kept = |name: &str| Kept {
+    let kept = |name: &str| ImportOptions {
         not_finite: NotFinite::Error,
         every: 5,
         shards: 2,
@@ -392,7 +392,8 @@ fn rows_reach_the_network_as_it_learned_them_whoever_stored_them() {
     drop(kept);
     std::fs::write(at("few"), idx(&[12, 7, 6], pixels.clone())).unwrap();
     std::fs::write(at("their"), idx(&[12], classes.iter().map(|class| *class as u8).collect())).unwrap();
-    let kept = Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: at("few-imported") };
+    let kept =
+        ImportOptions { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: at("few-imported") };
     import_idx(&ImportIdx { images: at("few"), labels: at("their"), kept }).unwrap();
     let raw = hdf5::File::create(at("raw.h5")).unwrap();
     raw.new_dataset::<u8>().shape([12, 7, 6]).create("inputs").unwrap().write_raw(&pixels).unwrap();
@@ -471,7 +472,7 @@ fn tables_reach_the_network_as_it_learned_them() {
     let files = run(network, Alone, root.path(), "run", "").succeeds();
     let import = |name: &str, table: &str, categories: Categories| {
         std::fs::write(at(name).with_extension("csv"), table).unwrap();
-        let kept = Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: at(name) };
+        let kept = ImportOptions { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: at(name) };
         let (input, targets) = (at(name).with_extension("csv"), vec!["clicked".into()]);
         import_csv(&ImportCsv { targets, categories, ..ImportCsv::new(input, kept) }).unwrap();
     };

@@ -8,7 +8,7 @@ use hpctrain::mesh::Mesh;
 use hpctrain::nn::gpt::Gpt;
 use hpctrain::nn::llama::Llama;
 use hpctrain::nn::{FrequencyScaling, Network};
-use hpctrain::optim::Rule;
+use hpctrain::optim::UpdateRule;
 use hpctrain::parallel::Zero;
 use serde_json::Value;
 
@@ -53,7 +53,7 @@ fn networks() -> Vec<Network> {
 fn the_past_changes_nothing() {
     for network in networks() {
         let one = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
-        let rule = Rule::Sgd { momentum: 0.0, nesterov: false };
+        let rule = UpdateRule::Sgd { momentum: 0.0, nesterov: false };
         let mut engine = engine(&comm::single(), &network, one, Zero::Zero, rule, Cut::WHOLE, 1);
         let model = &mut engine.model;
         let context = network.context();

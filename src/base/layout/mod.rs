@@ -1,13 +1,13 @@
 //! The layout of tensors: units, offsets, owned ranges. Integers in, integers out.
 
-mod slices;
+mod tensor_shards;
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-pub use slices::{Cut, Slab, Slices};
+pub use tensor_shards::{Cut, ShardSlab, TensorShards};
 
 /// Initial values of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -103,7 +103,7 @@ pub struct UnitLayout {
     /// Elements stored.
     pub padded: usize,
     /// The lanes of the sections.
-    slices: Slices,
+    slices: TensorShards,
     places: Vec<Place>,
     sections: Vec<Section>,
 }
@@ -112,7 +112,7 @@ pub struct UnitLayout {
 #[derive(Debug, Clone, PartialEq)]
 struct Place {
     tensor: usize,
-    slab: Slab,
+    slab: ShardSlab,
     range: Range<usize>,
     /// Whether another lane's section answers for the tensor.
     is_copy: bool,
@@ -133,11 +133,11 @@ const ALIGN: usize = 16;
 impl UnitLayout {
     /// Lays out `tensors`, uncut, so that the unit can be cut into `parts` equal parts.
     pub fn new(name: impl Into<Arc<str>>, tensors: Vec<Tensor>, parts: usize) -> Self {
-        Self::sliced(name, tensors, parts, &Slices::whole())
+        Self::sliced(name, tensors, parts, &TensorShards::whole())
     }
 
     /// Lays out the part of `tensors` of some tensor lanes, so that each section can be cut into `parts` equal parts.
-    pub fn sliced(name: impl Into<Arc<str>>, tensors: Vec<Tensor>, parts: usize, slices: &Slices) -> Self {
+    pub fn sliced(name: impl Into<Arc<str>>, tensors: Vec<Tensor>, parts: usize, slices: &TensorShards) -> Self {
         debug_assert!(tensors.iter().is_sorted_by_key(Tensor::order), "decayed tensors come first, averages last");
         let is_cut = |tensor: &Tensor| slices.total > 1 && tensor.cut.is_some();
         debug_assert!(tensors.iter().is_sorted_by_key(|tensor| !is_cut(tensor)), "cut tensors come first");
@@ -174,7 +174,7 @@ impl UnitLayout {
     }
 
     /// The tensor lanes of the sections.
-    pub fn slices(&self) -> &Slices {
+    pub fn slices(&self) -> &TensorShards {
         &self.slices
     }
 

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{gpt2, llama};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::regular_files;
+use hpctrain_base::safe_open;
 use hpctrain_config::Model;
 use hpctrain_data::Tokenizer;
 use hpctrain_nn::Network;
@@ -53,7 +53,7 @@ impl Architecture {
     /// # Errors
     /// It is missing, or of another network than those here.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = regular_files::read(path)
+        let text = safe_open::read(path)
             .map_err(|e| Error::io("read", path, e).hint("give a directory with config.json and model.safetensors"))?;
         #[derive(Deserialize)]
         struct Family {

@@ -7,8 +7,8 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::architecture::Architecture;
+use super::name_map::{Spelling, transposed};
 use super::safetensors::Writer;
-use super::spelling::{Spelling, transposed};
 use super::staging::Staging;
 use super::tokenizer::{GENERATION, Generation, SETTINGS, TOKENIZER};
 use super::{CONFIG, MODEL, tensors};

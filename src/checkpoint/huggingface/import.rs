@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use super::architecture::Architecture;
+use super::name_map::{HEAD, Spelling, transposed};
 use super::safetensors::Reader;
-use super::spelling::{HEAD, Spelling, transposed};
 use super::staging::Staging;
 use super::{CONFIG, INDEX, MODEL, tensors};
 use crate::manifest::VERSION;
@@ -13,10 +13,10 @@ use crate::shard::{Extent, ShardWriter, file_name};
 use crate::{Manifest, Origin};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::Tensor;
-use hpctrain_base::regular_files;
-use hpctrain_base::regular_files::is_plain_name;
+use hpctrain_base::safe_open;
+use hpctrain_base::safe_open::is_plain_name;
 use hpctrain_config::telemetry::unix_time;
-use hpctrain_config::{Config, Data, Facts, resolve};
+use hpctrain_config::{Config, Data, Environment, resolve};
 use hpctrain_data::Tokenizer;
 
 /// Writes the network in the directory `from` as a checkpoint at step 0, without optimizer state, into the directory
@@ -29,7 +29,7 @@ pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<M
     // Its training data is not known.
     let data = Data { path: String::new(), ..Data::default() };
     let config = Config { model: architecture.model(), data, ..Config::default() };
-    let plan = resolve(config, &Facts { ranks: 1, threads: 1, vocabulary: None, on_gpu: false });
+    let plan = resolve(config, &Environment { ranks: 1, threads: 1, vocabulary: None, on_gpu: false });
     let plan = plan.map_err(|e| e.at(from.join(CONFIG).display()))?;
     let vocabulary = plan.network.outputs();
     if let Some(tokenizer) = tokenizer.as_ref().filter(|tokenizer| tokenizer.vocabulary() > vocabulary) {
@@ -232,7 +232,7 @@ fn files(from: &Path) -> Result<Files> {
     struct Index {
         weight_map: BTreeMap<String, String>,
     }
-    let text = regular_files::read(&index).map_err(|e| Error::io("read", &index, e))?;
+    let text = safe_open::read(&index).map_err(|e| Error::io("read", &index, e))?;
     let Index { weight_map } = serde_json::from_slice(&text)
         .map_err(|e| Error::input(format!("{}: {e}", index.display())).hint("copy it again"))?;
     let names: BTreeSet<&String> = weight_map.values().collect();

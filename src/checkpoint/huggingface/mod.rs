@@ -9,8 +9,8 @@ mod export;
 mod gpt2;
 mod import;
 mod llama;
+mod name_map;
 mod safetensors;
-mod spelling;
 mod staging;
 mod tokenizer;
 
@@ -18,7 +18,7 @@ pub use export::{Exported, export};
 pub use import::import;
 pub use tokenizer::tokenizer;
 
-use hpctrain_base::layout::{Slices, Tensor};
+use hpctrain_base::layout::{Tensor, TensorShards};
 use hpctrain_nn::Network;
 
 /// File with the architecture.
@@ -32,5 +32,5 @@ const INDEX: &str = "model.safetensors.index.json";
 
 /// Every tensor of a network, with the names and shapes that they have here.
 fn tensors(network: &Network) -> Vec<Tensor> {
-    network.cpu_blocks(&Slices::whole()).iter().flat_map(|block| block.tensors()).collect()
+    network.cpu_blocks(&TensorShards::whole()).iter().flat_map(|block| block.tensors()).collect()
 }

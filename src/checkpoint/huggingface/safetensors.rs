@@ -14,7 +14,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use safetensors::{Dtype, SafeTensorError};
 
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::regular_files;
+use hpctrain_base::safe_open;
 
 /// Bytes before the header.
 const LENGTH: usize = size_of::<u64>();
@@ -90,7 +90,7 @@ impl Reader {
     /// # Errors
     /// It is missing, or not of this format, or not as long as its header says.
     pub fn open(path: &Path) -> Result<Self> {
-        let file = regular_files::open(path).map_err(|e| Error::io("open", path, e))?;
+        let file = safe_open::open(path).map_err(|e| Error::io("open", path, e))?;
         let length = file.metadata().map_err(|e| Error::io("read", path, e))?.len();
         let malformed = |what: String| {
             Error::input(format!("{}: not a whole safetensors file: {what}", path.display())).hint("copy it again")

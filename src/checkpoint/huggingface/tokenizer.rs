@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::CONFIG;
 use super::architecture::Tokens;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::regular_files;
+use hpctrain_base::safe_open;
 use hpctrain_data::Tokenizer;
 
 /// File with the tokenizer.
@@ -70,7 +70,7 @@ fn optional(path: &Path) -> Result<Option<(String, Value)>> {
     if !path.exists() {
         return Ok(None);
     }
-    let text = regular_files::read_to_string(path).map_err(|e| Error::io("read", path, e))?;
+    let text = safe_open::read_to_string(path).map_err(|e| Error::io("read", path, e))?;
     let value = serde_json::from_str(&text);
     let value = value.map_err(|e| {
         Error::input(format!("{}: {e}", path.display())).hint("copy it again, or name a tokenizer with --tokenizer")

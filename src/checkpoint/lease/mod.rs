@@ -25,26 +25,26 @@
 //!
 //! On coherent file systems `S` is zero, a dead lease is taken over after 60 s and removals follow at once.
 
-mod grip;
-mod held;
-mod holder;
+mod fs_clock;
+mod guard;
+mod owner;
+mod record;
 #[cfg(test)]
 mod simulation;
-mod system;
 
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use holder::{Life, host};
-use system::{Open, System, TURN_FILE, Turn};
+use fs_clock::{Open, System, TURN_FILE, Turn};
+use owner::{Liveness, host};
 
 use hpctrain_base::error::{Error, Result};
 
-pub use grip::Lease;
-pub use held::Held;
-pub use holder::Holder;
+pub use guard::LeaseGuard;
+pub use owner::LeaseOwner;
+pub use record::LeaseRecord;
 
 /// Interval at which a holder rewrites its lease, and time without a rewrite after which a lease is dead where views are
 /// not old.
@@ -91,14 +91,14 @@ pub struct Leases {
 #[derive(Debug)]
 pub enum Claimed {
     /// This process holds the lease.
-    Taken(Lease),
+    Taken(LeaseGuard),
     /// Another one does; none if the lease does not tell which.
-    By(Option<Held>),
+    By(Option<LeaseRecord>),
 }
 
 /// The fate of a directory in the trash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Fate {
+pub(super) enum TrashStatus {
     /// Nothing yet: a lease on it may not show.
     Waits,
     /// It stays: somebody holds it.
@@ -108,7 +108,7 @@ pub(super) enum Fate {
 }
 
 /// The state of a lease.
-enum Look {
+enum LeaseStatus {
     /// There is none.
     Free,
     /// Its holder is provably gone.
@@ -122,7 +122,7 @@ enum Look {
 /// The bytes of a lease, and their meaning unless they are being written.
 struct Found {
     bytes: Vec<u8>,
-    held: Option<Held>,
+    held: Option<LeaseRecord>,
 }
 
 impl Found {
@@ -132,14 +132,14 @@ impl Found {
 
     /// How old the holder's view may be.
     fn stale(&self) -> Duration {
-        self.held.as_ref().map_or(system::STALE, Held::stale)
+        self.held.as_ref().map_or(fs_clock::STALE, LeaseRecord::stale)
     }
 }
 
 impl Leases {
     /// The leases in the directory `root`, which need not exist.
     pub fn new(root: PathBuf) -> Self {
-        Self::by(system::system(), root)
+        Self::by(fs_clock::system(), root)
     }
 
     fn by(system: Arc<dyn System>, root: PathBuf) -> Self {
@@ -151,7 +151,7 @@ impl Leases {
     ///
     /// # Errors
     /// The file system refused.
-    pub fn take(&self, name: &str) -> Result<Option<Lease>> {
+    pub fn take(&self, name: &str) -> Result<Option<LeaseGuard>> {
         let path = self.path(name);
         self.system.create_dir(&self.root).map_err(|e| Error::io("create", &self.root, e))?;
         let _turn = self.turn();
@@ -176,37 +176,37 @@ impl Leases {
             let turn = self.turn();
             // Time in which the holder before may take the lease for its own.
             let settles = match self.look(&path)? {
-                Look::Free => Duration::ZERO,
-                Look::Dead(found) => {
-                    self.bury(&path, &found);
+                LeaseStatus::Free => Duration::ZERO,
+                LeaseStatus::Dead(found) => {
+                    self.remove_dead(&path, &found);
                     let was_settling = found.held.as_ref().is_some_and(|held| held.settling);
                     if was_settling { settled_after(self.stale, found.stale()) } else { Duration::ZERO }
                 }
-                Look::Silent(found) if silent.as_ref() == Some(&found.bytes) => {
-                    self.bury(&path, &found);
+                LeaseStatus::Silent(found) if silent.as_ref() == Some(&found.bytes) => {
+                    self.remove_dead(&path, &found);
                     settled_after(self.stale, found.stale())
                 }
-                Look::Silent(found) if waits && silent.is_none() => {
+                LeaseStatus::Silent(found) if waits && silent.is_none() => {
                     drop(turn);
-                    if self.beats(&path, &found)? {
+                    if self.saw_heartbeat(&path, &found)? {
                         return Ok(Claimed::By(found.held));
                     }
                     silent = Some(found.bytes);
                     continue;
                 }
                 // One that was killed a moment ago may not know it yet.
-                Look::Alive(_) if waits && !seen_alive => {
+                LeaseStatus::Alive(_) if waits && !seen_alive => {
                     drop(turn);
                     self.wait(&path, self.times.beat / 25)?;
                     seen_alive = true;
                     continue;
                 }
-                Look::Alive(found) | Look::Silent(found) => return Ok(Claimed::By(found.held)),
+                LeaseStatus::Alive(found) | LeaseStatus::Silent(found) => return Ok(Claimed::By(found.held)),
             };
             let created = self.create(&path, !settles.is_zero())?;
             drop(turn);
             match created {
-                Some(lease) => return self.settle(&path, lease.clearing(self.clone()), settles),
+                Some(lease) => return self.wait_until_settled(&path, lease.clearing(self.clone()), settles),
                 // Another process was faster, or the last holder has removed the directory in this moment; an old view
                 // may hide the other for a while.
                 None if refused > self.stale + MARGIN => return Ok(Claimed::By(None)),
@@ -219,7 +219,7 @@ impl Leases {
     }
 
     /// Waits until the holder before, and others that took the lease at the same time, have seen whose it is.
-    fn settle(&self, path: &Path, lease: Lease, settles: Duration) -> Result<Claimed> {
+    fn wait_until_settled(&self, path: &Path, lease: LeaseGuard, settles: Duration) -> Result<Claimed> {
         if settles.is_zero() {
             return Ok(Claimed::Taken(lease));
         }
@@ -252,15 +252,15 @@ impl Leases {
     }
 
     /// Watches a lease that was found silent until it is dead; true as soon as somebody rewrites it.
-    fn beats(&self, path: &Path, found: &Found) -> Result<bool> {
+    fn saw_heartbeat(&self, path: &Path, found: &Found) -> Result<bool> {
         let Times { beat, .. } = self.times;
         let (begun, mut told) = (self.system.now(), false);
         while !self.is_old(path, &found.bytes) {
             self.wait(path, beat / 20)?;
             match self.look(path)? {
-                Look::Free | Look::Dead(_) => return Ok(false),
-                Look::Silent(now) if now.bytes == found.bytes => {}
-                Look::Alive(_) | Look::Silent(_) => return Ok(true),
+                LeaseStatus::Free | LeaseStatus::Dead(_) => return Ok(false),
+                LeaseStatus::Silent(now) if now.bytes == found.bytes => {}
+                LeaseStatus::Alive(_) | LeaseStatus::Silent(_) => return Ok(true),
             }
             if !told && self.system.now() - begun > beat / 5 {
                 let left = self.dead().as_secs_f64().ceil();
@@ -302,7 +302,7 @@ impl Leases {
     ///
     /// # Errors
     /// The file system refused.
-    pub fn share(&self, checkpoint: &str) -> Result<Option<Lease>> {
+    pub fn share(&self, checkpoint: &str) -> Result<Option<LeaseGuard>> {
         self.take(&format!("{checkpoint}.{}-{}", self.system.holder().host, self.system.holder().pid))
     }
 
@@ -310,7 +310,7 @@ impl Leases {
     ///
     /// # Errors
     /// The file system refused.
-    pub fn watch_queue(&self) -> Result<Option<Lease>> {
+    pub fn watch_queue(&self) -> Result<Option<LeaseGuard>> {
         self.take(&format!("{QUEUE}{}-{}", host(), std::process::id()))
     }
 
@@ -334,12 +334,12 @@ impl Leases {
     ///
     /// # Errors
     /// The lease cannot be read.
-    pub fn shows_life(&self, name: &str) -> Result<bool> {
+    pub fn is_live(&self, name: &str) -> Result<bool> {
         let path = self.path(name);
         Ok(match self.look(&path)? {
-            Look::Free | Look::Dead(_) => false,
-            Look::Alive(_) => true,
-            Look::Silent(found) => !self.is_old(&path, &found.bytes),
+            LeaseStatus::Free | LeaseStatus::Dead(_) => false,
+            LeaseStatus::Alive(_) => true,
+            LeaseStatus::Silent(found) => !self.is_old(&path, &found.bytes),
         })
     }
 
@@ -347,11 +347,11 @@ impl Leases {
     ///
     /// # Errors
     /// A lease cannot be read: its holder is not known.
-    pub(super) fn fate(&self, trash: &Path, name: &str) -> Result<Fate> {
+    pub(super) fn trash_status(&self, trash: &Path, name: &str) -> Result<TrashStatus> {
         Ok(match self.is_settled(trash) {
-            false => Fate::Waits,
-            true if self.holds(name)? => Fate::Held,
-            true => Fate::Free,
+            false => TrashStatus::Waits,
+            true if self.holds(name)? => TrashStatus::Held,
+            true => TrashStatus::Free,
         })
     }
 
@@ -364,7 +364,7 @@ impl Leases {
     ///
     /// # Errors
     /// The file system refused.
-    pub(super) fn retire(&self, path: &Path, trash: &Path) -> io::Result<()> {
+    pub(super) fn move_to_trash(&self, path: &Path, trash: &Path) -> io::Result<()> {
         self.system.rename(path, trash)?;
         // It counts from here, even if something was seen under this name before.
         self.forget(trash);
@@ -430,25 +430,25 @@ impl Leases {
     }
 
     /// Reads the state of the lease at `path`.
-    fn look(&self, path: &Path) -> Result<Look> {
+    fn look(&self, path: &Path) -> Result<LeaseStatus> {
         let bytes = match self.system.read(path) {
             Ok(bytes) => bytes,
-            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Look::Free),
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(LeaseStatus::Free),
             Err(e) => return Err(Error::io("read the lease", path, e)),
         };
-        let held: Option<Held> = serde_json::from_slice(&bytes).ok();
+        let held: Option<LeaseRecord> = serde_json::from_slice(&bytes).ok();
         let found = Found { bytes, held };
-        let Some(held) = &found.held else { return Ok(Look::Silent(found)) };
+        let Some(held) = &found.held else { return Ok(LeaseStatus::Silent(found)) };
         // A lock also tells of a process in another container.
         let locked = || if held.locked && held.holder.is_of_this_boot() { self.system.is_locked(path) } else { None };
         Ok(match (self.system.life(&held.holder), locked) {
-            (Life::Gone, _) => Look::Dead(found),
-            (Life::Ends, _) => Look::Silent(found),
-            (Life::Exists, _) => Look::Alive(found),
-            (Life::Unknown, locked) => match locked() {
-                Some(true) => Look::Alive(found),
-                Some(false) => Look::Dead(found),
-                None => Look::Silent(found),
+            (Liveness::Gone, _) => LeaseStatus::Dead(found),
+            (Liveness::Ends, _) => LeaseStatus::Silent(found),
+            (Liveness::Exists, _) => LeaseStatus::Alive(found),
+            (Liveness::Unknown, locked) => match locked() {
+                Some(true) => LeaseStatus::Alive(found),
+                Some(false) => LeaseStatus::Dead(found),
+                None => LeaseStatus::Silent(found),
             },
         })
     }
@@ -456,17 +456,17 @@ impl Leases {
     /// Whether there is a lease at `path` whose holder lives; removes a dead one.
     fn is_held(&self, path: &Path) -> Result<bool> {
         let found = match self.look(path)? {
-            Look::Free => return Ok(false),
-            Look::Alive(_) => return Ok(true),
-            Look::Silent(found) if !self.is_old(path, &found.bytes) => return Ok(true),
-            Look::Dead(found) | Look::Silent(found) => found,
+            LeaseStatus::Free => return Ok(false),
+            LeaseStatus::Alive(_) => return Ok(true),
+            LeaseStatus::Silent(found) if !self.is_old(path, &found.bytes) => return Ok(true),
+            LeaseStatus::Dead(found) | LeaseStatus::Silent(found) => found,
         };
-        self.bury(path, &found);
+        self.remove_dead(path, &found);
         Ok(false)
     }
 
     /// Removes a dead lease, unless another process did and took a new one meanwhile.
-    fn bury(&self, path: &Path, dead: &Found) {
+    fn remove_dead(&self, path: &Path, dead: &Found) {
         log::warn!("{}: lease of {}, which is gone: removed", path.display(), dead.who());
         let grave = path.with_extension(format!("dead-{}", self.system.holder().nonce()));
         self.forget(path);
@@ -482,8 +482,8 @@ impl Leases {
     }
 
     /// Creates the lease at `path`; none if there is one, or if the directory was removed meanwhile.
-    fn create(&self, path: &Path, settling: bool) -> Result<Option<Lease>> {
-        let mut held = Held { settling, ..Held::now(self.system.holder(), self.stale) };
+    fn create(&self, path: &Path, settling: bool) -> Result<Option<LeaseGuard>> {
+        let mut held = LeaseRecord { settling, ..LeaseRecord::now(self.system.holder(), self.stale) };
         let temporary = path.with_extension(format!("{}.tmp", held.token));
         let written = match self.write(&temporary, &mut held) {
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
@@ -505,16 +505,16 @@ impl Leases {
         });
         let removed = self.system.remove(&temporary);
         let open = created.and_then(|open| removed.map(|()| open)).map_err(|e| Error::io("create", path, e))?;
-        open.map(|open| Lease::hold(path.to_path_buf(), held, open, self)).transpose()
+        open.map(|open| LeaseGuard::hold(path.to_path_buf(), held, open, self)).transpose()
     }
 
-    fn is_mine(&self, path: &Path, held: &Held) -> bool {
-        let there = self.system.read(path).ok().and_then(|bytes| serde_json::from_slice::<Held>(&bytes).ok());
+    fn is_mine(&self, path: &Path, held: &LeaseRecord) -> bool {
+        let there = self.system.read(path).ok().and_then(|bytes| serde_json::from_slice::<LeaseRecord>(&bytes).ok());
         there.is_some_and(|there| there.token == held.token)
     }
 
     /// Writes a new lease and locks it, where that can be done.
-    fn write(&self, path: &Path, held: &mut Held) -> io::Result<Box<dyn Open>> {
+    fn write(&self, path: &Path, held: &mut LeaseRecord) -> io::Result<Box<dyn Open>> {
         let open = self.system.create(path)?;
         held.locked = open.is_locked();
         open.rewrite(held.text()?.as_bytes())?;
@@ -530,7 +530,7 @@ mod tests {
     use std::fs::{self, OpenOptions};
     use std::time::{Instant, SystemTime};
 
-    use super::holder::tests::{beside, far, gone};
+    use super::owner::tests::{beside, far, gone};
     use super::*;
 
     fn leases() -> (tempfile::TempDir, Leases) {
@@ -539,15 +539,15 @@ mod tests {
         (dir, leases)
     }
 
-    fn now() -> Held {
-        Held::now(Holder::here(), Duration::ZERO)
+    fn now() -> LeaseRecord {
+        LeaseRecord::now(LeaseOwner::here(), Duration::ZERO)
     }
 
     /// Writes a lease of somebody else.
-    fn put(leases: &Leases, name: &str, holder: Holder) -> PathBuf {
+    fn put(leases: &Leases, name: &str, holder: LeaseOwner) -> PathBuf {
         fs::create_dir_all(&leases.root).unwrap();
         let path = leases.path(name);
-        fs::write(&path, Held { holder, ..now() }.text().unwrap()).unwrap();
+        fs::write(&path, LeaseRecord { holder, ..now() }.text().unwrap()).unwrap();
         path
     }
 
@@ -569,7 +569,7 @@ mod tests {
     }
 
     #[track_caller]
-    fn taken(claimed: Result<Claimed>) -> Lease {
+    fn taken(claimed: Result<Claimed>) -> LeaseGuard {
         match claimed.unwrap() {
             Claimed::Taken(lease) => lease,
             Claimed::By(other) => panic!("{other:?}"),
@@ -577,7 +577,7 @@ mod tests {
     }
 
     #[track_caller]
-    fn refused(claimed: Result<Claimed>) -> Option<Held> {
+    fn refused(claimed: Result<Claimed>) -> Option<LeaseRecord> {
         match claimed.unwrap() {
             Claimed::Taken(_) => panic!("taken"),
             Claimed::By(other) => other,
@@ -619,9 +619,9 @@ mod tests {
         grow_old(&path, Duration::from_secs(3600));
         assert!(leases.holds("step-00000002").unwrap());
         assert!(leases.take("step-00000002.evaluate").unwrap().is_none());
-        assert!(leases.shows_life("step-00000002.evaluate").unwrap());
+        assert!(leases.is_live("step-00000002.evaluate").unwrap());
         std::thread::sleep(SHORT.dead);
-        assert!(!leases.shows_life("step-00000002.evaluate").unwrap() && path.exists());
+        assert!(!leases.is_live("step-00000002.evaluate").unwrap() && path.exists());
         let lease = leases.take("step-00000002.evaluate").unwrap().unwrap();
         // Another takes it, because this process stood still: it is not ours to give up.
         put(&leases, "step-00000002.evaluate", far());
@@ -655,7 +655,7 @@ mod tests {
         let lease = taken(leases.claim("trainer", true));
         // The same process cannot hold it twice either.
         let other = refused(leases.claim("trainer", true)).unwrap();
-        assert_eq!(other.holder, Holder::here());
+        assert_eq!(other.holder, LeaseOwner::here());
         assert!(other.to_string().starts_with(&format!("process {} on ", std::process::id())), "{other}");
         assert!(other.to_string().ends_with(", since 0s"), "{other}");
         drop(lease);
@@ -696,7 +696,7 @@ mod tests {
             let (leases, path) = (leases.clone(), path.clone());
             move || {
                 std::thread::sleep(leases.times.beat / 2);
-                fs::write(path, Held { holder: far(), beats: 1, ..now() }.text().unwrap()).unwrap();
+                fs::write(path, LeaseRecord { holder: far(), beats: 1, ..now() }.text().unwrap()).unwrap();
             }
         });
         assert_eq!(refused(leases.claim("trainer", true)).unwrap().holder, far());
@@ -709,7 +709,7 @@ mod tests {
         let (_dir, leases) = leases();
         fs::create_dir_all(&leases.root).unwrap();
         let path = leases.path("trainer");
-        let mut held = Held { holder: beside(), ..now() };
+        let mut held = LeaseRecord { holder: beside(), ..now() };
         let file = leases.write(&path, &mut held).unwrap();
         if !held.locked {
             println!("skipped: no file locks here");
@@ -762,7 +762,7 @@ mod tests {
             let threads: Vec<_> = (0..8).map(|_| scope.spawn(claim)).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
-        let taken: Vec<&Lease> =
+        let taken: Vec<&LeaseGuard> =
             claimed.iter().filter_map(|one| if let Claimed::Taken(lease) = one { Some(lease) } else { None }).collect();
         assert_eq!(taken.len(), 1, "{claimed:?}");
         taken[0].check().unwrap();

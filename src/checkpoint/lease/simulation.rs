@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-use super::holder::{Holder, Life};
-use super::system::{Open, STALE, Seen, System, Turn};
-use super::{Claimed, Fate, Held, Leases};
+use super::fs_clock::{Open, STALE, Seen, System, Turn};
+use super::owner::{LeaseOwner, Liveness};
+use super::{Claimed, LeaseRecord, Leases, TrashStatus};
 
 /// The server, the clock, and the processes that take turns.
 #[derive(Debug, Default)]
@@ -222,15 +222,15 @@ impl System for Process {
         STALE
     }
 
-    fn holder(&self) -> Holder {
-        Holder::of_node(&self.host, *self.pid.lock().unwrap())
+    fn holder(&self) -> LeaseOwner {
+        LeaseOwner::of_node(&self.host, *self.pid.lock().unwrap())
     }
 
-    fn life(&self, of: &Holder) -> Life {
+    fn life(&self, of: &LeaseOwner) -> Liveness {
         match of.host == self.host {
-            false => Life::Unknown,
-            true if self.world.state().gone.contains(&(of.host.clone(), of.pid)) => Life::Gone,
-            true => Life::Exists,
+            false => Liveness::Unknown,
+            true if self.world.state().gone.contains(&(of.host.clone(), of.pid)) => Liveness::Gone,
+            true => Liveness::Exists,
         }
     }
 
@@ -372,7 +372,7 @@ impl Open for Handle {
 /// Simulations of each kind.
 const SEEDS: u64 = 20;
 
-const BEAT: Duration = Duration::from_secs(5);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(5);
 
 fn seconds(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
@@ -411,9 +411,9 @@ fn trains(me: &Arc<Process>, log: &Mutex<Log>) {
                 break false;
             }
             log.lock().unwrap().acts.push(mine);
-            let pause = if me.random(8) == 0 { seconds(me.random(500)) } else { BEAT };
+            let pause = if me.random(8) == 0 { seconds(me.random(500)) } else { HEARTBEAT_INTERVAL };
             me.sleep(pause);
-            if pause == BEAT && lease.beat_here().is_err() {
+            if pause == HEARTBEAT_INTERVAL && lease.beat_here().is_err() {
                 break false;
             }
             rounds -= 1;
@@ -472,17 +472,17 @@ fn saves(me: &Arc<Process>, counts: &Mutex<[usize; 3]>) {
         me.create(&path(step)).unwrap().rewrite(b"whole").unwrap();
         kept.push(step);
         for step in kept.drain(..kept.len().saturating_sub(2)).collect::<Vec<_>>() {
-            leases().retire(&path(step), &trash(step)).unwrap();
+            leases().move_to_trash(&path(step), &trash(step)).unwrap();
             begun.push(step);
         }
         for step in std::mem::take(&mut begun) {
-            match leases().fate(&trash(step), &format!("step-{step:08}")).unwrap() {
-                Fate::Waits => begun.push(step),
-                Fate::Free => {
+            match leases().trash_status(&trash(step), &format!("step-{step:08}")).unwrap() {
+                TrashStatus::Waits => begun.push(step),
+                TrashStatus::Free => {
                     leases().remove_retired(&trash(step)).unwrap();
                     counts.lock().unwrap()[0] += 1;
                 }
-                Fate::Held => {
+                TrashStatus::Held => {
                     me.rename(&trash(step), &path(step)).unwrap();
                     kept.insert(0, step);
                     counts.lock().unwrap()[1] += 1;
@@ -508,7 +508,7 @@ fn reads(me: &Arc<Process>, counts: &Mutex<[usize; 3]>, seed: u64) {
         let Ok(file) = me.open(&Path::new("/run/checkpoints").join(name)) else { continue };
         counts.lock().unwrap()[2] += 1;
         for _ in 0..me.random(50) {
-            me.sleep(BEAT);
+            me.sleep(HEARTBEAT_INTERVAL);
             lease.beat_here().unwrap();
             assert!(me.world.state().exists(file), "seed {seed}: {name} was removed under a reader");
         }
@@ -540,7 +540,7 @@ fn a_dead_reader_of_another_node_holds_nothing_after_a_while() {
             Box::new(|me: &Arc<Process>| {
                 let lease = Leases::by(me.clone(), "/run/.leases".into()).share("step-00000001").unwrap().unwrap();
                 for _ in 0..100 {
-                    me.sleep(BEAT);
+                    me.sleep(HEARTBEAT_INTERVAL);
                     lease.beat_here().unwrap();
                 }
                 std::mem::forget(lease);
@@ -572,7 +572,7 @@ fn a_wait_that_was_not_over_is_inherited() {
             0,
             Box::new(|me: &Arc<Process>| {
                 let leases = Leases::by(me.clone(), "/run/.leases".into());
-                let held = Held { settling, ..Held::now(me.holder(), STALE) };
+                let held = LeaseRecord { settling, ..LeaseRecord::now(me.holder(), STALE) };
                 me.create(&leases.path("trainer")).unwrap().rewrite(held.text().unwrap().as_bytes()).unwrap();
                 me.dies();
                 let begun = me.now();

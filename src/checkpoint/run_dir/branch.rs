@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 /// Parts of a checkpoint that a run takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Take {
+pub enum RestoreScope {
     /// All: the run goes on as if it had not been interrupted.
     Everything,
     /// Parameters and progress; the optimizer begins anew.
@@ -21,5 +21,5 @@ pub struct Branch {
     /// The checkpoint.
     pub from: PathBuf,
     /// Parts of it that were taken.
-    pub take: Take,
+    pub take: RestoreScope,
 }

@@ -13,22 +13,22 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use super::branch::Branch;
-use super::changes;
+use super::config_diff;
 use super::markers::{End, Markers};
-use super::supervised;
+use super::supervisor_hint;
 use crate::Checkpoints;
-use crate::lease::{Claimed, Held, Lease, Leases};
+use crate::lease::{Claimed, LeaseGuard, LeaseRecord, Leases};
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::own_files;
 use hpctrain_config::Config;
-use hpctrain_config::telemetry::{evaluations, rank_times, samples, tensorboard, workers};
+use hpctrain_config::telemetry::{evaluations, rank_times, tensorboard, text_samples, worker_records};
 
 /// A run's directory.
 #[derive(Debug, Clone)]
 pub struct RunDirectory {
     path: PathBuf,
     /// The trainer's, on its rank 0: released when the last user that changes the directory is done.
-    lease: Option<Arc<Lease>>,
+    lease: Option<Arc<LeaseGuard>>,
     /// Whether this start has created the directory.
     is_new: bool,
     /// The end of the trainer before, for the case that this start fails.
@@ -91,7 +91,7 @@ impl RunDirectory {
 
     /// Claims the directory at `path`, which need not exist; else names the holder. Where only time can tell whether a
     /// trainer lives, this waits for it if it `waits`. A directory that exists must be this user's, or of `group`.
-    fn claim(path: PathBuf, group: Option<u32>, waits: bool) -> Result<Result<Self, (PathBuf, Option<Held>)>> {
+    fn claim(path: PathBuf, group: Option<u32>, waits: bool) -> Result<Result<Self, (PathBuf, Option<LeaseRecord>)>> {
         let is_new = create(&path)?;
         let directory = Self { path, lease: None, is_new, ended: None };
         directory.check_owners(group)?;
@@ -147,7 +147,7 @@ impl RunDirectory {
         own_files::directory(&logs).map_err(|e| Error::io("create", &logs, e).hint(HINT))?;
         self.checkpoints().prepare()?;
         let ended = self.marks().begin()?;
-        supervised::tell(&self.path);
+        supervisor_hint::tell(&self.path);
         Ok(ended)
     }
 
@@ -175,7 +175,7 @@ impl RunDirectory {
             Err(e) => return Err(Error::io("read", &path, e)),
         };
         Ok(match text.parse() {
-            Ok(before) => changes::of_run(&before, config).into_iter().next(),
+            Ok(before) => config_diff::of_run(&before, config).into_iter().next(),
             Err(e) => Some(format!("its config.toml is of another version: {}", e.message())),
         })
     }
@@ -220,7 +220,7 @@ impl RunDirectory {
     /// A lease cannot be read: its holder is not known.
     pub fn is_in_use(&self) -> Result<bool> {
         let leases = self.leases();
-        Ok(leases.shows_life(TRAINER)? || self.checkpoints().leases().queue_is_watched()?)
+        Ok(leases.is_live(TRAINER)? || self.checkpoints().leases().queue_is_watched()?)
     }
 
     /// Looks whether this process still is the trainer here.
@@ -244,7 +244,7 @@ impl RunDirectory {
     /// # Errors
     /// The lease cannot be read.
     pub fn has_trainer(&self) -> Result<bool> {
-        self.leases().shows_life(TRAINER)
+        self.leases().is_live(TRAINER)
     }
 
     /// Time of the last beat of a trainer's lease, by the clock of the file system; none without a lease.
@@ -273,7 +273,7 @@ impl RunDirectory {
 
     /// One line a gradient that a worker has given to parameter servers.
     pub fn workers_path(&self) -> PathBuf {
-        self.path.join(workers::FILE)
+        self.path.join(worker_records::FILE)
     }
 
     /// One line a window of steps with the compute times of ranks.
@@ -283,7 +283,7 @@ impl RunDirectory {
 
     /// One line a text that the model has continued.
     pub fn samples_path(&self) -> PathBuf {
-        self.path.join(samples::FILE)
+        self.path.join(text_samples::FILE)
     }
 
     /// Points for TensorBoard.
@@ -429,8 +429,8 @@ fn exists(path: &Path) -> Result<bool> {
 }
 
 /// The refusal of a second trainer.
-fn is_trained(path: &Path, by: Option<&Held>) -> Error {
-    let who = by.map_or_else(|| "an unknown process".into(), Held::to_string);
+fn is_trained(path: &Path, by: Option<&LeaseRecord>) -> Error {
+    let who = by.map_or_else(|| "an unknown process".into(), LeaseRecord::to_string);
     Error::input(format!("{} is being trained by {who}", path.display())).hint(
         "wait for its end, or end it; or choose another --set run.name=…. One that is gone is found out: on its own node at \
          once, from another within a minute",
@@ -666,7 +666,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let directory = RunDirectory::at(root.path());
         assert_eq!(directory.branch().unwrap(), None);
-        let branch = Branch { from: "/elsewhere/step-00000003".into(), take: crate::run_dir::Take::Weights };
+        let branch = Branch { from: "/elsewhere/step-00000003".into(), take: crate::run_dir::RestoreScope::Weights };
         directory.write_branch(branch.clone()).unwrap();
         assert_eq!(directory.branch().unwrap(), Some(branch));
         assert_eq!(names(root.path()), ["branch.json"]);

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use serde::{Deserialize, Serialize};
 
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::{own_files, regular_files};
+use hpctrain_base::{own_files, safe_open};
 
 /// Status of a trainer at its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -103,7 +103,7 @@ impl Markers {
 
     /// The content of a mark, if it exists; one that cannot be read is reported, and may be read the next time.
     fn content(&self, path: &Path) -> Option<Vec<u8>> {
-        match regular_files::read(path) {
+        match safe_open::read(path) {
             Ok(content) => Some(content),
             Err(e) if e.kind() == ErrorKind::NotFound => None,
             Err(e) => {

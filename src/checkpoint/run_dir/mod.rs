@@ -1,17 +1,17 @@
 //! The directory of a run: its choice, its ownership, the starting point of the run in it and its end.
 
 mod branch;
-mod changes;
+mod config_diff;
 mod directory;
-mod ending;
 pub mod markers;
+mod outcome;
 mod resume;
-mod supervised;
+mod supervisor_hint;
 
-pub use branch::{Branch, Take};
-pub use changes::differences;
+pub use branch::{Branch, RestoreScope};
+pub use config_diff::differences;
 pub use directory::{Resume, RunDirectory};
-pub use ending::{Ending, REQUEUE};
+pub use outcome::{REQUEUE, RunOutcome};
 pub use resume::data_changes;
-pub use resume::{Resumed, Taking, resume};
-pub use supervised::SUPERVISED;
+pub use resume::{RestoreOptions, Resumed, resume};
+pub use supervisor_hint::SUPERVISED;

@@ -8,15 +8,15 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::branch::{Branch, Take};
-use super::changes::Changes;
+use super::branch::{Branch, RestoreScope};
+use super::config_diff::Changes;
 use super::directory::{Resume, RunDirectory};
-use crate::tools::find;
+use crate::tools::resolve_path;
 use crate::{Manifest, Progress, Reader};
-use hpctrain_base::activity::{Doing, span};
 use hpctrain_base::error::{Error, Kind, Result};
+use hpctrain_base::spans::{Doing, span};
 use hpctrain_comm::Group;
-use hpctrain_config::{Config, Plan};
+use hpctrain_config::{Config, ResolvedConfig};
 use hpctrain_data::{DataChange, Fingerprint};
 use hpctrain_device::Kernels;
 use hpctrain_nn::optim::AVERAGE;
@@ -24,19 +24,19 @@ use hpctrain_parallel::Sharded;
 
 /// The parts of a checkpoint that are taken, and the data of this start.
 #[derive(Debug, Clone)]
-pub struct Taking {
+pub struct RestoreOptions {
     /// Parts of the checkpoint.
-    pub take: Take,
+    pub take: RestoreScope,
     /// Training data of this start, if it is known.
     pub data: Option<Fingerprint>,
     /// The run goes on even if it was trained on other data.
     pub allow_changed_data: bool,
 }
 
-impl Taking {
+impl RestoreOptions {
     /// Everything, of a run whose data is unknown.
     pub fn all() -> Self {
-        Self { take: Take::Everything, data: None, allow_changed_data: false }
+        Self { take: RestoreScope::Everything, data: None, allow_changed_data: false }
     }
 }
 
@@ -62,10 +62,10 @@ pub type Conform<'a> = &'a mut dyn FnMut(&Manifest) -> Result<()>;
 pub fn resume<B: Kernels>(
     world: &Group<B>,
     sharded: &mut Sharded<B>,
-    plan: &Plan,
+    plan: &ResolvedConfig,
     directory: &RunDirectory,
     resume: &Resume,
-    taking: &Taking,
+    taking: &RestoreOptions,
     conform: Conform<'_>,
 ) -> Result<Resumed> {
     let start = Resumed { progress: Progress::default(), from: None, data_changes: vec![] };
@@ -85,19 +85,19 @@ pub fn resume<B: Kernels>(
     };
     let take = load.take;
     let data_changes = match take {
-        Take::Everything | Take::NoOptimizer => world.agree(data_changes(&from, &manifest, taking))?,
-        Take::Weights => vec![],
+        RestoreScope::Everything | RestoreScope::NoOptimizer => world.all_ok(data_changes(&from, &manifest, taking))?,
+        RestoreScope::Weights => vec![],
     };
     if world.rank() == 0 && data_changes.len() > manifest.data.iter().flat_map(|data| &data.changes).count() {
         log::warn!("the run goes on with other training data: {}", data_changes[data_changes.len() - 1].what);
     }
-    if world.rank() == 0 && take == Take::Everything {
+    if world.rank() == 0 && take == RestoreScope::Everything {
         tell_of_changes(&manifest.config, &plan.config);
     }
     let progress = match take {
-        Take::Everything => manifest.progress(),
-        Take::NoOptimizer => Progress { updates: 0, ..manifest.progress() },
-        Take::Weights => Progress::default(),
+        RestoreScope::Everything => manifest.progress(),
+        RestoreScope::NoOptimizer => Progress { updates: 0, ..manifest.progress() },
+        RestoreScope::Weights => Progress::default(),
     };
     let (at, asked) = (progress.step, plan.config.run.steps);
     let fits = match at <= asked {
@@ -105,7 +105,7 @@ pub fn resume<B: Kernels>(
         false => Err(Error::input(format!("{} is at step {at}, beyond run.steps = {asked}", from.display()))
             .hint("raise run.steps")),
     };
-    world.agree(fits)?;
+    world.all_ok(fits)?;
     Ok(Resumed { progress, from: Some(from), data_changes })
 }
 
@@ -113,7 +113,7 @@ pub fn resume<B: Kernels>(
 ///
 /// # Errors
 /// It was trained on other data, and that is not allowed: other samples would stand at the positions to come.
-pub fn data_changes(from: &Path, manifest: &Manifest, taking: &Taking) -> Result<Vec<DataChange>> {
+pub fn data_changes(from: &Path, manifest: &Manifest, taking: &RestoreOptions) -> Result<Vec<DataChange>> {
     let Some(trained) = &manifest.data else { return Ok(vec![]) };
     let mut changes = trained.changes.clone();
     let what = taking.data.as_ref().and_then(|now| now.difference(&trained.fingerprint));
@@ -132,7 +132,7 @@ pub fn data_changes(from: &Path, manifest: &Manifest, taking: &Taking) -> Result
 
 /// Origin of the run, as rank 0 reads it.
 fn branch<B: Kernels>(world: &Group<B>, directory: &RunDirectory) -> Result<Option<Branch>> {
-    let mine = world.agree(if world.rank() == 0 { directory.branch() } else { Ok(None) })?;
+    let mine = world.all_ok(if world.rank() == 0 { directory.branch() } else { Ok(None) })?;
     let mine = serde_json::to_vec(&mine).map_err(|e| Error::internal(format!("branch: {e}")))?;
     let of_root = world.broadcast_bytes(mine).wait()?;
     serde_json::from_slice(&of_root).map_err(|e| Error::comm(format!("rank 0 sent a malformed branch: {e}")))
@@ -148,7 +148,7 @@ const BETWEEN: Duration = Duration::from_millis(500);
 struct Load<'a, B: Kernels> {
     world: &'a Group<B>,
     sharded: &'a mut Sharded<B>,
-    take: Take,
+    take: RestoreScope,
     conform: Conform<'a>,
 }
 
@@ -156,7 +156,7 @@ impl<B: Kernels> Load<'_, B> {
     /// Loads a checkpoint that a user names.
     fn named(&mut self, path: &Path) -> Result<(PathBuf, Manifest)> {
         // Not removed while it is read.
-        let (path, _lease) = find::together(self.world, path)?;
+        let (path, _lease) = resolve_path::together(self.world, path)?;
         let manifest = self.load(&path)?;
         Ok((path, manifest))
     }
@@ -167,7 +167,7 @@ impl<B: Kernels> Load<'_, B> {
     fn newest(&mut self, directory: &RunDirectory) -> Result<Option<(PathBuf, Manifest)>> {
         let checkpoints = directory.checkpoints();
         // One rank looks, so that all try the same ones.
-        let mine = self.world.agree(if self.world.rank() == 0 { checkpoints.steps() } else { Ok(vec![]) })?;
+        let mine = self.world.all_ok(if self.world.rank() == 0 { checkpoints.steps() } else { Ok(vec![]) })?;
         let steps = self.world.broadcast_numbers(&mine)?;
         let mut last = None;
         for path in steps.iter().rev().map(|step| checkpoints.path(*step)) {
@@ -216,25 +216,25 @@ impl<B: Kernels> Load<'_, B> {
     fn load_once(&mut self, path: &Path) -> Result<Manifest> {
         let mut reader = Reader::open_together(self.world, path, || Reader::open(path))?;
         reader.fetch(self.world, &self.sharded.restored())?;
-        self.world.agree(reader.check_files())?;
+        self.world.all_ok(reader.check_files())?;
         let take = self.take;
         let names = self.sharded.state_names();
-        let state = (take == Take::Everything).then_some(&names[..]);
+        let state = (take == RestoreScope::Everything).then_some(&names[..]);
         // Another tokenizer mostly makes another model, too: the first difference is reported.
         let conforms = (self.conform)(reader.manifest()).map_err(|e| e.at(path.display()));
         let fits = conforms.and_then(|()| reader.manifest().check(path, self.sharded.layouts(), state));
-        self.world.agree(fits)?;
+        self.world.all_ok(fits)?;
         // Another run begins with the parameters that this one is used with; the same run goes on with the ones it
         // trains.
-        let used = if take == Take::Weights { reader.used() } else { 0 };
+        let used = if take == RestoreScope::Weights { reader.used() } else { 0 };
         let restored = self.sharded.restore(|tensor, part, columns, range, out| match (part, take) {
-            (_, Take::Everything) => reader.read(tensor, part, columns, range, out),
+            (_, RestoreScope::Everything) => reader.read(tensor, part, columns, range, out),
             // A new average begins at the parameters.
             (part, _) if part == 0 || names[part - 1] == AVERAGE => reader.read(tensor, used, columns, range, out),
             // Other fresh state is zero, as `out` is.
             _ => Ok(()),
         });
-        self.world.agree(restored)?;
+        self.world.all_ok(restored)?;
         Ok(reader.into_manifest())
     }
 }

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::list::written;
 use crate::{Manifest, Origin};
-use hpctrain_base::visible::in_one_line;
+use hpctrain_base::escape::in_one_line;
 use hpctrain_config::telemetry::{bytes, grouped};
 use hpctrain_config::{Config, network};
 use hpctrain_data::inspect::table;

@@ -2,7 +2,7 @@
 
 pub mod describe;
 pub mod diff;
-pub mod find;
 pub mod list;
 pub mod prune;
+pub mod resolve_path;
 pub mod verify;

@@ -5,7 +5,7 @@ mod comm;
 mod connection;
 mod data;
 mod gpu;
-mod pace;
+mod step;
 
 use clap::{Args, Subcommand};
 
@@ -32,25 +32,25 @@ enum What {
     /// Time the operations of a GPT on a GPU, beside a copy within its memory.
     Gpu(gpu::GpuArgs),
     /// Time the steps of a network on the CPUs, on random data: hpctrain bench step --preset gpt-baby --samples 4.
-    Step(pace::PaceArgs),
+    Step(step::PaceArgs),
     /// Time every kernel of such steps, beside the peak rates of cores and memory.
-    Kernels(pace::PaceArgs),
+    Kernels(step::PaceArgs),
     /// Time the products of matrices of such steps.
-    Gemm(pace::PaceArgs),
+    Gemm(step::PaceArgs),
 }
 
 /// Runs one rank; returns the exit code.
 pub fn run(args: &BenchArgs, launch: Option<&Launch>) -> i32 {
-    job::run(launch, super::used::patience(&[]), |comm| {
+    job::run(launch, super::with_checkpoint::patience(&[]), |comm| {
         match &args.what {
             What::Comm(args) => comm::table(comm, args)?,
             What::Connection(args) => connection::table(comm, args)?,
             What::Checkpoint(args) => checkpoint::table(comm, args)?,
             What::Data(args) => data::table(comm, args)?,
             What::Gpu(args) => gpu::table(comm, args)?,
-            What::Step(args) => pace::table(comm, args, pace::View::Step)?,
-            What::Kernels(args) => pace::table(comm, args, pace::View::Kernels)?,
-            What::Gemm(args) => pace::table(comm, args, pace::View::Gemm)?,
+            What::Step(args) => step::table(comm, args, step::View::Step)?,
+            What::Kernels(args) => step::table(comm, args, step::View::Kernels)?,
+            What::Gemm(args) => step::table(comm, args, step::View::Gemm)?,
         }
         Ok(0)
     })

@@ -1,6 +1,6 @@
 //! Collectives of small messages: metadata, errors, synchronisation.
 
-use crate::wire::{Members, Wire};
+use crate::transport::{GroupRanks, Transport};
 use hpctrain_base::error::{Error, Result};
 
 /// Bytes of a rank, at most: far more than traces have. A length out of all proportion is not one of this program.
@@ -9,7 +9,7 @@ const LONGEST: u64 = 1 << 30;
 /// Every rank's bytes, in rank order, on every rank, in 2⌈log₂ n⌉ rounds: in step k each rank has those of the 2^k ranks from itself
 /// on, and takes those of the next ones, their lengths first (Bruck et al., "Efficient algorithms for all-to-all communications in
 /// multiport message-passing systems", 1997).
-pub fn gather(wire: &mut dyn Wire, group: &Members, mine: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+pub fn gather(wire: &mut dyn Transport, group: &GroupRanks, mine: Vec<u8>) -> Result<Vec<Vec<u8>>> {
     let size = group.size();
     // From this rank on around the ring.
     let mut all = Vec::with_capacity(size);
@@ -32,7 +32,7 @@ pub fn gather(wire: &mut dyn Wire, group: &Members, mine: Vec<u8>) -> Result<Vec
 
 /// Every rank's bytes, in rank order, on rank 0 alone, in 2⌈log₂ n⌉ rounds of a binomial tree: in step k each rank that is
 /// a multiple of 2^(k+1) takes those of the 2^k ranks that follow its own. The other ranks return nothing.
-pub fn gather_to_root(wire: &mut dyn Wire, group: &Members, mine: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+pub fn gather_to_root(wire: &mut dyn Transport, group: &GroupRanks, mine: Vec<u8>) -> Result<Vec<Vec<u8>>> {
     let size = group.size();
     let mut all = vec![mine];
     let mut distance = 1;
@@ -51,7 +51,7 @@ pub fn gather_to_root(wire: &mut dyn Wire, group: &Members, mine: Vec<u8>) -> Re
 }
 
 /// The bytes of rank 0, on every rank, in 2⌈log₂ n⌉ rounds of a binomial tree: the mirror image of [`gather_to_root`].
-pub fn broadcast(wire: &mut dyn Wire, group: &Members, bytes: Vec<u8>) -> Result<Vec<u8>> {
+pub fn broadcast(wire: &mut dyn Transport, group: &GroupRanks, bytes: Vec<u8>) -> Result<Vec<u8>> {
     let span = span(group);
     let bytes = match group.rank {
         0 => bytes,
@@ -67,7 +67,7 @@ pub fn broadcast(wire: &mut dyn Wire, group: &Members, bytes: Vec<u8>) -> Result
 
 /// The bytes that rank 0 has for each rank, in rank order, on that rank, in 2⌈log₂ n⌉ rounds of a binomial tree: in each
 /// step a rank passes on the bytes of the second half of the ranks that it has bytes for.
-pub fn scatter(wire: &mut dyn Wire, group: &Members, all: Vec<Vec<u8>>) -> Result<Vec<u8>> {
+pub fn scatter(wire: &mut dyn Transport, group: &GroupRanks, all: Vec<Vec<u8>>) -> Result<Vec<u8>> {
     let (size, span) = (group.size(), span(group));
     let mut all = match group.rank {
         0 if all.len() == size => all,
@@ -83,7 +83,7 @@ pub fn scatter(wire: &mut dyn Wire, group: &Members, all: Vec<Vec<u8>>) -> Resul
 }
 
 /// Ranks, itself included, that a rank of a binomial tree passes bytes on to; those that the group lacks are counted.
-fn span(group: &Members) -> usize {
+fn span(group: &GroupRanks) -> usize {
     match group.rank {
         0 => group.size().next_power_of_two(),
         rank => 1 << rank.trailing_zeros(),
@@ -96,13 +96,13 @@ fn halves(span: usize) -> impl Iterator<Item = usize> {
 }
 
 /// Sends the bytes of several ranks, their lengths first.
-fn send(wire: &mut dyn Wire, group: &Members, to: usize, all: &[Vec<u8>]) -> Result<()> {
+fn send(wire: &mut dyn Transport, group: &GroupRanks, to: usize, all: &[Vec<u8>]) -> Result<()> {
     wire.exchange_bytes(group, Some((to, &lengths(all))), None)?;
     wire.exchange_bytes(group, Some((to, &all.concat())), None)
 }
 
 /// Receives the bytes of `count` ranks.
-fn receive(wire: &mut dyn Wire, group: &Members, from: usize, count: usize) -> Result<Vec<Vec<u8>>> {
+fn receive(wire: &mut dyn Transport, group: &GroupRanks, from: usize, count: usize) -> Result<Vec<Vec<u8>>> {
     let mut theirs = vec![0; count * size_of::<u64>()];
     wire.exchange_bytes(group, None, Some((from, &mut theirs)))?;
     let theirs = checked(group, from, &theirs)?;
@@ -117,7 +117,7 @@ fn lengths(all: &[Vec<u8>]) -> Vec<u8> {
 }
 
 /// The lengths in a message, of the ranks from `first` on around the ring.
-fn checked(group: &Members, first: usize, message: &[u8]) -> Result<Vec<usize>> {
+fn checked(group: &GroupRanks, first: usize, message: &[u8]) -> Result<Vec<usize>> {
     let lengths = message.as_chunks().0.iter().map(|one| u64::from_le_bytes(*one)).enumerate();
     let length = |(behind, length): (usize, u64)| {
         let from = group.ranks[(first + behind) % group.size()];
@@ -140,7 +140,7 @@ fn divided(bytes: &[u8], lengths: &[usize]) -> Vec<Vec<u8>> {
 }
 
 /// Returns when every rank has entered: in step k each rank signals to the one 2^k ahead (dissemination).
-pub fn barrier(wire: &mut dyn Wire, group: &Members) -> Result<()> {
+pub fn barrier(wire: &mut dyn Transport, group: &GroupRanks) -> Result<()> {
     let size = group.size();
     let mut distance = 1;
     while distance < size {

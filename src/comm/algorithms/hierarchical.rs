@@ -9,10 +9,10 @@
 
 use std::ops::Range;
 
-use super::shares::Shares;
-use super::tree;
-use crate::operand::{Combine, Operand};
-use crate::wire::{Members, Wire};
+use super::halving_doubling;
+use super::partition::Shares;
+use crate::reduce_buffer::{Combine, ReduceBuffer};
+use crate::transport::{GroupRanks, Transport};
 use hpctrain_base::error::Result;
 
 /// The group seen as nodes and lanes.
@@ -26,7 +26,7 @@ struct Nodes<'a> {
 }
 
 impl<'a> Nodes<'a> {
-    fn of(group: &'a Members) -> Self {
+    fn of(group: &'a GroupRanks) -> Self {
         let nodes = group.by_node();
         let lanes = nodes.iter().map(Vec::len).min().unwrap_or(1);
         let place = |ranks: &Vec<usize>| ranks.iter().position(|&rank| rank == group.rank);
@@ -53,21 +53,21 @@ impl<'a> Nodes<'a> {
     }
 
     /// The ranks of my lane, if I am its first on my node.
-    fn lane(&self, group: &Members) -> Option<Members> {
+    fn lane(&self, group: &GroupRanks) -> Option<GroupRanks> {
         let first: Vec<usize> = self.nodes.iter().filter_map(|ranks| ranks.get(self.local).copied()).collect();
         if self.local < self.lanes { group.subset(&first) } else { None }
     }
 
-    fn node(&self, group: &Members) -> Option<Members> {
+    fn node(&self, group: &GroupRanks) -> Option<GroupRanks> {
         group.subset(&self.nodes[self.node])
     }
 
     /// Between the first rank of a lane and the lane's other ranks on the node: their shares, out or in.
     fn hand(
         &self,
-        x: &mut dyn Operand,
-        wire: &mut dyn Wire,
-        group: &Members,
+        x: &mut dyn ReduceBuffer,
+        wire: &mut dyn Transport,
+        group: &GroupRanks,
         shares: &Shares,
         out: bool,
     ) -> Result<()> {
@@ -87,46 +87,56 @@ impl<'a> Nodes<'a> {
 }
 
 /// The ranks of each node, if they are equally many.
-pub fn equal_nodes(group: &Members) -> Option<&[Vec<usize>]> {
+pub fn equal_nodes(group: &GroupRanks) -> Option<&[Vec<usize>]> {
     let nodes = group.by_node();
     nodes.iter().all(|ranks| ranks.len() == nodes[0].len()).then_some(nodes)
 }
 
 /// Whether the sum has the bits of the tree.
-pub fn is_exact(group: &Members) -> bool {
+pub fn is_exact(group: &GroupRanks) -> bool {
     equal_nodes(group).is_some_and(|nodes| nodes[0].len().is_power_of_two() && nodes.concat().is_sorted())
 }
 
 /// My share of the sum.
-pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
+pub fn reduce_scatter(
+    x: &mut dyn ReduceBuffer,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
+    shares: &Shares,
+) -> Result<()> {
     let nodes = Nodes::of(group);
     if let Some(node) = nodes.node(group) {
-        tree::reduce_scatter(x, wire, &node, &nodes.inside(shares))?;
+        halving_doubling::reduce_scatter(x, wire, &node, &nodes.inside(shares))?;
     }
     if let Some(lane) = nodes.lane(group) {
-        tree::reduce_scatter(x, wire, &lane, &nodes.between(shares))?;
+        halving_doubling::reduce_scatter(x, wire, &lane, &nodes.between(shares))?;
     }
     nodes.hand(x, wire, group, shares, true)
 }
 
 /// The same backwards.
-pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
+pub fn all_gather(
+    x: &mut dyn ReduceBuffer,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
+    shares: &Shares,
+) -> Result<()> {
     let nodes = Nodes::of(group);
     nodes.hand(x, wire, group, shares, false)?;
     if let Some(lane) = nodes.lane(group) {
-        tree::all_gather(x, wire, &lane, &nodes.between(shares))?;
+        halving_doubling::all_gather(x, wire, &lane, &nodes.between(shares))?;
     }
     match nodes.node(group) {
-        Some(node) => tree::all_gather(x, wire, &node, &nodes.inside(shares)),
+        Some(node) => halving_doubling::all_gather(x, wire, &node, &nodes.inside(shares)),
         None => Ok(()),
     }
 }
 
 /// From the root to one rank of each node, and from there to the others.
 pub fn broadcast(
-    x: &mut dyn Operand,
-    wire: &mut dyn Wire,
-    group: &Members,
+    x: &mut dyn ReduceBuffer,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
     range: &Range<usize>,
     root: usize,
 ) -> Result<()> {
@@ -136,14 +146,14 @@ pub fn broadcast(
     let speakers: Vec<usize> = nodes.iter().map(|ranks| speaks(ranks)).collect();
     let first = speakers.iter().position(|&rank| rank == root).unwrap_or(0);
     if let Some(between) = group.subset(&speakers) {
-        tree::broadcast(x, wire, &between, range, first)?;
+        halving_doubling::broadcast(x, wire, &between, range, first)?;
     }
     let mut here = nodes[node].clone();
     if let Some(place) = here.iter().position(|&rank| rank == root) {
         here.swap(0, place);
     }
     match group.subset(&here) {
-        Some(inside) => tree::broadcast(x, wire, &inside, range, 0),
+        Some(inside) => halving_doubling::broadcast(x, wire, &inside, range, 0),
         None => Ok(()),
     }
 }

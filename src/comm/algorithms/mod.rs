@@ -8,13 +8,13 @@
 //! so where nodes have equally many consecutive ranks, a power of two.
 
 pub mod bytes;
-mod halving;
+mod halving_doubling;
 mod hierarchical;
-mod reduce_to_one;
+mod partition;
+mod power_of_two;
 mod ring;
-mod shares;
+mod root_reduce;
 mod subtrees;
-mod tree;
 
 use std::fmt;
 use std::ops::Range;
@@ -23,11 +23,11 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use super::operand::Operand;
-use super::wire::{Members, Vendor, Wire};
+use super::reduce_buffer::ReduceBuffer;
+use super::transport::{DeviceCollective, GroupRanks, Transport};
 pub use hierarchical::equal_nodes;
 use hpctrain_base::error::{Error, Result};
-pub use shares::Shares;
+pub use partition::Shares;
 
 /// The algorithm by which the ranks of a group exchange and add.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -83,7 +83,7 @@ impl Algorithm {
     }
 
     /// Whether sums over `group` have the bits of [`Algorithm::Tree`].
-    pub(super) fn is_exact(self, group: &Members) -> bool {
+    pub(super) fn is_exact(self, group: &GroupRanks) -> bool {
         match self {
             Algorithm::Mpi | Algorithm::Ring => false,
             Algorithm::Tree | Algorithm::ReduceToOne => true,
@@ -157,7 +157,7 @@ const BLOCK: usize = 1 << 18;
 pub fn staging(ranks: usize) -> usize {
     // Groups have divisors of the ranks, of which powers of two have none that is another number.
     let groups = if ranks.is_power_of_two() { 0..0 } else { 1..ranks + 1 };
-    groups.map(tree::aside).max().unwrap_or(0) * size_of::<f32>()
+    groups.map(halving_doubling::aside).max().unwrap_or(0) * size_of::<f32>()
 }
 
 /// Cuts a range into blocks, and each into even shares.
@@ -177,10 +177,10 @@ fn blocks_of_shares(len: usize, size: usize) -> impl Iterator<Item = Shares> {
 }
 
 /// A step towards everybody's share.
-type OnShares = fn(&mut dyn Operand, &mut dyn Wire, &Members, &Shares) -> Result<()>;
+type OnShares = fn(&mut dyn ReduceBuffer, &mut dyn Transport, &GroupRanks, &Shares) -> Result<()>;
 
 /// A range from one rank to all.
-type FromRoot = fn(&mut dyn Operand, &mut dyn Wire, &Members, &Range<usize>, usize) -> Result<()>;
+type FromRoot = fn(&mut dyn ReduceBuffer, &mut dyn Transport, &GroupRanks, &Range<usize>, usize) -> Result<()>;
 
 /// The collectives of an algorithm, on one block.
 struct Steps {
@@ -204,9 +204,9 @@ impl Algorithm {
         match self {
             Algorithm::Mpi => None,
             Algorithm::Ring => steps!(ring),
-            Algorithm::Tree => steps!(tree),
+            Algorithm::Tree => steps!(halving_doubling),
             Algorithm::Hierarchical => steps!(hierarchical),
-            Algorithm::ReduceToOne => steps!(reduce_to_one),
+            Algorithm::ReduceToOne => steps!(root_reduce),
         }
     }
 }
@@ -221,7 +221,7 @@ pub struct Call {
 }
 
 /// Runs a collective.
-pub fn run(call: Call, x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
+pub fn run(call: Call, x: &mut dyn ReduceBuffer, wire: &mut dyn Transport, group: &GroupRanks) -> Result<()> {
     match call.operation {
         Operation::AllReduce => all_reduce(call.algorithm, x, wire, group),
         Operation::Reduce => reduce(call.algorithm, x, wire, group),
@@ -232,12 +232,17 @@ pub fn run(call: Call, x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members
 }
 
 /// The sum over all ranks, on every rank.
-fn all_reduce(algorithm: Algorithm, x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
-    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, Vendor::AllReduce) };
+fn all_reduce(
+    algorithm: Algorithm,
+    x: &mut dyn ReduceBuffer,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
+) -> Result<()> {
+    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, DeviceCollective::AllReduce) };
     for (range, shares) in blocks(0..x.len(), group.size()) {
         if algorithm == Algorithm::ReduceToOne {
             // The sum is in one place already.
-            reduce_to_one::all_reduce(x, wire, group, &range)?;
+            root_reduce::all_reduce(x, wire, group, &range)?;
         } else {
             (steps.reduce_scatter)(x, wire, group, &shares)?;
             (steps.all_gather)(x, wire, group, &shares)?;
@@ -247,40 +252,50 @@ fn all_reduce(algorithm: Algorithm, x: &mut dyn Operand, wire: &mut dyn Wire, gr
 }
 
 /// The sum over all ranks, on the first one; elsewhere the elements are unspecified.
-fn reduce(algorithm: Algorithm, x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
-    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, Vendor::Reduce) };
+fn reduce(algorithm: Algorithm, x: &mut dyn ReduceBuffer, wire: &mut dyn Transport, group: &GroupRanks) -> Result<()> {
+    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, DeviceCollective::Reduce) };
     for (range, shares) in blocks(0..x.len(), group.size()) {
         if algorithm == Algorithm::ReduceToOne {
-            tree::reduce(x, wire, group, from_ref(&range))?;
+            halving_doubling::reduce(x, wire, group, from_ref(&range))?;
         } else {
             (steps.reduce_scatter)(x, wire, group, &shares)?;
-            tree::gather(x, wire, group, &shares)?;
+            halving_doubling::gather(x, wire, group, &shares)?;
         }
     }
     Ok(())
 }
 
 /// The sum over all ranks of my part; the rest is unspecified.
-fn reduce_scatter(algorithm: Algorithm, x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
-    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, Vendor::ReduceScatter) };
+fn reduce_scatter(
+    algorithm: Algorithm,
+    x: &mut dyn ReduceBuffer,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
+) -> Result<()> {
+    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, DeviceCollective::ReduceScatter) };
     blocks_of_shares(x.len(), group.size()).try_for_each(|shares| (steps.reduce_scatter)(x, wire, group, &shares))
 }
 
 /// Every rank's part, on every rank.
-fn all_gather(algorithm: Algorithm, x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
-    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, Vendor::AllGather) };
+fn all_gather(
+    algorithm: Algorithm,
+    x: &mut dyn ReduceBuffer,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
+) -> Result<()> {
+    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, DeviceCollective::AllGather) };
     blocks_of_shares(x.len(), group.size()).try_for_each(|shares| (steps.all_gather)(x, wire, group, &shares))
 }
 
 /// The root's elements, on every rank.
 fn broadcast(
     algorithm: Algorithm,
-    x: &mut dyn Operand,
-    wire: &mut dyn Wire,
-    group: &Members,
+    x: &mut dyn ReduceBuffer,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
     root: usize,
 ) -> Result<()> {
-    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, Vendor::Broadcast { root }) };
+    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, DeviceCollective::Broadcast { root }) };
     let whole = 0..x.len();
     if algorithm == Algorithm::Ring {
         // A chain cuts by itself: between blocks it would run dry.

@@ -3,16 +3,21 @@
 use std::ops::Range;
 use std::slice::from_ref;
 
-use super::shares::Shares;
-use crate::operand::{Combine, Operand};
-use crate::wire::{Members, Wire};
+use super::partition::Shares;
+use crate::reduce_buffer::{Combine, ReduceBuffer};
+use crate::transport::{GroupRanks, Transport};
 use hpctrain_base::error::Result;
 
 /// Elements a rank of a broadcast receives before it passes them on.
 const SEGMENT: usize = 1 << 16;
 
 /// n−1 steps. A share starts its way around behind its owner, collects a term on each rank, and arrives complete.
-pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
+pub fn reduce_scatter(
+    x: &mut dyn ReduceBuffer,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
+    shares: &Shares,
+) -> Result<()> {
     let size = group.size();
     // `back` ranks behind me around the ring.
     let behind = |back: usize| shares.of((group.rank + 2 * size - back) % size);
@@ -24,7 +29,12 @@ pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members,
 }
 
 /// n−1 steps. Each rank passes on the share it received in the step before, its own first.
-pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
+pub fn all_gather(
+    x: &mut dyn ReduceBuffer,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
+    shares: &Shares,
+) -> Result<()> {
     let size = group.size();
     let behind = |back: usize| shares.of((group.rank + size - back) % size);
     for step in 1..size {
@@ -36,9 +46,9 @@ pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, sha
 
 /// A chain that starts at the root: each rank passes one segment on while it receives the next.
 pub fn broadcast(
-    x: &mut dyn Operand,
-    wire: &mut dyn Wire,
-    group: &Members,
+    x: &mut dyn ReduceBuffer,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
     range: &Range<usize>,
     root: usize,
 ) -> Result<()> {

@@ -11,10 +11,10 @@
 
 use std::ops::Range;
 
-use super::halving::halve;
-use super::shares::Shares;
-use crate::operand::{Combine, Operand};
-use crate::wire::{Members, Wire};
+use super::partition::Shares;
+use super::power_of_two::halve;
+use crate::reduce_buffer::{Combine, ReduceBuffer};
+use crate::transport::{GroupRanks, Transport};
 use hpctrain_base::error::Result;
 
 /// Elements that the shares of a block have together.
@@ -43,13 +43,18 @@ fn trees(ranks: usize) -> Vec<Range<usize>> {
 }
 
 /// My share of the sum.
-pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
+pub fn reduce_scatter(
+    x: &mut dyn ReduceBuffer,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
+    shares: &Shares,
+) -> Result<()> {
     let window = window(group.size());
     let windows = (0..shares.longest()).step_by(window);
     windows.map(|start| shares.window(&(start..start + window))).try_for_each(|block| of_block(x, wire, group, &block))
 }
 
-fn of_block(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
+fn of_block(x: &mut dyn ReduceBuffer, wire: &mut dyn Transport, group: &GroupRanks, shares: &Shares) -> Result<()> {
     let (size, rank) = (group.size(), group.rank);
     let trees = trees(size);
     // Rank i of a tree of t ranks has the shares whose numbers are i modulo t.
@@ -107,9 +112,9 @@ impl HandOut<'_> {
     /// tree.
     fn send(
         &self,
-        x: &mut dyn Operand,
-        wire: &mut dyn Wire,
-        group: &Members,
+        x: &mut dyn ReduceBuffer,
+        wire: &mut dyn Transport,
+        group: &GroupRanks,
         shares: &Shares,
         like: usize,
     ) -> Result<()> {
@@ -127,9 +132,9 @@ impl HandOut<'_> {
     /// The part of receiver `number`: takes its own elements and those of the receivers behind it, and hands these on.
     fn receive(
         &self,
-        x: &mut dyn Operand,
-        wire: &mut dyn Wire,
-        group: &Members,
+        x: &mut dyn ReduceBuffer,
+        wire: &mut dyn Transport,
+        group: &GroupRanks,
         shares: &Shares,
         number: usize,
     ) -> Result<()> {

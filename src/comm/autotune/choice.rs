@@ -151,7 +151,7 @@ fn time<B: Backend>(
     bytes: usize,
 ) -> Result<f64> {
     let len = (bytes / size_of::<f32>()).next_multiple_of(group.size());
-    let group = group.choosing(Table::always(algorithm));
+    let group = group.with_algorithms(Table::always(algorithm));
     // It stands for the gradient of a unit, which is not there yet.
     let mut buf = backend.upload(MemoryKind::Gradients, &vec![0.0; len])?;
     let mut fastest = f64::INFINITY;

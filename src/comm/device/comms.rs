@@ -1,6 +1,6 @@
 //! Messages of device memory by a library of the device's vendor, such as NCCL.
 //!
-//! Algorithms and sums are those of [`Direct`](super::direct::Direct); only messages take another way. The ranks of a group
+//! Algorithms and sums are those of [`Direct`](super::cuda_aware::Direct); only messages take another way. The ranks of a group
 //! create a communicator when they first need one, so that only ranks wait for each other that have something to exchange.
 //! All waiting is the program's: the library is asked how far it is, and a rank that waits for a dead one still hears of an
 //! abort.
@@ -12,11 +12,11 @@
 
 use std::sync::Arc;
 
-use crate::backoff;
+use crate::polling;
 use crate::shared::Shared;
-use crate::wire::{Members, Vendor, Wire, least_sent};
+use crate::transport::{DeviceCollective, GroupRanks, Transport, least_sent};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{CommId, DeviceComm, DeviceCopies, Fold, Span};
+use hpctrain_device::{CommId, DeviceComm, DeviceCopies, OrderedSum, Span};
 
 /// Cached communicators, in the order in which they were created; creation is slow.
 pub struct DeviceComms {
@@ -43,7 +43,12 @@ impl DeviceComms {
     }
 
     /// The communicator of the ranks of a group. Collective if there is none yet: the first rank makes its identifier.
-    pub fn of(&mut self, copies: &dyn DeviceCopies, wire: &mut dyn Wire, group: &Members) -> Result<GroupComm<'_>> {
+    pub fn of(
+        &mut self,
+        copies: &dyn DeviceCopies,
+        wire: &mut dyn Transport,
+        group: &GroupRanks,
+    ) -> Result<GroupComm<'_>> {
         let known = self.entries.iter().position(|entry| entry.ranks == group.ranks);
         let place = match known {
             Some(place) => place,
@@ -59,7 +64,7 @@ impl DeviceComms {
     }
 
     /// Finalizes all communicators, in an order that is the same on all their ranks.
-    pub fn part(&mut self, wire: &mut dyn Wire) {
+    pub fn part(&mut self, wire: &mut dyn Transport) {
         for entry in self.entries.drain(..) {
             let parted = entry.group_comm(&self.shared).until_done(wire, |comm| comm.part());
             // Aborted, then; its work is done.
@@ -74,7 +79,7 @@ impl DeviceComms {
 }
 
 /// One identifier for all ranks of a group.
-fn comm_id(copies: &dyn DeviceCopies, wire: &mut dyn Wire, group: &Members) -> Result<CommId> {
+fn comm_id(copies: &dyn DeviceCopies, wire: &mut dyn Transport, group: &GroupRanks) -> Result<CommId> {
     if group.rank == 0 {
         let made = copies.comm_id()?;
         (1..group.size()).try_for_each(|to| wire.exchange_bytes(group, Some((to, &made)), None))?;
@@ -95,24 +100,24 @@ pub struct GroupComm<'a> {
 
 impl GroupComm<'_> {
     /// Starts something and waits until it is done here. After an error nothing of it uses memory any more.
-    fn until_done(&self, wire: &mut dyn Wire, start: impl FnOnce(&dyn DeviceComm) -> Result<()>) -> Result<()> {
-        let done = start(self.comm).and_then(|()| backoff::settle(&*self.comm.mark()?, wire, self.shared));
+    fn until_done(&self, wire: &mut dyn Transport, start: impl FnOnce(&dyn DeviceComm) -> Result<()>) -> Result<()> {
+        let done = start(self.comm).and_then(|()| polling::settle(&*self.comm.mark()?, wire, self.shared));
         done.inspect_err(|_| self.comm.tear())
     }
 
     /// The number here of a rank of some group of ours.
-    fn number(&self, group: &Members, rank: usize) -> Result<usize> {
+    fn number(&self, group: &GroupRanks, rank: usize) -> Result<usize> {
         let found = self.ranks.binary_search(&group.ranks[rank]);
         found.map_err(|_| {
             Error::internal(format!("rank {} is not in the communicator {:?}", group.ranks[rank], self.ranks))
         })
     }
 
-    /// As [`Wire::exchange_device`].
+    /// As [`Transport::exchange_device`].
     pub fn exchange(
         &self,
-        wire: &mut dyn Wire,
-        group: &Members,
+        wire: &mut dyn Transport,
+        group: &GroupRanks,
         send: Option<(usize, Span<'_>)>,
         receive: Option<(usize, Span<'_>)>,
     ) -> Result<()> {
@@ -127,26 +132,26 @@ impl GroupComm<'_> {
     /// has it among its work, with [`GroupComm::finish`] to come. After an error nothing of it uses memory any more.
     pub fn queue(
         &self,
-        wire: &mut dyn Wire,
-        group: &Members,
+        wire: &mut dyn Transport,
+        group: &GroupRanks,
         sends: &[(usize, Span<'_>)],
         receives: &[(usize, Span<'_>)],
     ) -> Result<()> {
         self.shared.add_sent(sends.iter().map(|(_, span)| span.words() * size_of::<f32>()).sum());
         let mut start = || {
             self.comm.exchange(&self.peers(group, sends)?, &self.peers(group, receives)?)?;
-            backoff::handed_over(&*self.comm.queued(), wire, self.shared)
+            polling::handed_over(&*self.comm.queued(), wire, self.shared)
         };
         start().inspect_err(|_| self.comm.tear())
     }
 
     /// Messages with the numbers here of their other ranks.
-    fn peers<'a>(&self, group: &Members, side: &[(usize, Span<'a>)]) -> Result<Vec<(usize, Span<'a>)>> {
+    fn peers<'a>(&self, group: &GroupRanks, side: &[(usize, Span<'a>)]) -> Result<Vec<(usize, Span<'a>)>> {
         side.iter().map(|&(rank, span)| Ok((self.number(group, rank)?, span))).collect()
     }
 
     /// Queues sums behind the messages queued so far, as [`DeviceComm::fold`].
-    pub fn fold(&self, folds: &[Fold<'_>]) -> Result<()> {
+    pub fn fold(&self, folds: &[OrderedSum<'_>]) -> Result<()> {
         self.comm.fold(folds).inspect_err(|_| self.comm.tear())
     }
 
@@ -156,12 +161,18 @@ impl GroupComm<'_> {
     }
 
     /// Waits for all that was queued.
-    pub fn finish(&self, wire: &mut dyn Wire) -> Result<()> {
+    pub fn finish(&self, wire: &mut dyn Transport) -> Result<()> {
         self.until_done(wire, |_| Ok(()))
     }
 
-    /// As [`Wire::vendor`], of all ranks of the communicator.
-    pub fn vendor(&self, wire: &mut dyn Wire, group: &Members, call: Vendor, memory: Span<'_>) -> Result<()> {
+    /// As [`Transport::vendor`], of all ranks of the communicator.
+    pub fn vendor(
+        &self,
+        wire: &mut dyn Transport,
+        group: &GroupRanks,
+        call: DeviceCollective,
+        memory: Span<'_>,
+    ) -> Result<()> {
         self.shared.add_sent(least_sent(group, call, memory.words()));
         self.until_done(wire, |comm| comm.vendor(call, memory))
     }

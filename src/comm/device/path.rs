@@ -11,11 +11,11 @@ pub enum PathSetting {
     /// The faster one of those that prove to work here: NCCL where every rank has a device of its own, direct where the MPI library
     /// says that it can; else staged.
     Auto,
-    /// [`DevicePath::Direct`]
+    /// [`DeviceTransport::Direct`]
     Direct,
-    /// [`DevicePath::Staged`]
+    /// [`DeviceTransport::Staged`]
     Staged,
-    /// [`DevicePath::Nccl`]
+    /// [`DeviceTransport::Nccl`]
     Nccl,
 }
 
@@ -33,7 +33,7 @@ impl fmt::Display for PathSetting {
 /// The path of messages to the memory of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum DevicePath {
+pub enum DeviceTransport {
     /// The MPI library is given addresses of the device.
     Direct,
     /// Through page-locked memory of the host.
@@ -42,19 +42,19 @@ pub enum DevicePath {
     Nccl,
 }
 
-impl DevicePath {
+impl DeviceTransport {
     /// For people.
     pub fn describe(self) -> &'static str {
         match self {
-            DevicePath::Direct => "straight from device memory",
-            DevicePath::Staged => "device memory staged through the host",
-            DevicePath::Nccl => "device memory by NCCL",
+            DeviceTransport::Direct => "straight from device memory",
+            DeviceTransport::Staged => "device memory staged through the host",
+            DeviceTransport::Nccl => "device memory by NCCL",
         }
     }
 
     /// Whether single messages go through the host. NCCL's, too: a message of NCCL holds up those behind it until the receiver
     /// takes it, so two neighbours that send to each other before they receive would wait for ever.
     pub(crate) fn stages_messages(self) -> bool {
-        self != DevicePath::Direct
+        self != DeviceTransport::Direct
     }
 }

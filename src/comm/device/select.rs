@@ -13,10 +13,10 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::path::{DevicePath, PathSetting};
-use super::trial;
+use super::nccl_probe;
+use super::path::{DeviceTransport, PathSetting};
 use crate::communicator::Comm;
-use crate::wire::mpi;
+use crate::transport::mpi;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Backend, MemoryKind, readable};
 
@@ -29,11 +29,11 @@ const ROUNDS: usize = 3;
 impl<B: Backend> Comm<B> {
     /// Collective over the world: a handle whose messages reach device memory by `setting`. `prove` tries the direct way
     /// for this rank's node, which nothing else can know to work ([`mpi::prove_in_child`]). NCCL is tried only if the device is
-    /// known ([`Comm::beside`]).
+    /// known ([`Comm::with_local_device`]).
     ///
     /// # Errors
     /// The way that is wanted does not work, or there is no device memory to reach.
-    pub fn on_path(&self, setting: PathSetting, prove: impl FnOnce() -> Result<()>) -> Result<Self> {
+    pub fn select_transport(&self, setting: PathSetting, prove: impl FnOnce() -> Result<()>) -> Result<Self> {
         if B::ON_HOST {
             return match setting {
                 PathSetting::Auto => Ok(self.clone()),
@@ -45,14 +45,14 @@ impl<B: Backend> Comm<B> {
             };
         }
         match setting {
-            PathSetting::Staged => Ok(self.through(DevicePath::Staged)),
+            PathSetting::Staged => Ok(self.with_transport(DeviceTransport::Staged)),
             PathSetting::Nccl => self.on_library(),
             PathSetting::Direct => {
                 let proved = self.direct_works(setting, prove);
                 proved.map_err(|error| error.at("comm.path = direct").hint("set comm.path = staged"))?;
-                Ok(self.through(DevicePath::Direct))
+                Ok(self.with_transport(DeviceTransport::Direct))
             }
-            PathSetting::Auto if self.size() == 1 => Ok(self.through(DevicePath::Direct)),
+            PathSetting::Auto if self.size() == 1 => Ok(self.with_transport(DeviceTransport::Direct)),
             PathSetting::Auto => {
                 let before = self.device.as_ref().and_then(|device| device.chosen.get());
                 let (path, why) = match before {
@@ -68,21 +68,24 @@ impl<B: Backend> Comm<B> {
     }
 
     /// The path of `auto`, with the reasons.
-    fn choose(&self, prove: impl FnOnce() -> Result<()>) -> Result<(DevicePath, Arc<str>)> {
+    fn choose(&self, prove: impl FnOnce() -> Result<()>) -> Result<(DeviceTransport, Arc<str>)> {
         let (together, direct) = (self.library_works(), self.direct_works(PathSetting::Auto, prove));
         let (path, why) = match (together, direct) {
             (Ok(library), Ok(())) => {
-                let [by_library, by_mpi] = self.compare([DevicePath::Nccl, DevicePath::Direct])?;
-                let path = if by_library <= by_mpi { DevicePath::Nccl } else { DevicePath::Direct };
+                let [by_library, by_mpi] = self.compare([DeviceTransport::Nccl, DeviceTransport::Direct])?;
+                let path = if by_library <= by_mpi { DeviceTransport::Nccl } else { DeviceTransport::Direct };
                 let size = readable(WORDS * size_of::<f32>());
                 let [by_library, by_mpi] = [by_library, by_mpi].map(|seconds| 1e3 * seconds);
                 (path, format!("sums of {size} take {by_library:.2} ms by {library}, {by_mpi:.2} ms by MPI"))
             }
-            (Ok(library), Err(error)) => (DevicePath::Nccl, format!("{library} works here; {}", error.message())),
-            (Err(error), Ok(())) => (DevicePath::Direct, format!("MPI has shown it; not by NCCL: {}", error.message())),
-            (Err(library), Err(mpi)) => {
-                (DevicePath::Staged, format!("not by NCCL: {}; not straight: {}", library.message(), mpi.message()))
+            (Ok(library), Err(error)) => (DeviceTransport::Nccl, format!("{library} works here; {}", error.message())),
+            (Err(error), Ok(())) => {
+                (DeviceTransport::Direct, format!("MPI has shown it; not by NCCL: {}", error.message()))
             }
+            (Err(library), Err(mpi)) => (
+                DeviceTransport::Staged,
+                format!("not by NCCL: {}; not straight: {}", library.message(), mpi.message()),
+            ),
         };
         if self.rank() == 0 {
             log::info!("messages of GPUs: {} ({why})", path.describe());
@@ -106,7 +109,7 @@ impl<B: Backend> Comm<B> {
             )),
             _ => prove(),
         };
-        self.world().agree(mine)
+        self.world().all_ok(mine)
     }
 
     /// Collective over the world: the library by which the devices of all ranks exchange memory, such as `NCCL 2.27.3`, as
@@ -129,19 +132,19 @@ impl<B: Backend> Comm<B> {
                 return Err(Error::input(format!("ranks {} share a GPU", same.join(", "))).shared());
             }
         }
-        let library = world.agree(B::device_comm_library())?;
-        trial::together(&world, own)?;
+        let library = world.all_ok(B::device_comm_library())?;
+        nccl_probe::together(&world, own)?;
         Ok(library)
     }
 
     /// Seconds in which the ranks add up a buffer by each of some paths.
-    fn compare<const N: usize>(&self, paths: [DevicePath; N]) -> Result<[f64; N]> {
+    fn compare<const N: usize>(&self, paths: [DeviceTransport; N]) -> Result<[f64; N]> {
         let world = self.world();
         let none = || Error::internal("a device to compare paths with");
         let small = self.device.as_ref().map_or_else(|| Err(none()), |device| (device.small)());
-        let backend = world.agree(small)?;
-        let time = |path: DevicePath| {
-            let group = self.through(path).world();
+        let backend = world.all_ok(small)?;
+        let time = |path: DeviceTransport| {
+            let group = self.with_transport(path).world();
             let mut buf = backend.upload_f32(MemoryKind::Communication, &vec![1.0; WORDS])?;
             let mut best = u64::MAX;
             for round in 0..=ROUNDS {
@@ -153,28 +156,28 @@ impl<B: Backend> Comm<B> {
             Ok(best)
         };
         let mine = paths.into_iter().map(time).collect::<Result<Vec<u64>>>()?;
-        let all = world.gather_numbers(&mine)?;
+        let all = world.all_gather_u64(&mine)?;
         // Their memory is this small device's.
         self.forget_devices()?;
         // All wait for the slowest.
         Ok(std::array::from_fn(|path| all.iter().map(|of_rank| of_rank[path]).max().unwrap_or(0) as f64 * 1e-9))
     }
 
-    /// A handle for [`DevicePath::Nccl`]. Alone a rank needs no library.
+    /// A handle for [`DeviceTransport::Nccl`]. Alone a rank needs no library.
     fn on_library(&self) -> Result<Self> {
         let mine = if self.size() > 1 { B::device_comm_library().map(Some) } else { Ok(None) };
-        let found = self.world().agree(mine).map_err(|error| error.at("comm.path = nccl"))?;
+        let found = self.world().all_ok(mine).map_err(|error| error.at("comm.path = nccl"))?;
         if let Some(library) = found.filter(|_| self.rank() == 0) {
             log::info!("messages of GPUs go by {library}");
         }
-        Ok(self.through(DevicePath::Nccl))
+        Ok(self.with_transport(DeviceTransport::Nccl))
     }
 }
 
 /// The arguments by which a program that proves the direct way to be passable is started: `hpctrain prove-direct`.
 pub const PROOF: &str = "prove-direct";
 
-/// The proof of [`Comm::on_path`] in children that are this program.
+/// The proof of [`Comm::select_transport`] in children that are this program.
 ///
 /// # Errors
 /// As [`mpi::prove_in_child`].

@@ -16,8 +16,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::ledger::Entry;
-use super::runs;
+use super::flight_recorder::Entry;
+use super::rank_ranges;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
 
@@ -32,13 +32,13 @@ const READS: usize = 5;
 
 /// A collective, as reports describe it. Times are seconds since 1970.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Told {
+pub struct PeerHeartbeat {
     pub number: u64,
     pub op: String,
     pub unit: Option<String>,
     pub group: String,
     /// The group's ranks in the world, in runs such as `0-7` and `0-12:4`.
-    #[serde(with = "runs")]
+    #[serde(with = "rank_ranges")]
     pub members: Vec<usize>,
     pub in_group: u64,
     pub bytes: usize,
@@ -53,7 +53,7 @@ pub fn seconds(ns: u64) -> f64 {
     ns as f64 * 1e-9
 }
 
-impl From<&Entry> for Told {
+impl From<&Entry> for PeerHeartbeat {
     fn from(entry: &Entry) -> Self {
         let label = &entry.label;
         Self {
@@ -72,7 +72,7 @@ impl From<&Entry> for Told {
     }
 }
 
-impl fmt::Display for Told {
+impl fmt::Display for PeerHeartbeat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "#{} {}", self.number, self.op)?;
         self.unit.iter().try_for_each(|unit| write!(f, " of {unit}"))
@@ -104,8 +104,8 @@ pub struct Heartbeat {
     /// Whether it is blocked until a message comes.
     pub waits: bool,
     /// The last collective that was finished, and the one under way.
-    pub finished: Option<Told>,
-    pub current: Option<Told>,
+    pub finished: Option<PeerHeartbeat>,
+    pub current: Option<PeerHeartbeat>,
     /// The exchange under way in the current one.
     pub exchange: Option<Exchange>,
 }
@@ -117,7 +117,7 @@ pub struct LedgerFile {
     pub pid: u32,
     pub host: String,
     pub time: f64,
-    pub collectives: Vec<Told>,
+    pub collectives: Vec<PeerHeartbeat>,
 }
 
 /// The files of the watch.
@@ -290,7 +290,7 @@ fn blank() -> Vec<u8> {
 /// The line of a heartbeat. Of more than fits, the last finished collective is left out, then the group of the present one.
 fn line(heartbeat: &Heartbeat) -> std::io::Result<Vec<u8>> {
     let cut = |text: &str| text.chars().take(NAME).collect::<String>();
-    let short = |told: &Told| Told { unit: told.unit.as_deref().map(cut), ..told.clone() };
+    let short = |told: &PeerHeartbeat| PeerHeartbeat { unit: told.unit.as_deref().map(cut), ..told.clone() };
     let mut told = Heartbeat {
         host: cut(&heartbeat.host),
         finished: heartbeat.finished.as_ref().map(short),
@@ -319,7 +319,7 @@ mod tests {
     use super::*;
 
     fn heartbeat(rank: usize, members: Vec<usize>) -> Heartbeat {
-        let told = Told {
+        let told = PeerHeartbeat {
             number: u64::MAX,
             op: "reduce_scatter".into(),
             unit: Some("\u{fc}".repeat(1000)),

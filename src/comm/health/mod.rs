@@ -1,9 +1,9 @@
 //! Whether all ranks still go on: the ledger of their collectives, heartbeats, and the report of a job that stands still.
 
+pub(super) mod flight_recorder;
+pub(super) mod hang_report;
 pub(super) mod heartbeat;
-pub(super) mod ledger;
-pub(super) mod partners;
-mod runs;
-pub(super) mod stall;
-pub(super) mod watch;
+pub(super) mod pending_peers;
+mod rank_ranges;
 pub(super) mod watchdog;
+pub(super) mod watchdog_guard;

@@ -30,16 +30,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::heartbeat::{Exchange, Files, Heartbeat, LedgerFile, Pulse, Told, seconds};
-use super::ledger::{LEAVE, RECV};
-use super::stall::{Sighting, report};
+use super::flight_recorder::{LEAVE, RECV};
+use super::hang_report::{RankState, report};
+use super::heartbeat::{Exchange, Files, Heartbeat, LedgerFile, PeerHeartbeat, Pulse, seconds};
 use crate::exit::Exit;
 use crate::shared::Shared;
-use crate::wire::World;
-use hpctrain_base::activity;
-use hpctrain_base::activity::Doing;
+use crate::transport::World;
 use hpctrain_base::error::Result;
 use hpctrain_base::own_files;
+use hpctrain_base::spans;
+use hpctrain_base::spans::Doing;
 use hpctrain_base::spawn::spawn;
 
 /// Exit code of a job that was ended.
@@ -98,7 +98,7 @@ impl Place {
 }
 
 impl Guard {
-    pub fn start(seat: Seat) -> Result<Self> {
+    pub fn start(seat: WatchdogContext) -> Result<Self> {
         let (settings, beats) = (Arc::<Mutex<Settings>>::default(), Arc::<AtomicU64>::default());
         let patience = Patience { stuck: None, waited: Duration::ZERO };
         let watchdog = Watchdog {
@@ -180,7 +180,7 @@ struct Alarm {
 
 /// A rank as its watch sees it.
 #[derive(Clone)]
-pub struct Seat {
+pub struct WatchdogContext {
     pub shared: Arc<Shared>,
     pub world: World,
     pub exit: Exit,
@@ -188,7 +188,7 @@ pub struct Seat {
     pub has_roles: Arc<AtomicBool>,
 }
 
-impl Seat {
+impl WatchdogContext {
     /// The heartbeat of this moment, and the operation that the rank may be stuck in.
     pub fn heartbeat(&self, beat: u64) -> (Heartbeat, Option<Stuck>) {
         let (phase, since) = self.shared.activity.phase();
@@ -202,7 +202,7 @@ impl Seat {
             pid: std::process::id(),
             host: self.world.node.host.clone(),
             beat,
-            time: seconds(activity::now()),
+            time: seconds(spans::now()),
             phase: phase.name().into(),
             phase_since: seconds(since),
             waits: self.shared.has_waiters(),
@@ -214,12 +214,12 @@ impl Seat {
     }
 
     /// The last collective that was finished, and the one under way.
-    fn place(&self) -> (Option<Told>, Option<Told>) {
+    fn place(&self) -> (Option<PeerHeartbeat>, Option<PeerHeartbeat>) {
         let ledger = self.shared.ledger();
         let (finished, current) = ledger.place();
         // A message that was posted ahead is waited for only once compute needs it.
         let current = current.filter(|entry| entry.label.op != RECV || self.shared.has_waiters());
-        (finished.map(Told::from), current.map(Told::from))
+        (finished.map(PeerHeartbeat::from), current.map(PeerHeartbeat::from))
     }
 
     /// The exchange under way.
@@ -230,7 +230,7 @@ impl Seat {
 }
 
 struct Watchdog {
-    seat: Seat,
+    seat: WatchdogContext,
     settings: Arc<Mutex<Settings>>,
     beats: Arc<AtomicU64>,
     patience: Patience,
@@ -365,8 +365,8 @@ impl Watchdog {
             rank: self.seat.world.rank,
             pid: std::process::id(),
             host: self.seat.world.node.host.clone(),
-            time: seconds(activity::now()),
-            collectives: self.seat.shared.ledger().entries().map(Told::from).collect(),
+            time: seconds(spans::now()),
+            collectives: self.seat.shared.ledger().entries().map(PeerHeartbeat::from).collect(),
         };
         let path = files.ledger(self.seat.world.rank);
         let text = serde_json::to_string_pretty(&ledger).map_err(std::io::Error::from);
@@ -386,11 +386,11 @@ impl Watchdog {
         let moved = |heartbeat: &Option<Heartbeat>, before| heartbeat.as_ref().map(|h| h.beat) != before;
         let sightings = files.read().into_iter().zip(beats).enumerate().map(|(rank, (heartbeat, before))| {
             let answers = rank == self.seat.world.rank || moved(&heartbeat, *before);
-            Sighting { heartbeat, answers }
+            RankState { heartbeat, answers }
         });
         let sightings: Vec<_> = sightings.collect();
         let ledgers: Vec<_> = (0..sightings.len()).filter_map(|rank| files.read_ledger(rank)).collect();
-        let text = report(&sightings, &ledgers, seconds(activity::now()));
+        let text = report(&sightings, &ledgers, seconds(spans::now()));
         format!(
             "{text}\nhint: {} holds the last collectives of each rank that could write them; comm.timeout = {} seconds {HINT}",
             files.folder().join("ledger-rank-*.json").display(),

@@ -5,7 +5,7 @@ use std::io::{ErrorKind, IsTerminal as _, Write as _, stderr, stdout};
 use std::sync::OnceLock;
 
 use hpctrain_base::error::Error;
-use hpctrain_base::visible::visible;
+use hpctrain_base::escape::visible;
 
 /// The first error by which a line could not be printed.
 static LOST: OnceLock<String> = OnceLock::new();

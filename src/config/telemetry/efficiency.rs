@@ -21,7 +21,7 @@ impl Efficiency {
     /// # Errors
     /// Returns an error if a message between ranks failed.
     pub fn gather<B: Backend>(world: &Group<B>, network: &Network, peak: Option<f64>) -> Result<Self> {
-        let peaks = world.gather_numbers(&[peak.unwrap_or(f64::NAN).to_bits()])?;
+        let peaks = world.all_gather_u64(&[peak.unwrap_or(f64::NAN).to_bits()])?;
         let sum: f64 = peaks.iter().flatten().map(|bits| f64::from_bits(*bits)).sum();
         Ok(Self::new(network, world.size(), Some(sum).filter(|sum| sum.is_finite())))
     }

@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use super::long_lines::{FromEnd, record};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::regular_files;
+use hpctrain_base::safe_open;
 
 /// The losses of the last steps, as many as an epoch has.
 #[derive(Debug, Clone)]
@@ -34,7 +34,7 @@ impl EpochLoss {
             loss: Option<f64>,
         }
         let unread = |e| Error::io("read", metrics, e);
-        let file = match regular_files::open(metrics) {
+        let file = match safe_open::open(metrics) {
             Ok(file) => file,
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(self),
             Err(e) => return Err(unread(e)),

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::classes::Classes;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::{own_files, regular_files};
+use hpctrain_base::{own_files, safe_open};
 
 /// Name of the file in a run's directory.
 pub const FILE: &str = "eval.jsonl";
@@ -140,7 +140,7 @@ impl Evaluations {
 /// # Errors
 /// The file cannot be read.
 pub fn read(path: &Path) -> Result<Evaluations> {
-    let bytes = match regular_files::read(path) {
+    let bytes = match safe_open::read(path) {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Evaluations::default()),
         Err(e) => return Err(Error::io("read", path, e)),

@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use super::long_lines::{Kept, until_step};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::{own_files, regular_files};
+use hpctrain_base::{own_files, safe_open};
 
 /// A file of JSON lines.
 pub struct JsonLines {
@@ -33,7 +33,7 @@ impl JsonLines {
     /// # Errors
     /// Returns an error if the file system refuses.
     pub fn open(path: &Path, last: u64) -> Result<Self> {
-        let kept = match regular_files::open(path).map(|old| until_step(old, last)) {
+        let kept = match safe_open::open(path).map(|old| until_step(old, last)) {
             Ok(kept) => kept.map_err(|e| Error::io("read", path, e))?,
             Err(e) if e.kind() == ErrorKind::NotFound => Kept::NOTHING,
             Err(e) => return Err(Error::io("read", path, e)),

@@ -7,8 +7,8 @@ use env_logger::{Builder, Logger, Target};
 use log::{LevelFilter, Log, Metadata, Record};
 
 use hpctrain_base::error::{Error, Result};
+use hpctrain_base::escape::visible;
 use hpctrain_base::own_files;
-use hpctrain_base::visible::visible;
 
 /// The program's logger. The file is known only once the run directory is.
 struct RankLogger {

@@ -13,7 +13,7 @@ const BLOCK: usize = 64 << 10;
 const TAIL: u64 = 1 << 20;
 
 /// Bytes that are read at once in a bisection, whose every look needs a line or two.
-const LOOK: usize = 4 << 10;
+const POLL_INTERVAL: usize = 4 << 10;
 
 /// Lines of a file from its end to its beginning.
 pub struct FromEnd<R> {
@@ -139,7 +139,7 @@ fn step_in(line: &[u8]) -> Option<u64> {
 
 /// As [`until_step`], by bisection in the first `high` bytes, which end with a line break.
 fn search<R: Read + Seek>(file: R, mut high: u64, last: u64) -> io::Result<u64> {
-    let mut file = BufReader::with_capacity(LOOK, file);
+    let mut file = BufReader::with_capacity(POLL_INTERVAL, file);
     // The lines before `low` are kept, and those that begin at `high` or after it are not.
     let mut low: u64 = 0;
     // A line that begins before `high` may end after it.

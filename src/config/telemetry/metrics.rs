@@ -8,7 +8,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use super::long_lines::{FromEnd, record};
 use super::times::Times;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::regular_files;
+use hpctrain_base::safe_open;
 
 /// One training step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
@@ -106,7 +106,7 @@ pub fn energy_so_far(path: &Path, every: u64) -> Result<f64> {
     struct Energy {
         energy_kwh: f64,
     }
-    let file = match regular_files::open(path) {
+    let file = match safe_open::open(path) {
         Ok(file) => file,
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(0.0),
         Err(e) => return Err(Error::io("read", path, e)),

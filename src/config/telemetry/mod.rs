@@ -1,6 +1,5 @@
 //! Output of a run for people and programs: banner, progress, metrics, logs, traces.
 
-pub mod banner;
 pub mod classes;
 mod console;
 pub mod efficiency;
@@ -15,13 +14,14 @@ pub mod progress;
 pub mod rank_times;
 pub mod restarts;
 pub mod run_card;
-pub mod samples;
+pub mod startup_summary;
 pub mod straggler;
 pub mod tensorboard;
+pub mod text_samples;
 pub mod times;
 pub mod trace;
 pub mod trace_file;
-pub mod workers;
+pub mod worker_records;
 
 pub use console::{lost, say, say_error, say_text};
 

@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::times::Times;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
-use hpctrain_device::{Tallies, Tally};
+use hpctrain_device::{KernelStats, Tallies};
 
 /// A kernel's share.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -68,11 +68,11 @@ impl Report {
     /// The profile of the `tallies` of so many steps, which took `times`.
     pub fn new(tallies: &Tallies, steps: u64, times: Times, threads: usize, waits: bool) -> Self {
         let compute_seconds = times.compute + times.optimizer;
-        let mut by_kernel: BTreeMap<&str, Tally> = BTreeMap::new();
+        let mut by_kernel: BTreeMap<&str, KernelStats> = BTreeMap::new();
         for ((kernel, _), tally) in tallies {
             by_kernel.entry(*kernel).and_modify(|all| *all = all.plus(*tally)).or_insert(*tally);
         }
-        let kernel = |(kernel, tally): (&&str, &Tally)| {
+        let kernel = |(kernel, tally): (&&str, &KernelStats)| {
             let rate = |amount: f64| amount / tally.seconds.max(f64::MIN_POSITIVE) / 1e9;
             let flops = (tally.flops > 0.0).then_some(tally.flops);
             Kernel {
@@ -151,7 +151,7 @@ mod tests {
 
     #[test]
     fn the_longest_comes_first_and_shares_add_up() {
-        let tally = |calls, seconds, flops, bytes| Tally { calls, seconds, fastest: seconds, flops, bytes };
+        let tally = |calls, seconds, flops, bytes| KernelStats { calls, seconds, fastest: seconds, flops, bytes };
         let tallies = BTreeMap::from([
             (("add", [4, 0, 0, 0]), tally(4, 0.5, 0.0, 1e9)),
             (("linear", [1, 2, 3, 0]), tally(1, 0.5, 2e9, 5e8)),

@@ -5,7 +5,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::regular_files;
+use hpctrain_base::safe_open;
 
 /// Name of the file in a run's directory.
 pub const FILE: &str = "restarts.jsonl";
@@ -53,7 +53,7 @@ pub fn in_lines(lines: &[u8]) -> Vec<Restart> {
 /// The file cannot be read.
 pub fn of_run(run: &Path) -> Result<Vec<Restart>> {
     let path = run.join(FILE);
-    match regular_files::read(&path) {
+    match safe_open::read(&path) {
         Ok(lines) => Ok(in_lines(&lines)),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
         Err(e) => Err(Error::io("read", &path, e)),

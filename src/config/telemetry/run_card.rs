@@ -9,7 +9,7 @@ use super::times::Times;
 use hpctrain_base::energy::Source;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
-use hpctrain_comm::DevicePath;
+use hpctrain_comm::DeviceTransport;
 use hpctrain_data::DataChange;
 
 /// Memory of a stage's ranks, in bytes by category.
@@ -58,7 +58,7 @@ pub struct RunCard {
     pub mpi: String,
     /// Path of messages to the memory of GPUs, where ranks have some.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub device_path: Option<DevicePath>,
+    pub device_path: Option<DeviceTransport>,
     /// The reasons for that path, where `comm.path` left the choice.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_path_reason: Option<String>,

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 /// The time that a rank has spent so far, from its counters.
 #[derive(Debug, Clone, Copy)]
-pub struct Spent {
+pub struct TimeCounters {
     /// Seconds that passed.
     pub total: f64,
     /// Seconds in which its compute was blocked, waiting for messages.
@@ -43,7 +43,7 @@ pub struct Times {
 
 impl Times {
     /// The time spent between two readings of the counters.
-    pub fn between(before: Spent, after: Spent) -> Self {
+    pub fn between(before: TimeCounters, after: TimeCounters) -> Self {
         let comm_exposed = after.blocked - before.blocked;
         let (loader, optimizer) = (after.loader - before.loader, after.optimizer - before.optimizer);
         // Clocks are read one after another: the delay between them must not make a time negative.
@@ -109,8 +109,8 @@ impl fmt::Display for Times {
 mod tests {
     use super::*;
 
-    fn spent(total: f64, blocked: f64, busy: f64, loader: f64, optimizer: f64) -> Spent {
-        Spent { total, blocked, busy, loader, optimizer }
+    fn spent(total: f64, blocked: f64, busy: f64, loader: f64, optimizer: f64) -> TimeCounters {
+        TimeCounters { total, blocked, busy, loader, optimizer }
     }
 
     #[test]

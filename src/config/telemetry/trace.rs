@@ -9,8 +9,8 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::trace_file::{TraceEvent, TraceFile};
-use hpctrain_base::activity::{Event, Track};
 use hpctrain_base::error::{Error, Result};
+use hpctrain_base::spans::{Event, Track};
 use hpctrain_comm::Comm;
 use hpctrain_device::Backend;
 
@@ -43,7 +43,7 @@ impl Trace {
     pub fn start<B: Backend>(comm: &Comm<B>, path: &Path) -> Result<Self> {
         let world = comm.world();
         let file = (comm.rank() == 0).then(|| TraceFile::create(path)).transpose();
-        let file = world.agree(file)?;
+        let file = world.all_ok(file)?;
         let hosts = world.gather_bytes(comm.node().host.into_bytes()).wait()?;
         let elsewhere = |host: &Vec<u8>| *host != hosts[0];
         let measured = if hosts.iter().any(elsewhere) { comm.clock_offset()? } else { 0 };
@@ -79,7 +79,7 @@ impl Trace {
             }
         }
         let lost = heads.iter().map(|head| head.lost).sum();
-        world.agree(written.and_then(|()| self.file.map_or(Ok(()), |file| file.end(lost))))
+        world.all_ok(written.and_then(|()| self.file.map_or(Ok(()), |file| file.end(lost))))
     }
 
     /// A time of this rank on rank 0's clock.

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use hpctrain_base::activity::Event;
 use hpctrain_base::error::{Error, Result};
+use hpctrain_base::spans::Event;
 
 /// The file, as it is written.
 pub struct TraceFile {

@@ -2,13 +2,13 @@
 //!
 //! The result is cut into blocks whose operands the caches hold. All threads round and pack both operands, in the order in which
 //! tiles read them: a word has two neighbouring terms. Then they compute tiles of the result, whose sums stay in registers
-//! (`tile.rs`). Words are added one after the other, in pieces of fixed length, so bits depend neither on the cut nor on the
+//! (`small_gemm.rs`). Words are added one after the other, in pieces of fixed length, so bits depend neither on the cut nor on the
 //! number of threads. The scheme is that of K. Goto and R. van de Geijn, "Anatomy of high-performance matrix multiplication"
-//! (ACM TOMS 34, 2008), with packed operands shared among threads. Operands in f32 are read in place (`../in_place/`).
+//! (ACM TOMS 34, 2008), with packed operands shared among threads. Operands in f32 are read in place (`../sgemm/`).
 
-mod operand;
 #[cfg(target_arch = "x86_64")]
-mod tile;
+mod microkernel;
+mod pack;
 
 use std::cell::RefCell;
 use std::hint::black_box;
@@ -18,15 +18,15 @@ use bytemuck::{Zeroable, cast_slice_mut};
 use ndarray::{ArrayViewMut2, Axis};
 use rayon::prelude::*;
 
-use super::cut::{depths, each_of};
+use super::gemm_blocking::{depths, each_of};
 use super::matrix::{add_columns, matrix_mut};
-use super::start::Start;
+use super::output_init::OutputInit;
+use super::small_gemm::{COLUMNS, Strip};
 use super::threads::{Threads, with_chunks};
-use super::tile::{COLUMNS, Strip};
 
-use operand::words;
+use pack::words;
 
-pub use operand::Operand;
+pub use pack::Operand;
 
 /// Rows of the highest tile, and of a panel of the left operand.
 const ROWS: usize = 12;
@@ -50,7 +50,7 @@ const LEAST_WORDS: usize = 1 << 18;
 /// Whether the CPU has the instructions.
 pub fn is_there() -> bool {
     #[cfg(target_arch = "x86_64")]
-    return tile::Instructions::find().is_some();
+    return microkernel::Instructions::find().is_some();
     #[cfg(not(target_arch = "x86_64"))]
     false
 }
@@ -59,7 +59,7 @@ pub fn is_there() -> bool {
 pub fn peak(threads: &Threads) -> Option<f64> {
     #[cfg(target_arch = "x86_64")]
     {
-        let by = tile::Instructions::find()?;
+        let by = microkernel::Instructions::find()?;
         let (operations, _) = by.multiply_add(1.0);
         let seconds = super::peak::best(|| {
             threads.run(threads.count(), |_, _| {
@@ -143,7 +143,7 @@ pub fn multiply(
     left: Operand<'_>,
     right: Operand<'_>,
     c: &mut [f32],
-    start: Start<'_>,
+    start: OutputInit<'_>,
     sums: &mut [f32],
 ) {
     let (m, n, words) = (left.lines, right.lines, words(left.terms));
@@ -233,7 +233,7 @@ impl Piece {
 }
 
 /// Computes all tiles of a block, spread over the threads, piece after piece.
-fn tiles(threads: &Threads, left: Left<'_>, right: Right<'_>, c: ArrayViewMut2<'_, f32>, start: Start<'_>) {
+fn tiles(threads: &Threads, left: Left<'_>, right: Right<'_>, c: ArrayViewMut2<'_, f32>, start: OutputInit<'_>) {
     let (m, n) = c.dim();
     each_of(threads, c, cut(threads.count(), m, n, right.height), [ROWS, COLUMNS], |rows, columns, mut c| {
         let (row, panel) = (rows.start, columns.start / COLUMNS);
@@ -241,7 +241,7 @@ fn tiles(threads: &Threads, left: Left<'_>, right: Right<'_>, c: ArrayViewMut2<'
             let start = start.at_term(words.start);
             let (left, right, c) = (left.words_from(words.start), right.words(words), c.view_mut());
             #[cfg(target_arch = "x86_64")]
-            tile::Part { left, right, row, panel, c, start }.compute();
+            microkernel::Part { left, right, row, panel, c, start }.compute();
             #[cfg(not(target_arch = "x86_64"))]
             unreachable!("the CPU has the instructions: {:?}", (c, row, panel));
         }
@@ -303,7 +303,7 @@ mod tests {
                 let mut got = vec![f32::NAN; m * n];
                 let mut sums = if of_a { vec![0.5; m] } else { Vec::new() };
                 let threads = Threads::new(1 + 2 * usize::from(of_b));
-                multiply(&threads, left, right, &mut got, Start::Columns(&bias), &mut sums);
+                multiply(&threads, left, right, &mut got, OutputInit::Columns(&bias), &mut sums);
                 for at in (0..m * n).step_by(1 + m * n / 97) {
                     let (row, column) = (at / n, at % n);
                     let term = |l: usize| rounded(a[row * k + l]) * rounded(b[column * k + l]);
@@ -313,8 +313,8 @@ mod tests {
                     assert!((f64::from(got[at]) - want).abs() <= 1e-6 * size, "{m} × {n} × {k} at {row}, {column}");
                 }
                 let mut again = vec![f32::NAN; m * n];
-                multiply(&threads, left, right, &mut again, Start::Nothing, &mut []);
-                multiply(&threads, left, right, &mut again, Start::Result, &mut []);
+                multiply(&threads, left, right, &mut again, OutputInit::Nothing, &mut []);
+                multiply(&threads, left, right, &mut again, OutputInit::Result, &mut []);
                 let twice = got.iter().zip(bias.iter().cycle()).map(|(got, bias)| 2.0 * (got - bias));
                 assert!(twice.zip(&again).all(|(want, got)| (want - got).abs() < 1e-3), "{m} × {n} × {k}, twice");
                 if of_a {

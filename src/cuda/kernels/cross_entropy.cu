@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(512)
 }
 
 // Of the columns of some classes, from class `first` on, the four numbers of a row that the losses need of them:
-// LogitsPart::STATS of classifier.rs.
+// LogitsPart::STATS of cross_entropy.rs.
 extern "C" __global__ void __launch_bounds__(512)
     softmax_part(const elem* logits, const unsigned* targets, float* stats, int classes, int stride, int first) {
   const elem* row = logits + (long long)blockIdx.x * stride;

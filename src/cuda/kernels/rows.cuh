@@ -2,7 +2,7 @@
 #pragma once
 #include "vector.cuh"
 
-// Rows of a chunk: CHUNK_ROWS of sums.rs.
+// Rows of a chunk: CHUNK_ROWS of reduce.rs.
 constexpr int CHUNK = 128;
 // Columns of a thread: as many as it reads at a time.
 constexpr int OWN = Pack<elem>::SIZE;

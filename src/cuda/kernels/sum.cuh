@@ -21,7 +21,7 @@ __device__ __forceinline__ void block_sum_f64(double* out, long long first, long
 // partial[block] = Σ term(i) over the block's chunk of 0..n. Block: 256 threads; grid: ceil(n / 16384).
 template <class F>
 __device__ __forceinline__ void sum_chunk(double* partial, long long n, F term) {
-  const long long chunk = 16384;  // SUM_CHUNK of sums.rs
+  const long long chunk = 16384;  // SUM_CHUNK of reduce.rs
   long long first = blockIdx.x * chunk, end = first + chunk < n ? first + chunk : n;
   block_sum_f64(partial + blockIdx.x, first, end, term);
 }

@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 use super::{hex, missing};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::regular_files;
+use hpctrain_base::safe_open;
 
 /// The longest line of JSON: it is held in memory, beside its text.
 const LONGEST_LINE: usize = 32 << 20;
@@ -89,7 +89,7 @@ impl Documents {
                     (path.display().to_string(), Box::new(file))
                 }
                 Input::Listed(path) => {
-                    let file = regular_files::open(path).map_err(|e| Error::io("read", path, e))?;
+                    let file = safe_open::open(path).map_err(|e| Error::io("read", path, e))?;
                     (path.display().to_string(), Box::new(file))
                 }
             };

@@ -9,10 +9,10 @@ use super::ids::IdSpooler;
 use super::npy::Array;
 use super::stream::{Imported, Stream, StreamShards};
 use super::{hex, missing};
-use crate::compare::Scratch;
-use crate::content::{Content, MAX_VOCABULARY};
+use crate::block_checksums::Scratch;
 use crate::sandbox::Sandbox;
 use crate::shard::first_invalid;
+use crate::shard_schema::{MAX_VOCABULARY, ShardSchema};
 use crate::spec::{DataSpec, Verify};
 use crate::{Tokenizer, TokenizerKind};
 use hpctrain_base::error::{Error, Result};
@@ -132,7 +132,7 @@ fn of_hdf5(import: &ImportIds, trimmed: &dyn Fn(&[u32]) -> usize, push: Push<'_>
     let mut spec = DataSpec::new(&import.input);
     spec.tokens.clone_from(&import.dataset);
     let shard = Sandbox::default().shard(&import.input, &spec)?;
-    let Content::Tokens(field) = &shard.content else {
+    let ShardSchema::Tokens(field) = &shard.content else {
         return Err(other_shape(import, &format!("there is no dataset {}", import.dataset)));
     };
     shard.check_written()?;

@@ -9,9 +9,9 @@ use std::path::{Path, PathBuf};
 use flate2::read::GzDecoder;
 
 use super::open;
-use super::samples::{Imported, Inputs, Kept, Rows};
+use super::row_writer::{ImportOptions, Imported, Inputs, Rows};
 use super::spool::{Elements, Spooler};
-use crate::bounded::{self, Fault, extent};
+use crate::decompression_limit::{self, Fault, extent};
 use hpctrain_base::error::{Error, Result};
 
 /// The type of unsigned bytes, the only one that images and labels come in.
@@ -25,7 +25,7 @@ pub struct ImportIdx {
     /// Their classes.
     pub labels: PathBuf,
     /// Validation split, shards and destination of the samples.
-    pub kept: Kept,
+    pub kept: ImportOptions,
 }
 
 /// Writes images as samples of height × width × 1, and their classes.
@@ -108,7 +108,7 @@ fn unpacked(file: File, stored: u64, out: &Path) -> Result<(Vec<usize>, Elements
     let mut decoder = GzDecoder::new(BufReader::new(file));
     let shape = shape(&mut decoder)?;
     let mut spooler = Spooler::create(out)?;
-    let decoded = bounded::decode(decoder, count(&shape)? as u64, stored, |piece| spooler.push(piece))?;
+    let decoded = decompression_limit::decode(decoder, count(&shape)? as u64, stored, |piece| spooler.push(piece))?;
     complete(&shape, decoded)?;
     Ok((shape, spooler.finish()?))
 }

@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use image::imageops::FilterType;
 use image::{DynamicImage, ImageDecoder as _, ImageFormat, ImageReader};
 
-use super::samples::{Imported, Inputs, Kept, Rows};
+use super::row_writer::{ImportOptions, Imported, Inputs, Rows};
 use super::spool::{Elements, Spooler};
-use crate::bounded;
+use crate::decompression_limit;
 use crate::spec::file_names;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::regular_files;
+use hpctrain_base::safe_open;
 
 /// Input and options of an import.
 #[derive(Debug, Clone)]
@@ -24,7 +24,7 @@ pub struct ImportImages {
     /// One channel instead of three.
     pub grey: bool,
     /// Validation split, shards and destination of the samples.
-    pub kept: Kept,
+    pub kept: ImportOptions,
 }
 
 /// Writes images as samples of height × width × channels. Classes are numbered in the order of the folders' names. Images of every
@@ -92,7 +92,7 @@ pub fn import_images(import: &ImportImages) -> Result<Imported> {
 fn check_all(import: &ImportImages, files: &[Labelled], decoded: usize) -> Result<()> {
     let length = |file: &Labelled| std::fs::metadata(&file.path).map_or(0, |metadata| metadata.len());
     let stored = files.iter().map(length).fold(0, u64::saturating_add);
-    bounded::check(decoded as u64, stored).map_err(|what| {
+    decompression_limit::check(decoded as u64, stored).map_err(|what| {
         Error::input(format!("{}: {what}", import.folder.display())).hint("make the images smaller with --size")
     })
 }
@@ -173,7 +173,7 @@ fn visible(folder: &Path) -> Result<Vec<String>> {
 
 /// The pixels of a file, in bytes: three channels, or one. Transparency is dropped.
 fn decoded(path: &Path, grey: bool) -> Result<DynamicImage> {
-    let bytes = regular_files::read(path).map_err(|e| {
+    let bytes = safe_open::read(path).map_err(|e| {
         Error::io("read", path, e).hint("a class's folder holds its images and nothing else: move other things away")
     })?;
     let at = path.display();
@@ -197,7 +197,7 @@ fn decoded(path: &Path, grey: bool) -> Result<DynamicImage> {
     let told = |e: image::ImageError| damaged(e.to_string().replace('\n', " "));
     // The header alone.
     let header = ImageReader::with_format(std::io::Cursor::new(&bytes), format).into_decoder().map_err(told)?;
-    bounded::check(header.total_bytes(), bytes.len() as u64).map_err(|what| {
+    decompression_limit::check(header.total_bytes(), bytes.len() as u64).map_err(|what| {
         Error::input(format!("{at}: {what}")).hint("move it away, or bring it to a smaller size first")
     })?;
     let picture = reader.decode().map_err(told)?;

@@ -8,37 +8,37 @@ mod id_sets;
 mod ids;
 mod idx;
 mod images;
+mod inference_input;
 mod npy;
 mod numpy;
-mod pieces;
-mod samples;
+mod overlap_encode;
+mod row_writer;
 mod spool;
 mod stream;
 mod text;
-mod unlabelled;
-mod windows;
+mod text_chunks;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::spec::{Split, file_names};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::regular_files;
+use hpctrain_base::safe_open;
 
 pub use csv::{Categories, ImportCsv, Missing, TableFormat, column_texts, import_csv};
 pub use id_sets::{ImportIds, Meaning, import_ids};
 pub use idx::{ImportIdx, import_idx};
 pub use images::{ImportImages, import_images};
+pub use inference_input::{Form, Unlabelled};
 pub use numpy::{Arrays, ImportNumpy, import_numpy};
-pub(crate) use samples::{CLASSES, class_names, is_of_samples, left_out, numbered};
-pub use samples::{Imported as ImportedSamples, Kept, NotFinite};
+pub(crate) use row_writer::{CLASSES, class_names, is_of_samples, left_out, numbered};
+pub use row_writer::{ImportOptions, Imported as ImportedSamples, NotFinite};
 pub use stream::{Imported, StreamShards};
 pub use text::{ImportText, import_text};
-pub use unlabelled::{Form, Unlabelled};
 
 /// Opens a file to import.
 fn open(path: &Path, hint: &str) -> Result<std::fs::File> {
-    regular_files::open(path).map_err(|e| missing(path, &e, hint))
+    safe_open::open(path).map_err(|e| missing(path, &e, hint))
 }
 
 /// The error of a file to import that cannot be read.

@@ -17,7 +17,7 @@ use zip::result::{ZipError, ZipResult};
 
 use super::open;
 use super::spool::{Elements, Spooler};
-use crate::bounded::{self, Fault, extent};
+use crate::decompression_limit::{self, Fault, extent};
 use hpctrain_base::error::{Error, Result};
 
 const MAGIC: &[u8] = b"\x93NUMPY";
@@ -309,10 +309,10 @@ pub(super) fn read_member(
 }
 
 fn unpacked(mut member: impl Read, declared: u64, stored: u64, out: &Path) -> Result<Array, Fault> {
-    bounded::check(declared, stored)?;
+    decompression_limit::check(declared, stored)?;
     let header = Header::read(&mut member)?;
     let mut spooler = Spooler::create(out)?;
-    let decoded = bounded::decode(member, declared, stored, |piece| spooler.push(piece))?;
+    let decoded = decompression_limit::decode(member, declared, stored, |piece| spooler.push(piece))?;
     header.complete(decoded)?;
     Ok(header.with(spooler.finish()?))
 }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::npy::{Array, open_archive, read_member};
-use super::samples::{Imported, Inputs, Kept, Rows};
+use super::row_writer::{ImportOptions, Imported, Inputs, Rows};
 use super::spool::Elements;
 use hpctrain_base::error::{Error, Result};
 
@@ -15,7 +15,7 @@ pub struct ImportNumpy {
     /// Labels are numbers, even where they look like classes.
     pub regression: bool,
     /// Validation split, shards and destination of the rows.
-    pub kept: Kept,
+    pub kept: ImportOptions,
 }
 
 /// Location of the arrays: features with a row for each sample, and as many labels.

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 
 use super::documents::Documents;
 use super::ids::{IdSpooler, Ids};
-use super::pieces::{Cut, PIECE, Pieces};
+use super::overlap_encode::{Sizes, Windows};
 use super::stream::{Imported, Stream, StreamShards};
-use super::windows::{Sizes, Windows};
+use super::text_chunks::{Cut, PIECE, Pieces};
 use crate::{Tokenizer, TokenizerKind};
 use hpctrain_base::error::{Error, Result};
 

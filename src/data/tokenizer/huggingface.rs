@@ -13,7 +13,7 @@ use tokenizers::{Encoding, Tokenizer as Parsed};
 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::time_limit::within;
-use hpctrain_base::{panics, regular_files};
+use hpctrain_base::{panics, safe_open};
 
 /// A `tokenizer.json`, and what its neighbours say of the tokens that begin and end a text. Two are equal if the files are.
 #[derive(Clone, Serialize, Deserialize)]
@@ -144,7 +144,7 @@ impl HuggingFace {
     /// # Errors
     /// It cannot be read, or is no JSON.
     pub(super) fn value(path: &Path) -> Result<Value> {
-        let text = regular_files::read(path).map_err(|e| match e.kind() {
+        let text = safe_open::read(path).map_err(|e| match e.kind() {
             std::io::ErrorKind::NotFound => Error::input(format!("{} does not exist", path.display())).hint(GIVE),
             _ => Error::io("read", path, e),
         })?;
@@ -228,7 +228,7 @@ impl HuggingFace {
 
     /// The ids of a text, which is a whole: no token is added before or behind it. Texts of special tokens become those.
     pub(crate) fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        let encoding = self.encoded(text, How::Plain, PATIENCE)?;
+        let encoding = self.encoded(text, How::Plain, TIMEOUT)?;
         let ids = encoding.get_ids().to_vec();
         self.check(ids.iter().copied())?;
         Ok(ids)
@@ -247,7 +247,7 @@ impl HuggingFace {
     }
 
     fn is_processed_to_begin_with(&self, begin: u32, text: &str) -> Result<bool> {
-        let encoding = self.encoded(text, How::Processed, PATIENCE)?;
+        let encoding = self.encoded(text, How::Processed, TIMEOUT)?;
         Ok(encoding.get_ids().first() == Some(&begin))
     }
 
@@ -258,7 +258,7 @@ impl HuggingFace {
 
     /// As [`HuggingFace::encode`], with the places of the tokens.
     pub(crate) fn placed(&self, text: &str) -> Result<Vec<Placed>> {
-        let encoding = self.encoded(text, How::Placed, PATIENCE)?;
+        let encoding = self.encoded(text, How::Placed, TIMEOUT)?;
         let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
         let tokens: Vec<Placed> = tokens.map(|(&id, &(start, end))| Placed { id, start, end }).collect();
         self.check(tokens.iter().map(|token| token.id))?;
@@ -295,7 +295,7 @@ impl HuggingFace {
 }
 
 /// Seconds that a text may take: windows of an import take less than one.
-const PATIENCE: u64 = 60;
+const TIMEOUT: u64 = 60;
 
 const GIVE: &str = "give the tokenizer.json of a model, as Hugging Face's libraries write it";
 
@@ -313,9 +313,9 @@ mod tests {
 
     #[test]
     fn a_text_that_takes_too_long_is_refused() {
-        let value = super::super::written::written(&super::super::Tokenizer::Byte).unwrap().unwrap();
+        let value = super::super::to_hf::written(&super::super::Tokenizer::Byte).unwrap().unwrap();
         let tokenizer = HuggingFace::new(&value).unwrap();
-        assert_eq!(tokenizer.encoded("ab", How::Plain, PATIENCE).unwrap().len(), 2);
+        assert_eq!(tokenizer.encoded("ab", How::Plain, TIMEOUT).unwrap().len(), 2);
         let error = tokenizer.encoded("ab", How::Plain, 0).unwrap_err().to_string();
         assert!(
             error.starts_with("the tokenizer.json that was kept has not encoded 2 bytes of text within 0 s\nhint: "),

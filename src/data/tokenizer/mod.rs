@@ -1,7 +1,7 @@
 //! Text to token ids and back.
 
 mod huggingface;
-mod written;
+mod to_hf;
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
@@ -89,7 +89,7 @@ impl Tokenizer {
     /// It cannot be read, or is no such file.
     pub fn read(path: &Path) -> Result<Self> {
         let value = HuggingFace::value(path)?;
-        match written::recognised(&value) {
+        match to_hf::recognised(&value) {
             Some(own) => Ok(own),
             None => {
                 let file = HuggingFace::new(&value).map_err(|e| e.at(path.display()))?;
@@ -121,7 +121,7 @@ impl Tokenizer {
     /// A promise of this program is broken.
     pub fn file(&self) -> Result<String> {
         let text = |value: &Value| serde_json::to_string_pretty(value).map_err(|e| Error::internal(e.to_string()));
-        match (self, written::written(self)?) {
+        match (self, to_hf::written(self)?) {
             (Self::HuggingFace(file), _) => {
                 let value: Value = serde_json::from_str(file.text()).map_err(|e| Error::internal(e.to_string()))?;
                 text(&value)

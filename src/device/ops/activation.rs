@@ -1,6 +1,6 @@
 //! Functions of every element.
 
-use crate::{Backend, Work};
+use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
 /// A function of every element.
@@ -75,7 +75,7 @@ pub trait ActivationOps: Backend {
     fn activation_backward(&self, f: Activation, x: Self::View<'_>, dy: Self::ViewMut<'_>) -> Result<()>;
 }
 
-impl Work {
+impl KernelCost {
     /// A function of every element.
     pub fn activation(f: Activation, len: usize) -> Self {
         Self::moves(f.names().forward, 2 * len).on([len])

@@ -1,6 +1,6 @@
 //! Causal attention.
 
-use crate::{Backend, Work};
+use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
 /// Causal multi-head attention over packed queries, keys and values; with fewer heads of keys and values than of
@@ -66,7 +66,7 @@ pub trait AttentionOps: Backend {
     ) -> Result<()>;
 }
 
-impl Work {
+impl KernelCost {
     /// Two products over half a square of scores.
     pub fn attention(s: Attention) -> Self {
         let rows = s.batch * s.time;

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use crate::work::flops;
-use crate::{Linear, LinearOps, MemoryKind, Window, WindowOps, Work};
+use crate::kernel_cost::flops;
+use crate::{Im2colShape, KernelCost, Linear, LinearOps, MemoryKind, WindowOps};
 use hpctrain_base::error::Result;
 
 /// A convolution of images: filters on the elements that a window sees of some neighbouring channels. Filters are
@@ -11,7 +11,7 @@ use hpctrain_base::error::Result;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Convolution {
     /// On all images.
-    pub window: Window,
+    pub window: Im2colShape,
     /// The first channel that filters see.
     pub first: usize,
     /// Channels that filters see.
@@ -71,7 +71,7 @@ pub trait ConvolutionOps: LinearOps + WindowOps {
     }
 }
 
-impl Work {
+impl KernelCost {
     /// A convolution that unfolds nothing in memory.
     pub fn convolve(s: Convolution, bias: usize) -> Self {
         let product = s.product();
@@ -104,7 +104,7 @@ const UNFOLDED: usize = 1 << 22;
 
 /// So many images, their elements of input and output, and their product.
 struct Part {
-    window: Window,
+    window: Im2colShape,
     inputs: Range<usize>,
     outputs: Range<usize>,
     product: Linear,
@@ -112,12 +112,12 @@ struct Part {
 
 /// The images of a convolution, some at a time.
 fn parts(s: Convolution) -> impl Iterator<Item = Part> {
-    let one = Convolution { window: Window { batch: 1, ..s.window }, ..s };
+    let one = Convolution { window: Im2colShape { batch: 1, ..s.window }, ..s };
     let (of_image, of_places) = (one.window.elements(), one.window.rows() * s.filters);
     let most = (UNFOLDED / (one.window.rows() * s.seen()).max(1)).max(1);
     (0..s.window.batch).step_by(most).map(move |first| {
         let last = s.window.batch.min(first + most);
-        let window = Window { batch: last - first, ..s.window };
+        let window = Im2colShape { batch: last - first, ..s.window };
         Part {
             window,
             inputs: first * of_image..last * of_image,
@@ -129,7 +129,7 @@ fn parts(s: Convolution) -> impl Iterator<Item = Part> {
 
 /// The part of a window of memory.
 fn part<B: ConvolutionOps>(view: B::View<'_>, range: Range<usize>) -> B::View<'_> {
-    B::cut(B::cut(view, range.start).1, range.len()).0
+    B::split_at(B::split_at(view, range.start).1, range.len()).0
 }
 
 /// As [`part`], exclusively.

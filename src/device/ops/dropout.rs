@@ -1,6 +1,6 @@
 //! Dropout.
 
-use crate::{Backend, Work};
+use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
 /// Source of a dropout mask: a counter, never a state.
@@ -25,7 +25,7 @@ pub trait DropoutOps: Backend {
     fn dropout(&self, mask: Dropout, x: Self::ViewMut<'_>) -> Result<()>;
 }
 
-impl Work {
+impl KernelCost {
     /// A mask in place.
     pub fn dropout(len: usize) -> Self {
         Self::moves("dropout", 2 * len).on([len])

@@ -1,6 +1,6 @@
 //! Fills, copies, sums.
 
-use crate::{Backend, Work};
+use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
 /// Fills, copies, sums.
@@ -19,7 +19,7 @@ pub trait ElementwiseOps: Backend {
     fn sum_squares(&self, x: Self::View<'_>) -> Result<Self::Scalar>;
 }
 
-impl Work {
+impl KernelCost {
     /// A fill with zeros.
     pub fn zero(len: usize) -> Self {
         Self::moves("zero", len).on([len])

@@ -1,6 +1,6 @@
 //! Tables of tokens and positions.
 
-use crate::{Backend, Work};
+use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
 /// Tables of tokens and positions.
@@ -14,7 +14,7 @@ pub trait EmbeddingOps: Backend {
     /// take zeros in its place.
     fn embedding(
         &self,
-        tokens: &Self::Ints,
+        tokens: &Self::IndexBuf,
         first: usize,
         token_table: Self::View<'_>,
         position_table: Self::View<'_>,
@@ -24,7 +24,7 @@ pub trait EmbeddingOps: Backend {
     /// positions.
     fn embedding_backward(
         &self,
-        tokens: &Self::Ints,
+        tokens: &Self::IndexBuf,
         first: usize,
         dy: Self::View<'_>,
         dtoken_table: Self::ViewMut<'_>,
@@ -32,7 +32,7 @@ pub trait EmbeddingOps: Backend {
     ) -> Result<()>;
 }
 
-impl Work {
+impl KernelCost {
     /// Rows of a table and of positions (of so many elements in all), added.
     pub fn embedding(y: usize, places: usize) -> Self {
         Self::moves("embedding", 2 * y + places).on([y])

@@ -1,7 +1,7 @@
 //! Products of matrices, and affine maps of rows.
 
-use crate::work::flops;
-use crate::{Activation, ActivationOps, ElementwiseOps, Work};
+use crate::kernel_cost::flops;
+use crate::{Activation, ActivationOps, ElementwiseOps, KernelCost};
 use hpctrain_base::error::Result;
 
 /// A matrix product `c = op(a)·op(b) (+ c)`, row-major.
@@ -121,7 +121,7 @@ pub trait LinearOps: ActivationOps + ElementwiseOps {
     fn linear_backward_bias(&self, rows: usize, dy: Self::View<'_>, dbias: Self::ViewMut<'_>) -> Result<()>;
 }
 
-impl Work {
+impl KernelCost {
     /// A product of matrices.
     pub fn gemm(s: Gemm) -> Self {
         let c = s.m * s.n;

@@ -6,43 +6,43 @@
 
 pub mod activation;
 pub mod attention;
-pub mod channel;
-pub mod classifier;
-pub mod columns;
+pub mod channel_norm;
+pub mod checksum;
 pub mod convolution;
-pub mod digest;
+pub mod cross_entropy;
+pub mod dot_interaction;
 pub mod dropout;
 pub mod elementwise;
 pub mod embedding;
+pub mod im2col_pool;
 pub mod linear;
 pub mod norm;
 pub mod optimizer;
-pub mod pairs;
-pub mod regression;
+pub mod regression_loss;
 pub mod rotary;
 pub mod softmax;
+pub mod strided_copy;
 pub mod swiglu;
-pub mod window;
 
 pub use activation::{Activation, ActivationOps};
 pub use attention::{Attention, AttentionOps};
-pub use channel::{ChannelOps, Channels};
-pub use classifier::{ClassifierOps, CrossEntropy, CrossEntropyPart, LogitsPart, LossWeights};
-pub use columns::{Columns, ColumnsOps};
+pub use channel_norm::{ChannelNormShape, ChannelOps};
+pub use checksum::{Audit, DigestOps};
 pub use convolution::{Convolution, ConvolutionOps};
-pub use digest::{Audit, DigestOps};
+pub use cross_entropy::{ClassifierOps, CrossEntropy, CrossEntropyPart, LogitsPart, LossWeights};
+pub use dot_interaction::{DotInteraction, PairsOps};
 pub use dropout::{Dropout, DropoutOps};
 pub use elementwise::ElementwiseOps;
 pub use embedding::EmbeddingOps;
+pub use im2col_pool::{Im2colShape, WindowOps};
 pub use linear::{Gemm, Linear, LinearOps};
 pub use norm::{Norm, NormOps};
 pub use optimizer::{AdamW, Elements, Elementwise, OptimizerOps, Sgd};
-pub use pairs::{Pairs, PairsOps};
-pub use regression::{Deviation, Regression, RegressionOps};
+pub use regression_loss::{Deviation, Regression, RegressionOps};
 pub use rotary::{Rotary, RotaryOps};
 pub use softmax::SoftmaxOps;
+pub use strided_copy::{ColumnsOps, StridedCopy};
 pub use swiglu::SwigluOps;
-pub use window::{Window, WindowOps};
 
 /// Arithmetic on a device's buffers: all operations. A device that has them says so by an empty implementation.
 ///

@@ -1,6 +1,6 @@
 //! Normalisation of rows.
 
-use crate::{Backend, Work};
+use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
 /// Normalisation of every row.
@@ -59,7 +59,7 @@ pub trait NormOps: Backend {
     ) -> Result<()>;
 }
 
-impl Work {
+impl KernelCost {
     /// A norm of every row, with a bias or without.
     pub fn norm(s: Norm, bias: usize) -> Self {
         Self::moves("norm", 2 * s.rows * s.width + s.width + bias).on([s.rows, s.width]).exactly(2 * s.rows)

@@ -1,7 +1,7 @@
 //! Updates of parameters.
 
-use super::digest::Audit;
-use crate::{Backend, Work};
+use super::checksum::Audit;
+use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
 /// One AdamW update (Loshchilov and Hutter, 2019): decoupled weight decay, bias-corrected moments.
@@ -160,7 +160,7 @@ pub trait OptimizerOps: Backend {
     ) -> Result<()>;
 }
 
-impl Work {
+impl KernelCost {
     /// `AdamW`'s update; `copy` elements are written besides.
     pub fn adamw(len: usize, copy: usize) -> Self {
         Self::moves("adamw", copy).on([len]).exactly(7 * len)

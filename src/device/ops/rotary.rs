@@ -1,6 +1,6 @@
 //! Rotary positions.
 
-use crate::{Backend, Work};
+use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
 /// Rotary positions (Su et al., "RoFormer", 2021) of the first heads of every row: elements i and i + `head_width`/2 of a
@@ -30,7 +30,7 @@ pub trait RotaryOps: Backend {
     fn rotary(&self, shape: Rotary, table: Self::View<'_>, x: Self::ViewMut<'_>) -> Result<()>;
 }
 
-impl Work {
+impl KernelCost {
     /// A turn of so many elements in place.
     pub fn rotary(len: usize) -> Self {
         Self::moves("rotary", 2 * len).on([len])

@@ -1,6 +1,6 @@
 //! The softmax of rows.
 
-use crate::{Backend, Work};
+use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
 /// The softmax of rows.
@@ -13,7 +13,7 @@ pub trait SoftmaxOps: Backend {
     fn softmax_backward(&self, width: usize, y: Self::View<'_>, dy: Self::ViewMut<'_>) -> Result<()>;
 }
 
-impl Work {
+impl KernelCost {
     /// A softmax of rows.
     pub fn softmax(len: usize) -> Self {
         Self::moves("softmax", 2 * len).on([len])

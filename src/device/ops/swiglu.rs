@@ -1,6 +1,6 @@
 //! Gated activations.
 
-use crate::{Backend, Work};
+use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
 /// Gated activations.
@@ -14,7 +14,7 @@ pub trait SwigluOps: Backend {
     fn swiglu_backward(&self, width: usize, x: Self::ViewMut<'_>, dy: Self::View<'_>) -> Result<()>;
 }
 
-impl Work {
+impl KernelCost {
     /// So many gated elements.
     pub fn swiglu(len: usize) -> Self {
         Self::moves("swiglu", 3 * len).on([len])

@@ -1,14 +1,14 @@
 //! Memory estimate of a rank, computed before anything is allocated.
 
 use super::tables::Tables;
-use hpctrain_base::layout::{Slices, UnitLayout};
-use hpctrain_comm::{Comm, DevicePath};
-use hpctrain_config::Plan;
-use hpctrain_config::telemetry::banner::Estimate;
+use hpctrain_base::layout::{TensorShards, UnitLayout};
+use hpctrain_comm::{Comm, DeviceTransport};
+use hpctrain_config::ResolvedConfig;
+use hpctrain_config::telemetry::startup_summary::Estimate;
 use hpctrain_data::{Sizes, Source};
 use hpctrain_device::{Backend, Kernels, MemoryKind};
 use hpctrain_nn::{Blocks, loans};
-use hpctrain_parallel::{self as parallel, Life, MemoryTimeline, Moment, Stage, StepSchedule, Storage, When};
+use hpctrain_parallel::{self as parallel, Lifetime, MemoryTimeline, Moment, Stage, StepSchedule, Storage, When};
 
 /// Bytes of an f32.
 const F32: usize = size_of::<f32>();
@@ -33,7 +33,7 @@ pub struct Held {
 impl Held {
     /// Memory of this process, which sends its messages by `comm` and reads these data sets.
     pub fn now<B: Backend>(comm: &Comm<B>, data: &[&dyn Source]) -> Self {
-        let messages_on_device = matches!(comm.device_path(), Some(DevicePath::Direct | DevicePath::Nccl));
+        let messages_on_device = matches!(comm.device_path(), Some(DeviceTransport::Direct | DeviceTransport::Nccl));
         let cache = data.iter().map(|dataset| dataset.cache_limit()).sum();
         Self { messages: comm.staging(), messages_on_device, resident: resident().0, cache }
     }
@@ -64,7 +64,7 @@ impl Alive {
 
 /// Memory estimate of a rank in the stage of the pipeline that needs most, as [`estimate`] has it: on its GPU, where it computes
 /// on one, else on the host.
-pub fn worst<B: Kernels>(plan: &Plan, held: Held) -> Estimate {
+pub fn worst<B: Kernels>(plan: &ResolvedConfig, held: Held) -> Estimate {
     let others = (1..plan.mesh.pipeline).map(|stage| estimate::<B>(plan, stage, held));
     others.fold(estimate::<B>(plan, 0, held), |most, one| {
         if (one.gpu(), one.host()) > (most.gpu(), most.host()) { one } else { most }
@@ -73,7 +73,7 @@ pub fn worst<B: Kernels>(plan: &Plan, held: Held) -> Estimate {
 
 /// Memory estimate of a rank in stage `stage` of the pipeline, from the plan alone. A GPU has one pool: its estimate is the
 /// peak over the moments of a step. On the host every category keeps its own peak.
-pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
+pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> Estimate {
     let Held { messages, messages_on_device, resident, cache } = held;
     let size = plan.config.precision.compute.size(B::ON_HOST);
     let slices = plan.slices(0);
@@ -93,7 +93,7 @@ pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
     let all: usize = padded.iter().sum();
     let owned = all / plan.mesh.shard;
     let offloads = plan.config.optimizer.offload;
-    let are_masters_apart = !offloads && (plan.residency().params == Life::Use || size < F32);
+    let are_masters_apart = !offloads && (plan.residency().params == Lifetime::Use || size < F32);
     let masters = if are_masters_apart { owned * F32 } else { 0 };
     let outer = plan.averaging.and_then(|averaging| averaging.outer);
     let states = parallel::state_names(Some(plan.rule), plan.average, outer).len();
@@ -102,11 +102,11 @@ pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
     let kept = states + usize::from(outer.is_some());
     let here = plan.replicas_here();
     let guests = (slots.iter().sum::<usize>() - all) / plan.mesh.shard * size;
-    let guests = if plan.residency().params == Life::Use { guests } else { 0 };
+    let guests = if plan.residency().params == Lifetime::Use { guests } else { 0 };
     // Of the other replicas that the rank trains, those that live always, or were gathered ahead.
     let gathered = match plan.residency().params {
-        Life::Step => slots.len(),
-        Life::Use => plan.residency().ahead.min(padded.len()),
+        Lifetime::Step => slots.len(),
+        Lifetime::Use => plan.residency().ahead.min(padded.len()),
     };
     let resting = (here - 1) * slots[..gathered].iter().sum::<usize>() * size;
     let moments = moments(plan, &blocks, &slices, &stage, schedule, &slots, next);
@@ -121,7 +121,7 @@ pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
     let constants: usize = blocks.iter().map(|block| block.constants()).sum();
     device[MemoryKind::Activations as usize] = alive.activations + constants * F32;
     device[MemoryKind::Workspace as usize] = B::WORKSPACE;
-    if schedule.micros() > 1 && plan.residency().params == Life::Step {
+    if schedule.micros() > 1 && plan.residency().params == Lifetime::Step {
         // A table of tokens is multiplied by the head only, if that borrows it.
         let is_table = |slot: usize| {
             let is_lent = stage.borrows().contains(&Some(slot));
@@ -175,15 +175,15 @@ pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
 }
 
 /// Whether the input of block `block` of a stage's `blocks` goes to the host until its backward, which does not begin at once.
-fn leaves(plan: &Plan, stage: &Stage, blocks: usize, block: usize) -> bool {
+fn leaves(plan: &ResolvedConfig, stage: &Stage, blocks: usize, block: usize) -> bool {
     plan.config.parallel.offload_activations && !(stage.is_last() && block + 1 == blocks)
 }
 
 /// Bytes of the host for the inputs of all micro-batches that are under way at once.
 fn inputs_on_host<B: Kernels>(
-    plan: &Plan,
+    plan: &ResolvedConfig,
     blocks: &Blocks<B>,
-    slices: &Slices,
+    slices: &TensorShards,
     timeline: &MemoryTimeline<'_>,
 ) -> usize {
     let leaving = blocks.iter().enumerate().filter(|(block, _)| leaves(plan, timeline.stage, blocks.len(), *block));
@@ -198,9 +198,9 @@ fn inputs_on_host<B: Kernels>(
 /// The moments of training and of evaluations in a stage with these blocks and slots. Rows of its output have `next`
 /// elements; none where they are the network's.
 fn moments<B: Kernels>(
-    plan: &Plan,
+    plan: &ResolvedConfig,
     blocks: &Blocks<B>,
-    slices: &Slices,
+    slices: &TensorShards,
     stage: &Stage,
     schedule: StepSchedule,
     slots: &[usize],
@@ -211,10 +211,10 @@ fn moments<B: Kernels>(
     // Bytes a row: of each block's input, its saved activations, its scratch.
     let input: Vec<usize> = blocks.iter().map(|block| slices.own(block.input_per_row()) * size).collect();
     let saved: Vec<usize> =
-        blocks.iter().map(|block| block.saved_per_row() * size + block.exact_per_row() * F32).collect();
+        blocks.iter().map(|block| block.saved_elems_per_row() * size + block.saved_f32_per_row() * F32).collect();
     let scratch: Vec<usize> = blocks.iter().map(|block| block.scratch_per_row() * size).collect();
     let forward: Vec<usize> = blocks.iter().map(|block| block.forward_scratch_per_row() * size).collect();
-    let deferring: Vec<usize> = blocks.iter().map(|block| block.deferring_scratch_per_row() * size).collect();
+    let deferring: Vec<usize> = blocks.iter().map(|block| block.deferred_scratch_per_row() * size).collect();
     // Bytes a row that the gradients of weights wait with, of the blocks before each one; then, of all.
     let put_off_before: Vec<usize> = blocks.iter().fold(vec![0], |mut sums, block| {
         sums.push(sums[sums.len() - 1] + block.deferred_per_row() * size);
@@ -291,19 +291,19 @@ fn moments<B: Kernels>(
 
 /// The average of replicas, where units have `padded` elements and slots `slots`: the shares of one unit are added here while
 /// the sum of the one before travels. Gradients that live always lie idle.
-fn average(plan: &Plan, on_host: bool, padded: &[usize], slots: &[usize]) -> Alive {
+fn average(plan: &ResolvedConfig, on_host: bool, padded: &[usize], slots: &[usize]) -> Alive {
     let size = plan.config.precision.compute.size(on_host);
     let buffers = 1 + parallel::state_names(Some(plan.rule), plan.average, None).len();
     let share = |unit: usize| buffers * padded[unit] / plan.mesh.shard * F32;
     let added_here = plan.replicas_here().ilog2() as usize + 1;
     let most = (0..padded.len()).map(|unit| added_here * share(unit) + unit.checked_sub(1).map_or(0, share));
     let idle = match plan.residency().grads {
-        Life::Step => padded.iter().sum::<usize>() * F32,
-        Life::Use => 0,
+        Lifetime::Step => padded.iter().sum::<usize>() * F32,
+        Lifetime::Use => 0,
     };
     let parameters = match plan.residency().params {
-        Life::Step => slots.iter().sum::<usize>() * size,
-        Life::Use => 0,
+        Lifetime::Step => slots.iter().sum::<usize>() * size,
+        Lifetime::Use => 0,
     };
     Alive { parameters, gradients: idle + most.max().unwrap_or(0), activations: 0 }
 }

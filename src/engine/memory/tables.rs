@@ -1,7 +1,7 @@
 //! Memory of the host for embedding tables that it has in a GPU's stead.
 
-use hpctrain_config::Plan;
-use hpctrain_parallel::{Life, MemoryTimeline, Stage, When};
+use hpctrain_config::ResolvedConfig;
+use hpctrain_parallel::{Lifetime, MemoryTimeline, Stage, When};
 
 /// Bytes of an f32, and of an id.
 const WORD: usize = size_of::<f32>();
@@ -11,7 +11,7 @@ const LINE: usize = 16;
 
 /// The tables of a plan, and what the host needs for them.
 pub struct Tables<'a> {
-    plan: &'a Plan,
+    plan: &'a ResolvedConfig,
     /// Elements of their unit.
     pub padded: usize,
     /// Elements of their rows, for each row of activations.
@@ -20,7 +20,7 @@ pub struct Tables<'a> {
 
 impl<'a> Tables<'a> {
     /// Tables of a unit of `padded` elements, whose block has `rows` elements of output for each row of activations.
-    pub fn of(plan: &'a Plan, padded: usize, rows: usize) -> Self {
+    pub fn of(plan: &'a ResolvedConfig, padded: usize, rows: usize) -> Self {
         Self { plan, padded, rows }
     }
 
@@ -29,7 +29,7 @@ impl<'a> Tables<'a> {
     pub fn bytes(&self, size: usize, kept: usize) -> usize {
         let Self { plan, padded, rows } = *self;
         let (keep, shards) = (plan.host_residency(), plan.mesh.shard);
-        let masters = if keep.params == Life::Use { 1 } else { 0 };
+        let masters = if keep.params == Lifetime::Use { 1 } else { 0 };
         let owned = (masters + kept) * padded / shards;
         let stage = Stage::of_tables(&[None]);
         let (sizes, schedule) = ([padded], plan.step_schedule(0));

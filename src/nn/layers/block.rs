@@ -1,7 +1,7 @@
 //! A few layers as one block: from one with parameters to before the next.
 
-use super::op::{Back, Op};
-use super::sequence::Sequence;
+use super::layer::{BackwardArgs, Op};
+use super::sequential::Sequence;
 use crate::{Block, Context, Grads, Params};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::Tensor;
@@ -37,7 +37,7 @@ impl LayerBlock {
     /// The unit's windows in the order of the layers.
     fn params<'a, B: Backend>(&self, mut unit: B::View<'a>) -> Vec<B::View<'a>> {
         let cut = self.lens().into_iter().map(|len| {
-            let (window, rest) = B::cut(unit, len);
+            let (window, rest) = B::split_at(unit, len);
             unit = rest;
             window
         });
@@ -78,11 +78,11 @@ impl<B: Kernels> Block<B> for LayerBlock {
         self.layers.sizes().input
     }
 
-    fn saved_per_row(&self) -> usize {
+    fn saved_elems_per_row(&self) -> usize {
         self.layers.sizes().kept
     }
 
-    fn exact_per_row(&self) -> usize {
+    fn saved_f32_per_row(&self) -> usize {
         self.layers.sizes().exact
     }
 
@@ -106,6 +106,7 @@ impl<B: Kernels> Block<B> for LayerBlock {
         let first = grads.first;
         let (params, mut grads) = (self.params::<B>(params.own), self.grads::<B>(grads.own)?);
         let (x, wants_input) = (self.input(cx, x), !self.is_first);
-        self.layers.backward(cx, Back { params: &params, grads: &mut grads, first, x, kept: saved, dy, wants_input })
+        self.layers
+            .backward(cx, BackwardArgs { params: &params, grads: &mut grads, first, x, kept: saved, dy, wants_input })
     }
 }

@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use super::init::he;
-use super::op::{Back, Op, Sizes};
+use super::layer::{BackwardArgs, Op, Sizes};
 use crate::Context;
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::{Init, Tensor};
-use hpctrain_device::{Backend, Columns, Convolution, Kernels, MemoryKind, Window};
+use hpctrain_device::{Backend, Convolution, Im2colShape, Kernels, MemoryKind, StridedCopy};
 
 /// A convolution. Weights are filters × rows × columns × channels of a group.
 #[derive(Debug, Clone, PartialEq)]
@@ -15,7 +15,7 @@ pub struct Conv {
     /// Before `.weight` and `.bias`.
     pub name: String,
     /// On one image.
-    pub window: Window,
+    pub window: Im2colShape,
     pub filters: usize,
     /// Equal parts of the channels that do not see each other.
     pub groups: usize,
@@ -36,7 +36,7 @@ impl Conv {
     /// The convolution of a group on so many images.
     fn of(&self, group: usize, images: usize) -> Convolution {
         let (channels, filters) = (self.channels(), self.filters / self.groups);
-        let window = Window { batch: images, ..self.window };
+        let window = Im2colShape { batch: images, ..self.window };
         Convolution { window, first: group * channels, channels, filters }
     }
 
@@ -55,7 +55,7 @@ impl Conv {
 
 /// The part of a window of memory.
 fn part<B: Backend>(view: B::View<'_>, range: Range<usize>) -> B::View<'_> {
-    B::cut(B::cut(view, range.start).1, range.len()).0
+    B::split_at(B::split_at(view, range.start).1, range.len()).0
 }
 
 /// As [`part`], exclusively.
@@ -96,7 +96,7 @@ impl Op for Conv {
         let (b, samples) = (cx.backend, cx.micro.samples);
         let rows = samples * self.window.rows();
         let mut y = b.alloc(MemoryKind::Activations, rows * self.filters)?;
-        let none = B::cut(params[0], 0).0;
+        let none = B::split_at(params[0], 0).0;
         for group in 0..self.groups {
             let convolution = self.of(group, samples);
             let weight = part::<B>(params[0], self.of_group(group, self.filters * self.seen()));
@@ -108,16 +108,16 @@ impl Op for Conv {
             let mut own = b.alloc(MemoryKind::Activations, rows * convolution.filters)?;
             b.convolve(convolution, B::all(x), weight, bias, B::all_mut(&mut own))?;
             let [to, from] = self.columns(group);
-            let columns = Columns { rows, count: convolution.filters, from, to };
+            let columns = StridedCopy { rows, count: convolution.filters, from, to };
             b.copy_columns(columns, B::all(&own), B::all_mut(&mut y))?;
         }
         Ok((y, vec![]))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
+    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
         let (b, samples) = (cx.backend, cx.micro.samples);
         let rows = samples * self.window.rows();
-        let Back { params, grads, x, dy, wants_input, .. } = back;
+        let BackwardArgs { params, grads, x, dy, wants_input, .. } = back;
         let mut dx =
             b.alloc(MemoryKind::Activations, if wants_input { samples * self.window.elements() } else { 0 })?;
         b.zero(B::all_mut(&mut dx))?;
@@ -131,7 +131,7 @@ impl Op for Conv {
                 1 => B::all(&dy),
                 _ => {
                     let [from, to] = self.columns(group);
-                    let columns = Columns { rows, count: convolution.filters, from, to };
+                    let columns = StridedCopy { rows, count: convolution.filters, from, to };
                     b.copy_columns(columns, B::all(&dy), B::all_mut(&mut own))?;
                     B::all(&own)
                 }

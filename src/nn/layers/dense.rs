@@ -1,7 +1,7 @@
 //! An affine map of the last axis.
 
 use super::init::he;
-use super::op::{Back, Op, Sizes};
+use super::layer::{BackwardArgs, Op, Sizes};
 use crate::Context;
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::{Init, Tensor};
@@ -49,14 +49,14 @@ impl Op for Dense {
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
         let shape = self.shape(cx);
         let mut y = cx.backend.alloc(MemoryKind::Activations, shape.rows * shape.outputs)?;
-        let bias = params.get(1).copied().unwrap_or(B::cut(params[0], 0).0);
+        let bias = params.get(1).copied().unwrap_or(B::split_at(params[0], 0).0);
         cx.backend.linear(shape, B::all(x), params[0], bias, B::all_mut(&mut y))?;
         Ok((y, vec![]))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
+    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
         let (b, shape) = (cx.backend, self.shape(cx));
-        let Back { params, grads, first, x, dy, wants_input, .. } = back;
+        let BackwardArgs { params, grads, first, x, dy, wants_input, .. } = back;
         let mut none = b.alloc_f32(MemoryKind::Activations, 0)?;
         let (weight, bias) = grads.split_at_mut(1);
         let bias = bias.first_mut().map_or_else(|| B::all_mut(&mut none), |bias| B::reborrow(bias));

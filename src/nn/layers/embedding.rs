@@ -1,6 +1,6 @@
 //! A row of a table for each id of the data.
 
-use super::op::{Back, Op, Sizes};
+use super::layer::{BackwardArgs, Op, Sizes};
 use crate::{Context, INIT};
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::{Init, Tensor};
@@ -34,11 +34,11 @@ impl Op for Embedding {
         _: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
         let mut y = cx.backend.alloc(MemoryKind::Activations, cx.micro.samples * self.time * self.width)?;
-        cx.backend.embedding(&cx.micro.parts.ids, 0, params[0], B::cut(params[0], 0).0, B::all_mut(&mut y))?;
+        cx.backend.embedding(&cx.micro.parts.ids, 0, params[0], B::split_at(params[0], 0).0, B::all_mut(&mut y))?;
         Ok((y, vec![]))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
+    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
         let mut none = cx.backend.alloc_f32(MemoryKind::Activations, 0)?;
         let table = B::reborrow(&mut back.grads[0]);
         cx.backend.embedding_backward(&cx.micro.parts.ids, 0, B::all(&back.dy), table, B::all_mut(&mut none))?;

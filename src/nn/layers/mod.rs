@@ -4,49 +4,49 @@
 //! `shape` follows from it, `op` computes. Layers are grouped into blocks (`block`) that begin at a layer with
 //! parameters. Tensors lie in a unit with the decayed ones first, in any order of their layers.
 
+mod activation;
 mod block;
-mod channels;
+mod channel_norm;
 mod conv;
 mod dense;
-mod drop;
+mod dense_features;
+mod dot_interaction;
+mod dropout;
 mod embedding;
-mod function;
+mod embedding_tables;
 mod init;
-mod interaction;
+mod layer;
 mod norm;
-mod numbers;
-mod op;
 mod pool;
 mod residual;
-mod sequence;
+mod sequential;
 mod shape;
 mod softmax;
 mod spec;
-mod tables;
 
+use activation::Function;
 use block::LayerBlock;
-use channels::{ChannelNorm, Over};
+use channel_norm::{ChannelNorm, Over};
 use conv::Conv;
 use dense::Dense;
-use drop::Drop;
+use dense_features::Numbers;
+use dot_interaction::Interaction;
+use dropout::DropoutLayer;
 use embedding::Embedding;
-use function::Function;
-use interaction::Interaction;
+use embedding_tables::Tables;
+use layer::{LayerOp, Op as _};
 use norm::LayerNorm;
-use numbers::Numbers;
-use op::{Op as _, Step};
 use pool::{By, Pool};
 use residual::Residual;
-use sequence::Sequence;
+use sequential::Sequence;
 use softmax::Softmax;
-use tables::Tables;
 
 use super::Blocks;
 use super::network::Summary;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::trained;
 use hpctrain_data::Ids;
-use hpctrain_device::{Kernels, Window};
+use hpctrain_device::{Im2colShape, Kernels};
 
 pub use shape::shown;
 pub use spec::{Layer, NamedPadding, Padding, Pair};
@@ -110,10 +110,10 @@ impl Layers {
         let ((name, Sequence(steps)), behind) = self.blocks.split_first()?;
         let (first, rest) = steps.split_first()?;
         let (tables, numbers) = match first {
-            Step::Embedding(_) => (first.clone(), None),
-            Step::Tables(tables) => {
+            LayerOp::Embedding(_) => (first.clone(), None),
+            LayerOp::Tables(tables) => {
                 let (tables, numbers) = tables.apart();
-                (Step::Tables(tables), numbers.map(Step::Numbers))
+                (LayerOp::Tables(tables), numbers.map(LayerOp::Numbers))
             }
             _ => return None,
         };
@@ -180,7 +180,7 @@ impl Layers {
     /// Layers that compute something.
     pub fn len(&self) -> usize {
         // The row of numbers is of the layer of tables, also where it stands apart.
-        let is_layer = |step: &&Step| !matches!(step, Step::Numbers(_));
+        let is_layer = |step: &&LayerOp| !matches!(step, LayerOp::Numbers(_));
         self.blocks.iter().map(|(_, layers)| layers.0.iter().filter(is_layer).count()).sum()
     }
 
@@ -203,7 +203,7 @@ struct Compiler {
 
 impl Compiler {
     /// The layers that compute something, with their names.
-    fn compile(&mut self, layers: &[Layer], name: &str, place: &str) -> Result<Vec<(String, Step)>> {
+    fn compile(&mut self, layers: &[Layer], name: &str, place: &str) -> Result<Vec<(String, LayerOp)>> {
         let mut steps = Vec::new();
         for (i, layer) in layers.iter().enumerate() {
             let (name, place) = (format!("{name}.{i}"), format!("{place}[{i}]"));
@@ -235,59 +235,59 @@ impl Compiler {
         (rest.iter().product(), *width)
     }
 
-    fn step(&mut self, layer: &Layer, name: &str, place: &str) -> Result<Option<Step>> {
+    fn step(&mut self, layer: &Layer, name: &str, place: &str) -> Result<Option<LayerOp>> {
         let (elements, (rows, width)) = (self.shape.iter().product(), self.rows());
         let name = name.to_string();
         Ok(Some(match layer {
             Layer::Flatten | Layer::Reshape { .. } => return Ok(None),
             Layer::Dense { units, bias } => {
-                Step::Dense(Dense { name, rows, inputs: width, outputs: *units, bias: *bias })
+                LayerOp::Dense(Dense { name, rows, inputs: width, outputs: *units, bias: *bias })
             }
             Layer::Conv2d { filters, groups, bias, .. } => {
                 let window = shape::placed(layer, place, &self.shape)?;
-                Step::Conv(Conv { name, window, filters: *filters, groups: *groups, bias: *bias })
+                LayerOp::Conv(Conv { name, window, filters: *filters, groups: *groups, bias: *bias })
             }
             Layer::MaxPool2d { .. } => {
-                Step::Pool(Pool { window: shape::placed(layer, place, &self.shape)?, by: By::Largest })
+                LayerOp::Pool(Pool { window: shape::placed(layer, place, &self.shape)?, by: By::Largest })
             }
             Layer::AvgPool2d { .. } => {
-                Step::Pool(Pool { window: shape::placed(layer, place, &self.shape)?, by: By::Mean })
+                LayerOp::Pool(Pool { window: shape::placed(layer, place, &self.shape)?, by: By::Mean })
             }
             Layer::GlobalAvgPool => {
                 let &[height, width, channels] = &self.shape[..] else {
                     return Err(Error::internal(format!("{place} is on {}", shown(&self.shape))));
                 };
                 let size = [height, width];
-                let window = Window { batch: 1, height, width, channels, size, stride: size, padding: [0, 0] };
-                Step::Pool(Pool { window, by: By::Mean })
+                let window = Im2colShape { batch: 1, height, width, channels, size, stride: size, padding: [0, 0] };
+                LayerOp::Pool(Pool { window, by: By::Mean })
             }
-            Layer::LayerNorm { epsilon } => Step::Norm(LayerNorm { name, rows, width, epsilon: *epsilon }),
+            Layer::LayerNorm { epsilon } => LayerOp::Norm(LayerNorm { name, rows, width, epsilon: *epsilon }),
             Layer::BatchNorm { epsilon, momentum, synchronised } => {
                 let over = Over::Batch { momentum: *momentum, synchronised: *synchronised };
                 if rows == 1 && self.single.as_ref().is_none_or(|(_, synchronised)| *synchronised) {
                     self.single = Some((place.to_string(), *synchronised));
                 }
-                Step::Channels(ChannelNorm { name, places: rows, channels: width, epsilon: *epsilon, over })
+                LayerOp::Channels(ChannelNorm { name, places: rows, channels: width, epsilon: *epsilon, over })
             }
             Layer::GroupNorm { groups, epsilon } => {
                 let over = Over::Groups(*groups);
-                Step::Channels(ChannelNorm { name, places: rows, channels: width, epsilon: *epsilon, over })
+                LayerOp::Channels(ChannelNorm { name, places: rows, channels: width, epsilon: *epsilon, over })
             }
             Layer::Dropout { rate } => {
                 self.sites += 1;
-                Step::Drop(Drop { site: self.sites, rate: *rate, elements })
+                LayerOp::Drop(DropoutLayer { site: self.sites, rate: *rate, elements })
             }
             Layer::Embedding { ids, width } => {
-                Step::Embedding(Embedding { name, ids: *ids, time: elements, width: *width })
+                LayerOp::Embedding(Embedding { name, ids: *ids, time: elements, width: *width })
             }
             Layer::EmbeddingTables { ids, width, dense } => {
                 let dense = self.compile(dense, &format!("{name}.dense"), &format!("{place}.dense"))?;
                 let (tables, width, features) = (ids.len(), *width, elements);
                 let numbers = (!dense.is_empty()).then(|| Numbers { tables, width, features, dense: sequence(dense) });
-                Step::Tables(Tables { name, ids: ids.clone(), width, numbers })
+                LayerOp::Tables(Tables { name, ids: ids.clone(), width, numbers })
             }
-            Layer::DotInteraction => Step::Interaction(Interaction { rows, width }),
-            Layer::Softmax => Step::Softmax(Softmax { width, elements }),
+            Layer::DotInteraction => LayerOp::Interaction(Interaction { rows, width }),
+            Layer::Softmax => LayerOp::Softmax(Softmax { width, elements }),
             Layer::Residual { layers, shortcut } => {
                 let before = self.shape.clone();
                 let body = self.compile(layers, &format!("{name}.layers"), &format!("{place}.layers"))?;
@@ -299,10 +299,10 @@ impl Compiler {
                         .hint("put layers into it, or leave it out"));
                 }
                 let shortcut = (!around.is_empty()).then(|| sequence(around));
-                Step::Residual(Residual { body: sequence(body), shortcut })
+                LayerOp::Residual(Residual { body: sequence(body), shortcut })
             }
             function => match function.activation() {
-                Some(f) => Step::Function(Function { f, elements }),
+                Some(f) => LayerOp::Function(Function { f, elements }),
                 None => return Err(Error::internal(format!("{place} is no function"))),
             },
         }))
@@ -310,6 +310,6 @@ impl Compiler {
 }
 
 /// Steps without their names.
-fn sequence(steps: Vec<(String, Step)>) -> Sequence {
+fn sequence(steps: Vec<(String, LayerOp)>) -> Sequence {
     Sequence(steps.into_iter().map(|(_, step)| step).collect())
 }

@@ -1,6 +1,6 @@
 //! Layer normalisation of the last axis.
 
-use super::op::{Back, Op, Sizes};
+use super::layer::{BackwardArgs, Op, Sizes};
 use crate::Context;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::{Init, Tensor};
@@ -51,9 +51,9 @@ impl Op for LayerNorm {
         Ok((y, vec![stats]))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
+    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
         let (b, shape) = (cx.backend, self.shape(cx));
-        let Back { params, grads, x, kept, dy, .. } = back;
+        let BackwardArgs { params, grads, x, kept, dy, .. } = back;
         let [stats] = crate::unpack(kept)?;
         let [dweight, dbias] = grads else { return Err(Error::internal("a norm has two parameters")) };
         let mut dx = b.alloc(MemoryKind::Activations, shape.rows * shape.width)?;

@@ -1,9 +1,9 @@
 //! Pooling of images.
 
-use super::op::{Back, Op, Sizes};
+use super::layer::{BackwardArgs, Op, Sizes};
 use crate::Context;
 use hpctrain_base::error::Result;
-use hpctrain_device::{Backend, Kernels, MemoryKind, Window};
+use hpctrain_device::{Backend, Im2colShape, Kernels, MemoryKind};
 
 /// Reduction of the elements that a window sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,13 +16,13 @@ pub enum By {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Pool {
     /// On one image.
-    pub window: Window,
+    pub window: Im2colShape,
     pub by: By,
 }
 
 impl Pool {
-    fn on<B: Backend>(&self, cx: &Context<'_, B>) -> Window {
-        Window { batch: cx.micro.samples, ..self.window }
+    fn on<B: Backend>(&self, cx: &Context<'_, B>) -> Im2colShape {
+        Im2colShape { batch: cx.micro.samples, ..self.window }
     }
 }
 
@@ -42,7 +42,7 @@ impl Op for Pool {
         Ok((y, vec![]))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
+    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
         let window = self.on(cx);
         let mut dx = cx.backend.alloc(MemoryKind::Activations, window.elements())?;
         let (x, dy) = (B::all(back.x), B::all(&back.dy));

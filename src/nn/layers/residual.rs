@@ -1,7 +1,7 @@
 //! A branch and its way around (He et al., "Deep residual learning", 2016).
 
-use super::op::{Back, Op, Sizes, Slice};
-use super::sequence::Sequence;
+use super::layer::{BackwardArgs, Op, Sizes, Slice};
+use super::sequential::Sequence;
 use crate::Context;
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::Tensor;
@@ -71,19 +71,21 @@ impl Op for Residual {
         Ok((y, kept))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
-        let Back { params, grads, first, x, mut kept, dy, .. } = back;
+    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
+        let BackwardArgs { params, grads, first, x, mut kept, dy, .. } = back;
         let (own_params, around_params) = params.split_at(self.of_body());
         let (own_grads, around_grads) = grads.split_at_mut(self.of_body());
         let of_shortcut = kept.split_off(self.body.kept());
         let mut copy = cx.backend.alloc(MemoryKind::Activations, B::len(&dy))?;
         cx.backend.copy(B::all(&dy), B::all_mut(&mut copy))?;
-        let of_body = Back { params: own_params, grads: own_grads, first, x, kept, dy: copy, wants_input: true };
+        let of_body =
+            BackwardArgs { params: own_params, grads: own_grads, first, x, kept, dy: copy, wants_input: true };
         let mut dx = self.body.backward(cx, of_body)?;
         let around = match &self.shortcut {
             Some(shortcut) => {
                 let (params, grads) = (around_params, around_grads);
-                shortcut.backward(cx, Back { params, grads, first, x, kept: of_shortcut, dy, wants_input: true })?
+                shortcut
+                    .backward(cx, BackwardArgs { params, grads, first, x, kept: of_shortcut, dy, wants_input: true })?
             }
             None => dy,
         };

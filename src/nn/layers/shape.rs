@@ -2,7 +2,7 @@
 
 use super::spec::Layer;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::Window;
+use hpctrain_device::Im2colShape;
 
 /// Elements that a layer takes of a sample, gives, or has as weights, at most: more are a mistake, and sums of them overflow.
 const LARGEST: [usize; 2] = [1 << 31, 1 << 40];
@@ -169,7 +169,7 @@ pub fn through(layers: &[Layer], place: &str, input: &[usize]) -> Result<Vec<usi
 ///
 /// # Errors
 /// It does not fit.
-pub fn placed(layer: &Layer, place: &str, input: &[usize]) -> Result<Window> {
+pub fn placed(layer: &Layer, place: &str, input: &[usize]) -> Result<Im2colShape> {
     let (kernel, stride, padding) = match layer {
         Layer::Conv2d { kernel, stride, padding, .. } => (kernel, *stride, padding),
         Layer::MaxPool2d { kernel, stride, padding } | Layer::AvgPool2d { kernel, stride, padding } => {
@@ -202,7 +202,7 @@ pub fn placed(layer: &Layer, place: &str, input: &[usize]) -> Result<Window> {
         ))
         .hint("use a smaller kernel, more padding, or fewer strides before"));
     }
-    Ok(Window { batch: 1, height, width, channels, size, stride, padding })
+    Ok(Im2colShape { batch: 1, height, width, channels, size, stride, padding })
 }
 
 /// `28 × 28 × 1`

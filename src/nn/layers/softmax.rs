@@ -1,6 +1,6 @@
 //! Softmax of the last axis.
 
-use super::op::{Back, Op, Sizes};
+use super::layer::{BackwardArgs, Op, Sizes};
 use crate::Context;
 use hpctrain_base::error::Result;
 use hpctrain_device::{Kernels, MemoryKind};
@@ -31,7 +31,7 @@ impl Op for Softmax {
         Ok((self.of(cx, x)?, vec![]))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
+    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
         // Computed again rather than kept.
         let (y, mut dy) = (self.of(cx, back.x)?, back.dy);
         cx.backend.softmax_backward(self.width, B::all(&y), B::all_mut(&mut dy))?;

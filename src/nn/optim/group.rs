@@ -77,7 +77,7 @@ impl Part {
 }
 
 /// The parts of a range of a unit, in order; padding behind tensors that do not decay is of their part. `layerwise`: each matrix is a part of its own
-/// ([`Rule::is_layerwise`](super::Rule::is_layerwise)).
+/// ([`UpdateRule::is_layerwise`](super::UpdateRule::is_layerwise)).
 pub fn parts(layout: &UnitLayout, range: Range<usize>, groups: &[Group], layerwise: bool) -> Vec<Part> {
     let mut parts: Vec<Part> = Vec::new();
     let mut add = |part: Part| match parts.last_mut() {

@@ -19,7 +19,7 @@ pub const OUTER_MOMENTUM: &str = "outer_momentum";
 
 /// The update rule with its constants.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Rule {
+pub enum UpdateRule {
     /// Adam with decoupled weight decay.
     AdamW {
         /// Decay of the first moment.
@@ -60,15 +60,17 @@ pub enum Rule {
     },
 }
 
-impl Rule {
+impl UpdateRule {
     /// Names of the state buffers, each as long as the parameters.
     pub fn state(&self) -> &'static [&'static str] {
         match self {
-            Rule::AdamW { .. } | Rule::Lamb { .. } | Rule::Elementwise(Elementwise::Adam { .. }) => &["m", "v"],
-            Rule::Sgd { .. } | Rule::Lars { .. } => &["momentum"],
-            Rule::Elementwise(Elementwise::Adagrad { .. }) => &["sum"],
-            Rule::Elementwise(Elementwise::RmsProp { .. }) => &["v", "momentum"],
-            Rule::Elementwise(Elementwise::Lion { .. }) => &["m"],
+            UpdateRule::AdamW { .. } | UpdateRule::Lamb { .. } | UpdateRule::Elementwise(Elementwise::Adam { .. }) => {
+                &["m", "v"]
+            }
+            UpdateRule::Sgd { .. } | UpdateRule::Lars { .. } => &["momentum"],
+            UpdateRule::Elementwise(Elementwise::Adagrad { .. }) => &["sum"],
+            UpdateRule::Elementwise(Elementwise::RmsProp { .. }) => &["v", "momentum"],
+            UpdateRule::Elementwise(Elementwise::Lion { .. }) => &["m"],
         }
     }
 }
@@ -84,11 +86,11 @@ pub struct Update {
     pub step: u64,
     /// Factor on the gradient: the clip.
     pub grad_scale: f32,
-    /// LAMB and LARS: the factor that [`Rule::trust`] gives for the tensor.
+    /// LAMB and LARS: the factor that [`UpdateRule::trust`] gives for the tensor.
     pub trust: f32,
 }
 
-impl Rule {
+impl UpdateRule {
     /// Updates the window `params` and the same window of every state buffer from the gradient. The new parameters go
     /// to `copy` as well, if there is one; digests of all that changes go to `audit`, if there is one.
     ///
@@ -109,22 +111,22 @@ impl Rule {
         let mut state = state.into_iter();
         let mut next = || state.next().expect("one window for each name in `Rule::state`");
         match *self {
-            Rule::AdamW { beta1, beta2, eps } => {
+            UpdateRule::AdamW { beta1, beta2, eps } => {
                 let constants = AdamW { lr, beta1, beta2, eps, weight_decay, step, grad_scale };
                 backend.adamw(constants, grad, next(), next(), params, copy, audit)
             }
-            Rule::Lamb { beta1, beta2, eps } => {
+            UpdateRule::Lamb { beta1, beta2, eps } => {
                 let constants = AdamW { lr: lr * trust, beta1, beta2, eps, weight_decay, step, grad_scale };
                 backend.adamw(constants, grad, next(), next(), params, copy, audit)
             }
-            Rule::Sgd { momentum, nesterov } => {
+            UpdateRule::Sgd { momentum, nesterov } => {
                 backend.sgd(Sgd { lr, momentum, nesterov, weight_decay, grad_scale }, grad, next(), params, copy, audit)
             }
-            Rule::Lars { momentum, nesterov, .. } => {
+            UpdateRule::Lars { momentum, nesterov, .. } => {
                 let (weight_decay, grad_scale) = (trust * weight_decay, trust * grad_scale);
                 backend.sgd(Sgd { lr, momentum, nesterov, weight_decay, grad_scale }, grad, next(), params, copy, audit)
             }
-            Rule::Elementwise(rule) => {
+            UpdateRule::Elementwise(rule) => {
                 let update = Elements { rule, lr, weight_decay, step, grad_scale };
                 let mut first = next();
                 if rule.states() == 2 {

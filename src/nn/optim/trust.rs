@@ -1,6 +1,6 @@
 //! Scaling of a tensor's step in LAMB and LARS: by norms of the whole tensor, whose parts ranks may share.
 
-use super::{Rule, Update};
+use super::{Update, UpdateRule};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{AdamW, Kernels};
 
@@ -8,13 +8,13 @@ use hpctrain_device::{AdamW, Kernels};
 /// with: LAMB's of the step, LARS' of the gradient.
 pub type Pair<T> = [T; 2];
 
-impl Rule {
+impl UpdateRule {
     /// Whether the step of each matrix is scaled by norms of the whole matrix.
     pub fn is_layerwise(&self) -> bool {
-        matches!(self, Rule::Lamb { .. } | Rule::Lars { .. })
+        matches!(self, UpdateRule::Lamb { .. } | UpdateRule::Lars { .. })
     }
 
-    /// The squares of a part of a tensor, from the same windows as [`Rule::update`] has, which stay as they are.
+    /// The squares of a part of a tensor, from the same windows as [`UpdateRule::update`] has, which stay as they are.
     ///
     /// # Errors
     /// The device failed, or the rule is none of these two.
@@ -28,11 +28,11 @@ impl Rule {
     ) -> Result<Pair<B::Scalar>> {
         let Update { lr, weight_decay, step, grad_scale, .. } = update;
         let compared = match (*self, state) {
-            (Rule::Lamb { beta1, beta2, eps }, &[m, v]) => {
+            (UpdateRule::Lamb { beta1, beta2, eps }, &[m, v]) => {
                 let constants = AdamW { lr, beta1, beta2, eps, weight_decay, step, grad_scale };
                 backend.adamw_step_squares(constants, grad, m, v, params)?
             }
-            (Rule::Lars { .. }, _) => backend.sum_squares(grad)?,
+            (UpdateRule::Lars { .. }, _) => backend.sum_squares(grad)?,
             _ => return Err(Error::internal("a rule that scales no steps")),
         };
         Ok([backend.sum_squares(params)?, compared])
@@ -45,7 +45,7 @@ impl Rule {
             return 1.0;
         }
         let factor = match *self {
-            Rule::Lars { trust, .. } => {
+            UpdateRule::Lars { trust, .. } => {
                 f64::from(trust) * norm / (compared * f64::from(grad_scale) + f64::from(weight_decay) * norm)
             }
             _ => norm / compared,

@@ -4,12 +4,12 @@ use std::ops::Range;
 
 use super::Sharded;
 use crate::control_flags::{AllFlags, ControlFlags};
+use crate::fsdp_unit::{Reduction, Sum};
 use crate::step_summary::{Squares, StepSummary, sum_of_squares};
-use crate::unit::{Reduction, Sum};
-use crate::{Life, Storage};
+use crate::{Lifetime, Storage};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::{UnitLayout, part};
-use hpctrain_base::tree::tree_sum;
+use hpctrain_base::tree_sum::tree_sum;
 use hpctrain_comm::{Group, Pending};
 use hpctrain_device::{Kernels, MemoryKind};
 
@@ -45,7 +45,7 @@ impl<B: Kernels> Sharded<B> {
         for lent in &self.stage.lent {
             let buf = self.backend.alloc(MemoryKind::Gradients, lent.len)?;
             let name = &self.units[lent.slot].layout.name;
-            self.expected.push((lent.slot, self.groups.ties.about(name).recv(lent.to, buf)));
+            self.expected.push((lent.slot, self.groups.ties.with_label(name).recv(lent.to, buf)));
         }
         Ok(())
     }
@@ -62,7 +62,7 @@ impl<B: Kernels> Sharded<B> {
                 // The communication thread gives the buffer back to its pool; an error of it fails the next request.
                 Some(from) => {
                     let name = &self.guests[loan.slot - self.units.len()].layout.name;
-                    drop(self.groups.ties.about(name).send(from, part));
+                    drop(self.groups.ties.with_label(name).send(from, part));
                 }
             }
         }
@@ -91,13 +91,13 @@ impl<B: Kernels> Sharded<B> {
             let Some(Reduction::Ended(sum)) = state.reduction.take() else {
                 return Err(Error::internal("no sum of lanes to reduce"));
             };
-            let scattered = self.groups.shard.about(&state.layout.name).reduce_scatter(sum);
-            let replicas = self.groups.step.replica.about(&state.layout.name);
+            let scattered = self.groups.shard.with_label(&state.layout.name).reduce_scatter(sum);
+            let replicas = self.groups.step.replica.with_label(&state.layout.name);
             state.reduction = Some(Reduction::InFlight(match self.storage {
                 Storage::Ranks => replicas.all_reduce_after(scattered, range),
                 Storage::Central => replicas.reduce_after(scattered, range),
             }));
-            if self.keep.grads == Life::Use {
+            if self.keep.grads == Lifetime::Use {
                 // Full gradients live for their use: those of the unit before have had this block's time to be reduced.
                 std::mem::take(&mut self.started).into_iter().try_for_each(|before| self.land(before))?;
             }
@@ -140,7 +140,7 @@ impl<B: Kernels> Sharded<B> {
 
     /// Waits for all reductions; the squares of this rank's virtual shards of every unit, those on the host first.
     fn squares(&mut self) -> Result<Squares> {
-        self.backend.end_reuse();
+        self.backend.end_weight_reuse();
         let mut values = self.tables.as_mut().map_or(Ok(vec![]), |tables| tables.squares().map(|told| told.values))?;
         std::mem::take(&mut self.started).into_iter().try_for_each(|unit| self.land(unit))?;
         for unit in &mut self.units {
@@ -200,10 +200,10 @@ impl<B: Kernels> Sharded<B> {
         };
         let squares = shards.map(square).collect::<Result<_>>()?;
         let (mut grad, window) = match self.keep.grads {
-            Life::Step => (full, owned),
+            Lifetime::Step => (full, owned),
             // One rank has all of it.
-            Life::Use if owned.len() == B::len(&full) => (full, owned),
-            Life::Use => {
+            Lifetime::Use if owned.len() == B::len(&full) => (full, owned),
+            Lifetime::Use => {
                 let mut own = self.backend.alloc(MemoryKind::Gradients, owned.len())?;
                 self.backend.copy(B::view(&full, owned.clone()), B::all_mut(&mut own))?;
                 (own, 0..owned.len())
@@ -220,7 +220,7 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Virtual shards of this rank's part of a unit: [`Lanes::total`](crate::Lanes) for each tensor lane.
+    /// Virtual shards of this rank's part of a unit: [`VirtualRanks::total`](crate::VirtualRanks) for each tensor lane.
     pub(super) fn parts(&self) -> usize {
         self.slices.held.len() * self.lanes.total
     }

@@ -51,7 +51,7 @@ impl<B: Kernels> Sharded<B> {
                 let mine = layout.part(shards.start, parts).start..layout.part(shards.end - 1, parts).end;
                 let (until, from) = (mine.end - owned.start, mine.start - owned.start);
                 let mut host = vec![0.0; mine.len()];
-                self.backend.download(B::cut(B::cut(reduced.grad, until).0, from).1, &mut host)?;
+                self.backend.download(B::split_at(B::split_at(reduced.grad, until).0, from).1, &mut host)?;
                 for piece in layout.pieces(mine).filter(|piece| piece.tensor.average.is_none()) {
                     found.entry(piece.tensor.name.clone()).or_default().add(&host[piece.of_owned]);
                 }

@@ -1,10 +1,10 @@
 //! Storage of a stage's units over its shard × replica mesh: DDP, ZeRO-1, -2, -3 and hybrid sharding are one mesh shape
-//! and one [`Residency`] each.
+//! and one [`ShardingPolicy`] each.
 //!
 //! A gradient's journey: blocks add into a unit's flat buffer; at the end of a lane the buffer joins the rank's
 //! tree of lanes; after the last lane the sum moves to the communication thread, which reduces it while the
 //! next block computes; [`Sharded::reduce`] waits for all and agrees on loss and norm; [`Sharded::update`] lets
-//! each [`ShardOwner`] update its range and gathers the parameters again.
+//! each [`OptimizerShard`] update its range and gathers the parameters again.
 //!
 //! A block that borrows another block's parameters adds its gradient into a buffer of its own. At the end of a lane it is
 //! added to the lender's, so that the order of additions does not depend on the place of the two blocks: in one stage of
@@ -17,13 +17,13 @@
 //! next one has been requested: two of them are whole at once, besides a lent one. Otherwise nothing is waited for
 //! before the end of the step.
 
-mod audit;
-mod average;
 mod gradients;
 mod histograms;
+mod host_units;
+mod local_sgd;
 mod restore;
+mod sdc_check;
 mod state;
-mod tables;
 mod update;
 
 pub use gradients::{Reduced, ReducedStep};
@@ -34,26 +34,26 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::audits::Audits;
-use super::averaging::Averaging;
+use super::cpu_offload::Host;
+use super::fsdp_unit::{BufferState, InactiveReplica, Unit, initial};
 use super::groups::Groups;
-use super::guest::Guest;
-use super::hyper::state_names;
-use super::lanes::Lanes;
-use super::offload::Host;
-use super::prefetch::{self, Prefetch, Visit};
-use super::schedule::StepSchedule;
-use super::shard_owner::{ShardOwner, Updates};
-use super::stage::{Borrowed, GuestUnit, Stage};
-use super::unit::{Resting, Slot, Unit, initial};
-use super::{Life, Residency, Storage};
+use super::local_sgd::LocalSgd;
+use super::optimizer_shard::{OptimizerShard, Updates};
+use super::param_prefetch::{self, BlockUse, Prefetch};
+use super::pipeline_schedule::StepSchedule;
+use super::pipeline_stage::{Stage, TiedImport, TiedUnit};
+use super::sdc_check::SdcChecks;
+use super::step_params::state_names;
+use super::tied_replica::TiedReplica;
+use super::virtual_ranks::VirtualRanks;
+use super::{Lifetime, ShardingPolicy, Storage};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::layout::{Slices, UnitLayout, trained};
-use hpctrain_base::tree::Tree;
+use hpctrain_base::layout::{TensorShards, UnitLayout, trained};
+use hpctrain_base::tree_sum::Tree;
 use hpctrain_comm::{Group, Pending};
 use hpctrain_cpu::Cpu;
 use hpctrain_device::{Kernels, MemoryKind};
-use hpctrain_nn::optim::{Part, Rule};
+use hpctrain_nn::optim::{Part, UpdateRule};
 use hpctrain_nn::{Blocks, Grads, Params};
 
 /// Units of a pipeline stage over the ranks of its shard × replica mesh.
@@ -61,18 +61,18 @@ pub struct Sharded<B: Kernels> {
     backend: B,
     groups: Groups<B>,
     storage: Storage,
-    keep: Residency,
-    lanes: Lanes,
+    keep: ShardingPolicy,
+    lanes: VirtualRanks,
     /// The tensor lanes of every unit.
-    slices: Slices,
+    slices: TensorShards,
     /// None where nothing is trained.
-    rule: Option<Rule>,
+    rule: Option<UpdateRule>,
     /// Decay of the parameters' running average, if one is kept.
     average: Option<f32>,
     /// The averages of replicas, where those train apart.
-    averaging: Option<Averaging>,
+    averaging: Option<LocalSgd>,
     /// Where updates are audited.
-    audits: Option<Audits>,
+    audits: Option<SdcChecks>,
     /// Where owners keep state and masters on the host, and so want gradients early.
     host: Option<Host>,
     /// A reduced gradient that is on its way to the host, and then freed.
@@ -84,7 +84,7 @@ pub struct Sharded<B: Kernels> {
     tables: Option<Box<Sharded<Cpu>>>,
     units: Vec<Unit<B>>,
     /// Units of other stages that blocks of this one borrow.
-    guests: Vec<Guest<B>>,
+    guests: Vec<TiedReplica<B>>,
     /// Gradients of lent units that other stages are to send, by unit, for the end of the lane.
     expected: Vec<(usize, Pending<B::Buf>)>,
     /// Units whose lanes have all ended, in order.
@@ -109,11 +109,11 @@ impl<B: Kernels> Sharded<B> {
     pub fn new(
         backend: B,
         groups: Groups<B>,
-        keep: Residency,
-        lanes: Lanes,
+        keep: ShardingPolicy,
+        lanes: VirtualRanks,
         updates: Option<Updates>,
         blocks: &Blocks<B>,
-        slices: &Slices,
+        slices: &TensorShards,
         stage: Stage,
         seed: Option<u64>,
     ) -> Result<Self> {
@@ -121,7 +121,7 @@ impl<B: Kernels> Sharded<B> {
         let keep = keep.over(shards);
         let averaging = updates.as_ref().and_then(|updates| updates.averaging);
         let storage = updates.as_ref().map_or(Storage::Ranks, |updates| updates.storage);
-        let audits = updates.as_ref().and_then(|updates| Audits::every(updates.audit_every));
+        let audits = updates.as_ref().and_then(|updates| SdcChecks::every(updates.audit_every));
         let held = averaging.map_or(1, |averaging| averaging.replicas / groups.replica.size());
         let host = updates.as_ref().and_then(|updates| updates.host.clone());
         let host = host.map(|cpu| Host::new(&backend, cpu)).transpose()?;
@@ -132,17 +132,17 @@ impl<B: Kernels> Sharded<B> {
         for layout in &network[stage.units.clone()] {
             let owned = if storage.owns(groups.replica.rank()) { layout.part(shard, shards) } else { 0..0 };
             let full = initial(layout, seed);
-            let (values, are_full_here) = (&full[owned.clone()], keep.params == Life::Step);
+            let (values, are_full_here) = (&full[owned.clone()], keep.params == Lifetime::Step);
             let (host, updates) = (host.as_ref(), updates.as_ref());
             let replica = || {
                 let params = match keep.params {
-                    Life::Step => Slot::Here(backend.upload(MemoryKind::Parameters, &full)?),
-                    Life::Use => Slot::Gone,
+                    Lifetime::Step => BufferState::Here(backend.upload(MemoryKind::Parameters, &full)?),
+                    Lifetime::Use => BufferState::Gone,
                 };
-                let owner = ShardOwner::new(&backend, host, updates, layout, owned.clone(), values, are_full_here)?;
-                Ok(Resting { owner, params })
+                let owner = OptimizerShard::new(&backend, host, updates, layout, owned.clone(), values, are_full_here)?;
+                Ok(InactiveReplica { owner, params })
             };
-            let Resting { owner, params } = replica()?;
+            let InactiveReplica { owner, params } = replica()?;
             units.push(Unit {
                 owner,
                 resting: (1..held).map(|_| replica()).collect::<Result<VecDeque<_>>>()?,
@@ -158,10 +158,10 @@ impl<B: Kernels> Sharded<B> {
                 reduction: None,
             });
         }
-        let guest = |guest: &GuestUnit| {
+        let guest = |guest: &TiedUnit| {
             let layout = network[guest.unit].clone();
             let (range, full) = (layout.part(shard, shards), initial(&layout, seed));
-            let mut guest = Guest::new(&backend, layout, guest.stage, range, keep.params, &full)?;
+            let mut guest = TiedReplica::new(&backend, layout, guest.stage, range, keep.params, &full)?;
             (1..held).try_for_each(|_| guest.add_replica(&backend, keep.params, &full))?;
             Ok(guest)
         };
@@ -220,7 +220,7 @@ impl<B: Kernels> Sharded<B> {
     }
 
     /// This rank's slices of the blocks.
-    pub fn slices(&self) -> &Slices {
+    pub fn slices(&self) -> &TensorShards {
         &self.slices
     }
 
@@ -259,9 +259,9 @@ impl<B: Kernels> Sharded<B> {
         if let Some(tables) = &mut self.tables {
             tables.begin_step(schedule);
         }
-        self.begin(prefetch::step(&self.stage.borrows(), schedule));
+        self.begin(param_prefetch::step(&self.stage.borrows(), schedule));
         // Buffers that live for their use only are another unit's before long.
-        self.reuses = schedule.micros() > 1 && self.keep.params == Life::Step;
+        self.reuses = schedule.micros() > 1 && self.keep.params == Lifetime::Step;
     }
 
     /// A forward outside training begins: blocks of the stage will take their turns once.
@@ -269,12 +269,12 @@ impl<B: Kernels> Sharded<B> {
         if let Some(tables) = &mut self.tables {
             tables.begin_forward();
         }
-        self.begin(prefetch::forward(&self.stage.borrows()));
+        self.begin(param_prefetch::forward(&self.stage.borrows()));
     }
 
-    fn begin(&mut self, visits: Vec<Visit>) {
+    fn begin(&mut self, visits: Vec<BlockUse>) {
         self.prefetch = Prefetch::new(visits);
-        self.backend.end_reuse();
+        self.backend.end_weight_reuse();
         self.reuses = false;
     }
 
@@ -284,7 +284,7 @@ impl<B: Kernels> Sharded<B> {
     /// The gather failed.
     pub fn params(&mut self, unit: usize) -> Result<Params<'_, B>> {
         let borrowed = self.stage.borrowed[unit];
-        self.fetch(Visit { own: unit, lent: borrowed.map(|loan| loan.slot) })?;
+        self.fetch(BlockUse { own: unit, lent: borrowed.map(|loan| loan.slot) })?;
         let lent_section = borrowed.map_or(0, |loan| self.section(loan.slot));
         let (own, lent) = (self.full(unit)?, borrowed.map(|loan| self.full(loan.slot)).transpose()?);
         Ok(Params { own, section: self.section(unit), lent, lent_section })
@@ -296,7 +296,7 @@ impl<B: Kernels> Sharded<B> {
     /// The gather failed.
     pub fn params_and_grads(&mut self, unit: usize) -> Result<(Params<'_, B>, Grads<'_, B>)> {
         let loan = self.stage.borrowed[unit];
-        self.fetch(Visit { own: unit, lent: loan.map(|loan| loan.slot) })?;
+        self.fetch(BlockUse { own: unit, lent: loan.map(|loan| loan.slot) })?;
         let lent_section = loan.map_or(0, |loan| self.section(loan.slot));
         let own = &mut self.units[unit];
         let section = own.layout.section;
@@ -307,10 +307,10 @@ impl<B: Kernels> Sharded<B> {
         let missing = || Error::internal("parameters or gradients are not here");
         let lent = match loan {
             None => None,
-            Some(Borrowed { slot, .. }) => {
+            Some(TiedImport { slot, .. }) => {
                 let guest = || self.guests.get(slot - unit - 1 - after.len()).map(|guest| &guest.params);
                 let lender = before.get(slot).map_or_else(guest, |unit| Some(&unit.params));
-                Some(B::all(lender.and_then(Slot::here).ok_or_else(missing)?))
+                Some(B::all(lender.and_then(BufferState::here).ok_or_else(missing)?))
             }
         };
         let grads = own.grads.as_mut().ok_or_else(missing)?;
@@ -340,19 +340,19 @@ impl<B: Kernels> Sharded<B> {
     /// A block's turn ends: parameters that live for their use only are given up, unless the next turns want them.
     pub fn release(&mut self) {
         for index in self.prefetch.pass(self.keep.ahead) {
-            if self.keep.params == Life::Use {
-                *self.slot(index).1 = Slot::Gone;
+            if self.keep.params == Lifetime::Use {
+                *self.slot(index).1 = BufferState::Gone;
             }
         }
     }
 
     /// Starts the gathers that the turn under way and the next ones want, and waits for those of `visit`.
-    fn fetch(&mut self, visit: Visit) -> Result<()> {
+    fn fetch(&mut self, visit: BlockUse) -> Result<()> {
         debug_assert_eq!(self.prefetch.turn(), Some(visit), "blocks take their turns in the order of the pass");
         // Those that were started for earlier turns, before the next ones are: compute does not wait for these.
         self.arrived()?;
         let wanted: Vec<usize> = self.prefetch.wanted(self.keep.ahead).collect();
-        let is_late = visit.units().any(|index| matches!(self.slot(index).1, Slot::Gone));
+        let is_late = visit.units().any(|index| matches!(self.slot(index).1, BufferState::Gone));
         wanted.into_iter().try_for_each(|index| self.gather(index))?;
         if is_late {
             self.arrived()?;
@@ -360,10 +360,10 @@ impl<B: Kernels> Sharded<B> {
         for index in visit.units() {
             let reuses = self.reuses;
             let backend = self.backend.clone();
-            if let Some(params) = self.slot(index).1.land()?
+            if let Some(params) = self.slot(index).1.wait()?
                 && reuses
             {
-                backend.reuse(B::all(params));
+                backend.begin_weight_reuse(B::all(params));
             }
         }
         Ok(())
@@ -391,12 +391,12 @@ impl<B: Kernels> Sharded<B> {
     }
 
     /// The full parameters of a slot, with its unit's layout.
-    fn slot(&mut self, slot: usize) -> (&UnitLayout, &mut Slot<B::Buf>) {
+    fn slot(&mut self, slot: usize) -> (&UnitLayout, &mut BufferState<B::Buf>) {
         let own = self.units.len();
         match self.units.get_mut(slot) {
             Some(Unit { layout, params, .. }) => (layout, params),
             None => {
-                let Guest { layout, params, .. } = &mut self.guests[slot - own];
+                let TiedReplica { layout, params, .. } = &mut self.guests[slot - own];
                 (layout, params)
             }
         }
@@ -418,21 +418,23 @@ impl<B: Kernels> Sharded<B> {
     /// Sends the updated owned part of full parameters to the ranks that do not own it: first, where storage is central, to the
     /// other replicas, then to the other shards.
     fn spread(&mut self, unit: usize) {
-        let Slot::Here(full) = std::mem::replace(&mut self.units[unit].params, Slot::Gone) else { return };
+        let BufferState::Here(full) = std::mem::replace(&mut self.units[unit].params, BufferState::Gone) else {
+            return;
+        };
         let range = self.shard_of(unit);
         let Unit { layout, params, .. } = &mut self.units[unit];
-        let [shard, replica] = [&self.groups.shard, &self.groups.replica].map(|group| group.about(&layout.name));
+        let [shard, replica] = [&self.groups.shard, &self.groups.replica].map(|group| group.with_label(&layout.name));
         let full = match self.storage {
             Storage::Ranks => Pending::ready(full),
             Storage::Central => replica.broadcast_range(full, range),
         };
-        *params = Slot::InFlight(shard.all_gather_after(full, layout.padded));
+        *params = BufferState::InFlight(shard.all_gather_after(full, layout.padded));
     }
 
     fn all_gather(&mut self, slot: usize, full: B::Buf) {
         let name = self.slot(slot).0.name.clone();
-        let group = self.groups.shard.about(&name);
-        *self.slot(slot).1 = Slot::InFlight(group.all_gather(full));
+        let group = self.groups.shard.with_label(&name);
+        *self.slot(slot).1 = BufferState::InFlight(group.all_gather(full));
     }
 
     /// The range of a unit that this shard has, whichever replica owns it.

@@ -8,8 +8,8 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::Sharded;
-use crate::unit::Slot;
-use crate::{Life, Storage};
+use crate::fsdp_unit::BufferState;
+use crate::{Lifetime, Storage};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::{TensorRange, UnitLayout};
 use hpctrain_comm::Group;
@@ -72,12 +72,12 @@ impl<B: Kernels> Sharded<B> {
         for unit in &mut self.units {
             let layout = &unit.layout;
             // Old and new ones of a unit are not there at once.
-            unit.params.land()?;
-            unit.params = Slot::Gone;
-            if params == Life::Step {
+            unit.params.wait()?;
+            unit.params = BufferState::Gone;
+            if params == Lifetime::Step {
                 let full = source.full(layout, &of_data)?;
                 let uploaded = backend.upload(MemoryKind::Parameters, &full);
-                source.keep(uploaded.map(|full| unit.params = Slot::Here(full)));
+                source.keep(uploaded.map(|full| unit.params = BufferState::Here(full)));
             }
             let mut parts = VecDeque::from(unit.owner.restored_parts());
             let restored = unit.owner.restore(|part, range| {
@@ -192,7 +192,7 @@ impl Source<'_> {
             let read = self.read(layout, part, &mine, &mut values[mine.start - range.start..][..mine.len()]);
             self.keep(read);
         }
-        let group = exchange.group.about(&layout.name);
+        let group = exchange.group.with_label(&layout.name);
         let room = (ROOM / group.size()).max(1);
         let steps = if group.size() == 1 { 0 } else { longest.div_ceil(room) };
         for step in 0..steps {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::Sharded;
-use crate::shard_owner::Values;
+use crate::optimizer_shard::Values;
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_device::Kernels;
@@ -33,7 +33,7 @@ impl<B: Kernels> Sharded<B> {
         }
         let total = self.parts();
         for unit in &mut self.units {
-            unit.params.land()?;
+            unit.params.wait()?;
         }
         let mut owned = Self::owned_on_host(self.tables.as_deref_mut())?;
         for unit in &self.units {

@@ -3,16 +3,16 @@
 use std::ops::Range;
 
 use super::Sharded;
-use crate::guest::Guest;
-use crate::hyper::Hyper;
+use crate::fsdp_unit::{BufferState, Reduction, Sum, Unit};
 use crate::norms;
 use crate::norms::Norms;
-use crate::unit::{Reduction, Slot, Sum, Unit};
-use crate::{Life, Storage};
-use hpctrain_base::activity::{Doing, span};
+use crate::step_params::Hyper;
+use crate::tied_replica::TiedReplica;
+use crate::{Lifetime, Storage};
 use hpctrain_base::error::{Error, Result};
+use hpctrain_base::spans::{Doing, span};
 use hpctrain_device::{Kernels, MemoryKind};
-use hpctrain_nn::optim::Rule;
+use hpctrain_nn::optim::UpdateRule;
 
 impl<B: Kernels> Sharded<B> {
     /// The factor on the step of every tensor of every unit where the rule scales them by norms; nothing elsewhere.
@@ -20,7 +20,7 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// The device or a message between ranks failed.
     fn trust(&mut self, hyper: Hyper) -> Result<Vec<Vec<f32>>> {
-        let Some(rule) = self.rule.filter(Rule::is_layerwise) else {
+        let Some(rule) = self.rule.filter(UpdateRule::is_layerwise) else {
             return Ok(vec![vec![]; self.units.len()]);
         };
         let shards = self.virtual_shards(&self.groups.step.replica);
@@ -28,7 +28,7 @@ impl<B: Kernels> Sharded<B> {
         let mut measured = Vec::new();
         let mut first = 0;
         for unit in &mut self.units {
-            unit.params.land()?;
+            unit.params.wait()?;
             let Some(Reduction::Done(sum)) = &unit.reduction else {
                 return Err(Error::internal("an update without gradient"));
             };
@@ -76,14 +76,14 @@ impl<B: Kernels> Sharded<B> {
                 return Err(Error::internal("an update without gradient"));
             };
             let span = span(Doing::Update, Some(&unit.layout.name));
-            unit.owner.update(hyper, &trust[index], B::view(&grad, window), unit.params.land()?)?;
+            unit.owner.update(hyper, &trust[index], B::view(&grad, window), unit.params.wait()?)?;
             drop(span);
-            if keep.grads == Life::Step {
+            if keep.grads == Lifetime::Step {
                 unit.grads = Some(grad);
             }
             self.publish(index)?;
             // Every pass begins with the first blocks.
-            if keep.params == Life::Use && index < keep.ahead {
+            if keep.params == Lifetime::Use && index < keep.ahead {
                 self.gather(index)?;
             }
         }
@@ -93,12 +93,12 @@ impl<B: Kernels> Sharded<B> {
     /// Hands updated parameters of a unit out, to the ranks whose full ones live always and to stages that borrow it.
     fn publish(&mut self, index: usize) -> Result<()> {
         match (self.storage, self.keep.params) {
-            (Storage::Ranks, Life::Step) => {
+            (Storage::Ranks, Lifetime::Step) => {
                 self.lend(index)?;
                 self.spread(index);
                 Ok(())
             }
-            (Storage::Ranks, Life::Use) => self.lend(index),
+            (Storage::Ranks, Lifetime::Use) => self.lend(index),
             // A rank that owns nothing has nothing to lend before it is told.
             (Storage::Central, _) => {
                 self.spread(index);
@@ -112,25 +112,25 @@ impl<B: Kernels> Sharded<B> {
     ///
     /// # Errors
     /// The device or a gather failed.
-    pub fn swap_average(&mut self) -> Result<()> {
+    pub fn swap_ema(&mut self) -> Result<()> {
         if self.average.is_none() {
             return Ok(());
         }
         if let Some(tables) = &mut self.tables {
-            tables.swap_average()?;
+            tables.swap_ema()?;
         }
         for index in 0..self.units.len() {
             let unit = &mut self.units[index];
             match self.keep.params {
-                Life::Step => unit.owner.swap(unit.params.land()?)?,
-                Life::Use => {
-                    unit.params.land()?;
+                Lifetime::Step => unit.owner.swap_ema(unit.params.wait()?)?,
+                Lifetime::Use => {
+                    unit.params.wait()?;
                     // Before its memory is another's.
                     if let Some(host) = &self.host {
                         host.arrived()?;
                     }
-                    unit.params = Slot::Gone;
-                    unit.owner.swap(None)?;
+                    unit.params = BufferState::Gone;
+                    unit.owner.swap_ema(None)?;
                 }
             }
             self.publish(index)?;
@@ -143,7 +143,7 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// They do not, or the device failed.
     pub fn set(&mut self, unit: usize, range: Range<usize>, values: &[f32]) -> Result<()> {
-        let full = self.units[unit].params.land()?.ok_or_else(|| Error::internal("parameters that are not here"))?;
+        let full = self.units[unit].params.wait()?.ok_or_else(|| Error::internal("parameters that are not here"))?;
         self.backend.write(values, B::view_mut(full, range))
     }
 
@@ -159,7 +159,7 @@ impl<B: Kernels> Sharded<B> {
         for unit in &mut self.units {
             unit.owner.forget();
             if let Some(Reduction::Done(sum)) = unit.reduction.take()
-                && self.keep.grads == Life::Step
+                && self.keep.grads == Lifetime::Step
             {
                 unit.grads = Some(sum.grad);
             }
@@ -173,12 +173,12 @@ impl<B: Kernels> Sharded<B> {
             let range = self.shard_of(index);
             let unit = &mut self.units[index];
             let mut part = self.backend.alloc(MemoryKind::Parameters, range.len())?;
-            match (self.keep.params, unit.params.land()?) {
-                (Life::Step, Some(full)) => self.backend.copy(B::view(full, range), B::all_mut(&mut part))?,
-                _ => unit.owner.contribute(&mut part, 0..range.len())?,
+            match (self.keep.params, unit.params.wait()?) {
+                (Lifetime::Step, Some(full)) => self.backend.copy(B::view(full, range), B::all_mut(&mut part))?,
+                _ => unit.owner.copy_into(&mut part, 0..range.len())?,
             }
             // As a gradient that is returned, the buffer goes back to its pool.
-            drop(self.groups.ties.about(&unit.layout.name).send(lent.to, part));
+            drop(self.groups.ties.with_label(&unit.layout.name).send(lent.to, part));
         }
         Ok(())
     }
@@ -186,9 +186,9 @@ impl<B: Kernels> Sharded<B> {
     /// Takes the parameters of other stages' units that blocks of this one borrow.
     pub(super) fn borrow(&mut self) -> Result<()> {
         for guest in 0..self.guests.len() {
-            let Guest { layout, from, .. } = &self.guests[guest];
+            let TiedReplica { layout, from, .. } = &self.guests[guest];
             let part = self.backend.alloc(MemoryKind::Parameters, self.guests[guest].range().len())?;
-            let part = self.groups.ties.about(&layout.name).recv(*from, part).wait()?;
+            let part = self.groups.ties.with_label(&layout.name).recv(*from, part).wait()?;
             if let Some(full) = self.guests[guest].renew(&self.backend, part)? {
                 self.all_gather(self.units.len() + guest, full);
             }

@@ -4,7 +4,7 @@
 //! A last line without its end is normal. A damaged line is a gap: the lines beside it count, and a note tells of it. A directory that
 //! is no run, or has the records of another version, is refused.
 
-mod lines;
+mod jsonl;
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -12,11 +12,11 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-pub use lines::{Damage, Lines, read};
+pub use jsonl::{Damage, Lines, read};
 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::mesh::Mesh;
-use hpctrain_base::regular_files;
+use hpctrain_base::safe_open;
 use hpctrain_checkpoint::Checkpoints;
 use hpctrain_checkpoint::run_dir::markers::End;
 use hpctrain_checkpoint::run_dir::{Branch, RunDirectory};
@@ -28,10 +28,10 @@ use hpctrain_config::telemetry::rank_times::RankTimes;
 use hpctrain_config::telemetry::restarts;
 use hpctrain_config::telemetry::restarts::Restart;
 use hpctrain_config::telemetry::run_card::RunCard;
-use hpctrain_config::telemetry::samples;
-use hpctrain_config::telemetry::samples::TextSample;
-use hpctrain_config::telemetry::workers;
-use hpctrain_config::telemetry::workers::Given;
+use hpctrain_config::telemetry::text_samples;
+use hpctrain_config::telemetry::text_samples::TextSample;
+use hpctrain_config::telemetry::worker_records;
+use hpctrain_config::telemetry::worker_records::WorkerRecord;
 use hpctrain_config::{Config, ModelKind};
 
 /// The hint where `config.toml` is not as a run has written it.
@@ -62,7 +62,7 @@ pub struct RunRecords {
     /// Compute times of its ranks, window by window, where there are several ranks.
     pub rank_times: Vec<RankTimes>,
     /// Gradients that workers have given, of a run on parameter servers.
-    pub given: Vec<Given>,
+    pub given: Vec<WorkerRecord>,
     /// Texts that its model has continued.
     pub samples: Vec<TextSample>,
     /// Its checkpoints that are there, ascending by step.
@@ -119,8 +119,8 @@ impl RunRecords {
         let run = directory.path();
         let found_evaluations = noted(run, evaluations::FILE, &mut notes)?;
         let rank_times = noted(run, rank_times::FILE, &mut notes)?;
-        let given = noted(run, workers::FILE, &mut notes)?;
-        let samples = noted(run, samples::FILE, &mut notes)?;
+        let given = noted(run, worker_records::FILE, &mut notes)?;
+        let samples = noted(run, text_samples::FILE, &mut notes)?;
         let starts = noted(run, restarts::FILE, &mut notes)?;
         let card = RunCard::read(&directory.card_path()).unwrap_or_else(|e| {
             notes.push(format!("run.json cannot be read: {}", e.message()));
@@ -189,7 +189,7 @@ fn noted<T: serde::de::DeserializeOwned>(run: &Path, file: &str, notes: &mut Vec
 /// Its configuration, as the program knows it and by key.
 fn configuration(path: &Path, directory: &RunDirectory) -> Result<(Config, BTreeMap<String, String>)> {
     let file = path.join("config.toml");
-    let text = match regular_files::read_to_string(&directory.config_path()) {
+    let text = match safe_open::read_to_string(&directory.config_path()) {
         Ok(text) => text,
         Err(e) if e.kind() == ErrorKind::NotFound || e.kind() == ErrorKind::NotADirectory => {
             return Err(no_run(path, directory));

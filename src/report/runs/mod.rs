@@ -3,9 +3,9 @@
 //! The table reads the ends of files alone, so that it is quick for long runs and many of them.
 
 mod compare;
+mod jsonl_tail;
 mod listing;
 mod summary;
-mod tail;
 
 pub use compare::Comparison;
 pub use listing::{Listing, SortBy};

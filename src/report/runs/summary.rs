@@ -7,8 +7,8 @@ use std::time::{Duration, SystemTime};
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
-use super::tail::{self, Tail};
-use hpctrain_base::regular_files;
+use super::jsonl_tail::{self, Tail};
+use hpctrain_base::safe_open;
 use hpctrain_checkpoint::run_dir::RunDirectory;
 use hpctrain_checkpoint::run_dir::markers::{End, Status};
 use hpctrain_config::Config;
@@ -197,7 +197,7 @@ impl Summary {
 /// The configuration by key: of any version.
 fn settings(run: &RunDirectory, notes: &mut Vec<String>) -> Option<Table> {
     let path = run.config_path();
-    let text = match regular_files::read_to_string(&path) {
+    let text = match safe_open::read_to_string(&path) {
         Ok(text) => text,
         Err(e) => {
             notes.push(format!("config.toml cannot be read: {e}"));
@@ -233,7 +233,7 @@ fn layout(settings: &Table, has_workers: bool) -> Layout {
 fn last_step(run: &RunDirectory, notes: &mut Vec<String>) -> Option<(Step, Option<f64>)> {
     let mut tail = Tail { records: Vec::<Step>::new(), damaged: 0, foreign: 0, is_cut: false };
     for most in [STEPS, MORE_STEPS] {
-        tail = match tail::read(&run.metrics_path(), most) {
+        tail = match jsonl_tail::read(&run.metrics_path(), most) {
             Ok(tail) => tail,
             Err(e) => {
                 notes.push(format!("metrics.jsonl cannot be read: {e}"));
@@ -253,7 +253,7 @@ fn last_step(run: &RunDirectory, notes: &mut Vec<String>) -> Option<(Step, Optio
 
 /// The evaluations, or the last ones where they are many.
 fn evaluated(run: &RunDirectory, notes: &mut Vec<String>) -> Vec<Evaluation> {
-    match tail::read(&run.evaluations_path(), EVALUATIONS) {
+    match jsonl_tail::read(&run.evaluations_path(), EVALUATIONS) {
         Ok(tail) => {
             told(&tail, evaluations::FILE, notes);
             if tail.is_cut {

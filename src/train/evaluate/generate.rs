@@ -4,7 +4,7 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::random::{Stream, derive, name};
 use hpctrain_device::Kernels;
 use hpctrain_engine::Model;
-use hpctrain_nn::Micro;
+use hpctrain_nn::MicroBatch;
 
 /// Settings of sampling.
 #[derive(Debug, Clone, Copy)]
@@ -24,7 +24,7 @@ pub struct Sampling {
 ///
 /// As long as all tokens fit the context, each step computes the new position alone, with the keys and values of the others from
 /// before. Afterwards the window slides: positions change with every token, and each step computes all of them. So does each step
-/// of a network some blocks of which do not [continue sequences](hpctrain_nn::Block::continues).
+/// of a network some blocks of which do not [continue sequences](hpctrain_nn::Block::supports_kv_cache).
 ///
 /// # Errors
 /// The device failed, or the model's output is not a number.
@@ -46,8 +46,8 @@ pub fn generate<B: Kernels>(
             None => &tokens[tokens.len().saturating_sub(context)..],
         };
         let (ids, host_ids) = if model.sharded.stage().takes_rows() { (&[][..], window) } else { (window, &[][..]) };
-        let micro = Micro::of_text(&model.backend, ids, &[], window.len(), 0)?;
-        let micro = Micro { samples: 1, host_ids: host_ids.to_vec(), ..micro };
+        let micro = MicroBatch::of_text(&model.backend, ids, &[], window.len(), 0)?;
+        let micro = MicroBatch { samples: 1, host_ids: host_ids.to_vec(), ..micro };
         let rows = window.len();
         let output = match past {
             Some(past) => model.output_after(&micro, past)?,

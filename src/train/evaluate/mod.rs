@@ -1,14 +1,14 @@
 //! Evaluation: the validation loss, one number that does not depend on the ranks that computed it, and the evaluator
 //! beside a trainer.
 
+mod classification_counts;
 mod generate;
 pub mod model;
-mod own;
 mod predict;
 pub mod predictions;
 mod queue;
 mod sidecar;
-mod tally;
+mod validation_set_check;
 
 pub use generate::{Sampling, generate};
 pub use predict::predict;
@@ -20,22 +20,22 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
+use classification_counts::{ClassificationCounts, Targets, codes};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::tree::tree_sum;
-use hpctrain_base::visible::in_one_line;
+use hpctrain_base::escape::in_one_line;
+use hpctrain_base::tree_sum::tree_sum;
 use hpctrain_comm::Group;
 use hpctrain_config::telemetry::classes::{Classes, MOST};
 use hpctrain_config::telemetry::evaluations::Evaluation;
 use hpctrain_data::{Batch, Source};
 use hpctrain_device::Kernels;
-use hpctrain_engine::{Model, feed};
-use hpctrain_nn::Micro;
+use hpctrain_engine::{Model, micro_batches};
+use hpctrain_nn::MicroBatch;
 use hpctrain_nn::loss::{Classifier, Objective};
-use tally::{Tally, Targets, codes};
 
 /// Results of an evaluation.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Measures {
+pub struct Metrics {
     /// Mean loss a prediction.
     pub loss: f64,
     /// Metrics by name; none of language models, which are judged by the loss.
@@ -46,7 +46,7 @@ pub struct Measures {
     pub classes: Option<Classes>,
 }
 
-impl Measures {
+impl Metrics {
     /// Loss and metrics for people, for example: `loss 2.2638, perplexity 9.62`.
     pub fn told(&self) -> String {
         let mut told = format!("loss {:.4}", self.loss);
@@ -71,7 +71,7 @@ impl Measures {
     }
 }
 
-impl fmt::Display for Measures {
+impl fmt::Display for Metrics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "validation {}", self.told())
     }
@@ -165,8 +165,8 @@ impl Evaluator {
     }
 
     /// Counts for the predictions of the set, if they are told class by class.
-    fn tally<B: Kernels>(&self, objective: &Objective<B>) -> Option<Tally> {
-        classifier(objective).map(|classifier| Tally::new(classifier, self.samples))
+    fn tally<B: Kernels>(&self, objective: &Objective<B>) -> Option<ClassificationCounts> {
+        classifier(objective).map(|classifier| ClassificationCounts::new(classifier, self.samples))
     }
 
     /// Numbers of a chunk before its codes.
@@ -178,7 +178,7 @@ impl Evaluator {
     ///
     /// # Errors
     /// A chunk has fewer numbers than that.
-    pub fn measures<B: Kernels>(&self, objective: &Objective<B>, chunks: &[Vec<f64>]) -> Result<Measures> {
+    pub fn measures<B: Kernels>(&self, objective: &Objective<B>, chunks: &[Vec<f64>]) -> Result<Metrics> {
         let mut tally = self.tally(objective);
         let mut all = Vec::with_capacity(chunks.len());
         for chunk in chunks {
@@ -191,7 +191,12 @@ impl Evaluator {
     }
 
     /// The measures that follow from the sums of all chunks, in order, and the counts of all samples.
-    fn of_sums<B: Kernels>(&self, objective: &Objective<B>, chunks: &[&[f64]], tally: Option<Tally>) -> Measures {
+    fn of_sums<B: Kernels>(
+        &self,
+        objective: &Objective<B>,
+        chunks: &[&[f64]],
+        tally: Option<ClassificationCounts>,
+    ) -> Metrics {
         let context = self.context as u64;
         let mean = |which: usize, samples: u64| {
             let sums: Vec<f64> = chunks.iter().map(|sums| sums.get(which).copied().unwrap_or(f64::NAN)).collect();
@@ -208,7 +213,7 @@ impl Evaluator {
         };
         let sets = self.sets.iter().zip(1 + metrics.len()..).filter_map(of_set).collect();
         let classes = tally.and_then(|tally| tally.classes(&self.classes));
-        Measures { loss: mean(0, self.samples), metrics: named.collect(), sets, classes }
+        Metrics { loss: mean(0, self.samples), metrics: named.collect(), sets, classes }
     }
 
     /// Digest of the data that the set is of, where it is known.
@@ -232,7 +237,7 @@ impl Evaluator {
         model: &mut Model<B>,
         world: &Group<B>,
         interrupted: impl Fn() -> bool,
-    ) -> Result<Option<Measures>> {
+    ) -> Result<Option<Metrics>> {
         // Buffers of the training's sizes would lie idle meanwhile, and those of the evaluation afterwards.
         model.backend.trim();
         let chunks = self.chunks();
@@ -283,11 +288,11 @@ impl Evaluator {
         Ok(Some(self.of_sums(&model.objective, &all, tally)))
     }
 
-    fn micro<B: Kernels>(&mut self, model: &Model<B>, chunk: u64) -> Result<(Batch, Micro<B>)> {
+    fn micro<B: Kernels>(&mut self, model: &Model<B>, chunk: u64) -> Result<(Batch, MicroBatch<B>)> {
         let samples = self.of_chunk(chunk);
         let dataset = self.dataset.as_mut().ok_or_else(|| Error::internal("an evaluation without samples"))?;
         let batch = Batch::read(dataset, samples.clone(), samples)?;
-        let micro = feed::micro(&model.backend, &batch, self.context, 0, model.sharded.stage())?;
+        let micro = micro_batches::micro(&model.backend, &batch, self.context, 0, model.sharded.stage())?;
         Ok((batch, micro))
     }
 }

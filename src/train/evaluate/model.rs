@@ -5,11 +5,11 @@ use std::path::Path;
 use hpctrain_base::error::Result;
 use hpctrain_checkpoint::Reader;
 use hpctrain_comm::{Comm, Group};
-use hpctrain_config::{Config, Facts, Parallel, Plan, overlay, resolve};
+use hpctrain_config::{Config, Environment, Parallel, ResolvedConfig, overlay, resolve};
 use hpctrain_device::Kernels;
 use hpctrain_engine::{Model, behind_tables};
 use hpctrain_nn::loans;
-use hpctrain_parallel::{Groups, Lanes, Sharded, Zero};
+use hpctrain_parallel::{Groups, Sharded, VirtualRanks, Zero};
 
 /// The configuration of a trained network to be used, with `overrides`. Its layout is none of the training's: ranks share one
 /// copy of the parameters by ZeRO 3, unless `overrides` say otherwise.
@@ -44,7 +44,7 @@ pub fn config_on(reader: &Reader, overrides: &[String], data: Option<&Path>) -> 
 ///
 /// # Errors
 /// The configuration is not possible.
-pub fn plan(mut config: Config, ranks: usize, threads: usize, on_gpu: bool) -> Result<Plan> {
+pub fn plan(mut config: Config, ranks: usize, threads: usize, on_gpu: bool) -> Result<ResolvedConfig> {
     (config.batch, config.optimizer, config.run.threads) = Default::default();
     if !on_gpu {
         // A GPU may have trained it, or a CPU of another kind; all know f32, and have tables in one memory.
@@ -52,7 +52,7 @@ pub fn plan(mut config: Config, ranks: usize, threads: usize, on_gpu: bool) -> R
     }
     // Nothing is trained: any batch that divides among the ranks will do.
     config.batch.global = ranks as u64;
-    resolve(config, &Facts { ranks, threads, vocabulary: None, on_gpu })
+    resolve(config, &Environment { ranks, threads, vocabulary: None, on_gpu })
 }
 
 /// The network of a plan made by [`plan`], with parameters that are yet to be [loaded](load). Collective over the world
@@ -60,9 +60,9 @@ pub fn plan(mut config: Config, ranks: usize, threads: usize, on_gpu: bool) -> R
 ///
 /// # Errors
 /// Out of memory, or a message between ranks failed.
-pub fn build<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<Model<B>> {
+pub fn build<B: Kernels>(comm: &Comm<B>, plan: &ResolvedConfig, backend: B) -> Result<Model<B>> {
     let groups = Groups::split(comm, &plan.mesh, false)?;
-    let lanes = Lanes { total: plan.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
+    let lanes = VirtualRanks { total: plan.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let slices = plan.slices(comm.rank());
     let blocks = plan.network.sliced(&slices);
     let stage = plan.stage(plan.mesh.stage(comm.rank()), &loans(&blocks));
@@ -82,7 +82,7 @@ pub fn build<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<Mode
 pub fn load<B: Kernels>(world: &Group<B>, model: &mut Model<B>, reader: &mut Reader) -> Result<()> {
     reader.fetch(world, &model.sharded.restored())?;
     let checked = reader.check_files();
-    world.agree(checked.and_then(|()| reader.manifest().check(reader.dir(), model.sharded.layouts(), None)))?;
+    world.all_ok(checked.and_then(|()| reader.manifest().check(reader.dir(), model.sharded.layouts(), None)))?;
     let used = reader.used();
-    world.agree(model.sharded.restore(|tensor, _, columns, range, out| reader.read(tensor, used, columns, range, out)))
+    world.all_ok(model.sharded.restore(|tensor, _, columns, range, out| reader.read(tensor, used, columns, range, out)))
 }

@@ -4,7 +4,7 @@ use super::predictions::Predictions;
 use hpctrain_base::error::Result;
 use hpctrain_data::{Batch, Source};
 use hpctrain_device::Kernels;
-use hpctrain_engine::{Model, feed};
+use hpctrain_engine::{Model, micro_batches};
 
 /// Computes the outputs of all samples of `dataset`, `chunk` at a time. Collective over the ranks of the model: chunks go round
 /// those with different data, and the rank of the last stage with `to` writes all of them in the order of the rows, each once.
@@ -26,7 +26,7 @@ pub fn predict<B: Kernels>(
         let mine = round * ranks + data.rank() as u64;
         let at = mine.min(chunks - 1) * chunk;
         let batch = Batch::read(&mut dataset, at..samples.min(at + chunk), at..);
-        let micro = feed::micro(&model.backend, &data.agree(batch)?, 1, 0, model.sharded.stage())?;
+        let micro = micro_batches::micro(&model.backend, &data.all_ok(batch)?, 1, 0, model.sharded.stage())?;
         let Some(output) = model.output(&micro)? else { continue };
         let values = model.download(&output, micro.rows())?;
         let message = if mine < chunks { bytemuck::cast_slice(&values).to_vec() } else { vec![] };
@@ -38,7 +38,7 @@ pub fn predict<B: Kernels>(
             }
             Ok(())
         });
-        data.agree(written)?;
+        data.all_ok(written)?;
     }
-    data.agree(to.map_or(Ok(()), Predictions::finish))
+    data.all_ok(to.map_or(Ok(()), Predictions::finish))
 }

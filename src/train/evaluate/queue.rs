@@ -6,7 +6,7 @@ use std::os::unix::fs::MetadataExt as _;
 use clap::ValueEnum;
 
 use hpctrain_base::error::{Error, Kind, Result};
-use hpctrain_checkpoint::lease::Lease;
+use hpctrain_checkpoint::lease::LeaseGuard;
 use hpctrain_checkpoint::{Checkpoints, Manifest, name_of};
 use hpctrain_config::telemetry::evaluations;
 use hpctrain_config::telemetry::evaluations::Evaluation;
@@ -27,7 +27,7 @@ pub struct Claim {
     pub step: u64,
     /// The name of the save.
     pub id: String,
-    lease: Lease,
+    lease: LeaseGuard,
 }
 
 impl Claim {

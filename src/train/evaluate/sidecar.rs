@@ -3,7 +3,7 @@
 //! Trainer and evaluator meet in the run's directory only, so it does not matter whether they are processes of one job
 //! or of two. Rank 0 of the evaluator decides; all of its ranks evaluate.
 //!
-//! They may also be ranks of one program: one all-gather of roles (`cli/roles.rs`) splits the world, and each role
+//! They may also be ranks of one program: one all-gather of roles (`cli/rank_roles.rs`) splits the world, and each role
 //! takes its part for the world (`Comm::role`). Each decision reaches all ranks of the evaluator in one gather, which
 //! also carries signals. A checkpoint is claimed with a lease, its loss is computed by the trainer's own code
 //! (`Evaluator::loss`), the line is written, and only then is the lease released: line and claim together make each
@@ -16,25 +16,25 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::queue::{Claim, Policy, Queue};
-use super::{Evaluator, Measures, model, own};
-use hpctrain_base::activity::Track;
+use super::{Evaluator, Metrics, model, validation_set_check};
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::signals;
+use hpctrain_base::spans::Track;
 use hpctrain_checkpoint::run_dir::markers;
 use hpctrain_checkpoint::run_dir::markers::{End, Markers};
-use hpctrain_checkpoint::run_dir::{Ending, RunDirectory};
+use hpctrain_checkpoint::run_dir::{RunDirectory, RunOutcome};
 use hpctrain_checkpoint::{Checkpoints, Manifest, Reader, name_of};
 use hpctrain_comm::{Comm, Group};
 use hpctrain_config::telemetry::evaluations;
 use hpctrain_config::telemetry::evaluations::{Evaluation, Status};
 use hpctrain_config::telemetry::{logging, say, unix_time};
-use hpctrain_config::{Config, Plan};
+use hpctrain_config::{Config, ResolvedConfig};
 use hpctrain_data::{Mix, Preprocessing, Tokenizer};
 use hpctrain_device::Kernels;
-use hpctrain_engine::{Model, feed};
+use hpctrain_engine::{Model, micro_batches};
 
 /// Time between two looks at the run's directory.
-const LOOK: Duration = Duration::from_millis(300);
+const POLL_INTERVAL: Duration = Duration::from_millis(300);
 
 /// Longest time between two looks at the trainer's lease.
 const TRAINER: Duration = Duration::from_secs(5);
@@ -98,21 +98,21 @@ struct Told {
 pub fn watch<B: Kernels>(
     comm: &Comm<B>,
     request: &Request,
-    backend: impl FnOnce(&Plan) -> Result<B> + 'static,
-) -> Result<Ending> {
+    backend: impl FnOnce(&ResolvedConfig) -> Result<B> + 'static,
+) -> Result<RunOutcome> {
     comm.activity().here(Track::Compute);
     let world = comm.world();
     let root = world.rank() == 0;
-    world.agree(await_run(request))?;
+    world.all_ok(await_run(request))?;
     let directory = RunDirectory::at(&request.run);
     let logs = directory.logs_path();
     // A copy of a run's checkpoints may have none.
-    world.agree(std::fs::create_dir_all(&logs).map_err(|e| Error::io("create", &logs, e)))?;
+    world.all_ok(std::fs::create_dir_all(&logs).map_err(|e| Error::io("create", &logs, e)))?;
     if !request.beside_trainer {
         comm.watch_apart(&[logs.clone(), std::env::temp_dir()])?;
     }
     let log = logs.join(format!("evaluator-{:05}.log", world.rank()));
-    world.agree(logging::to_file(&log, log::LevelFilter::Info))?;
+    world.all_ok(logging::to_file(&log, log::LevelFilter::Info))?;
     let mut sidecar = Sidecar {
         comm,
         request,
@@ -127,23 +127,23 @@ pub fn watch<B: Kernels>(
         Policy::Every if root => sidecar.checkpoints.leases().watch_queue(),
         _ => Ok(None),
     };
-    let _queue = world.agree(watched)?;
+    let _queue = world.all_ok(watched)?;
     let mut waiting = root.then(|| Waiting::new(sidecar.checkpoints.clone(), request));
     loop {
         let decision = waiting.as_mut().map(|waiting| waiting.decide(&sidecar.marks, &mut sidecar.claim)).transpose();
-        let told = Told { interrupted: sidecar.is_interrupted(), decision: world.agree(decision)? };
+        let told = Told { interrupted: sidecar.is_interrupted(), decision: world.all_ok(decision)? };
         let (interrupted, decision) = exchange(&world, &told)?;
         if interrupted {
             // The lease ends with this process: the next evaluator begins anew.
             return Ok(preempted());
         }
         match decision {
-            Decision::Wait => std::thread::sleep(LOOK),
+            Decision::Wait => std::thread::sleep(POLL_INTERVAL),
             Decision::End(why) => {
                 if root {
                     say(format_args!("evaluator: {why}"));
                 }
-                return Ok(Ending::Finished);
+                return Ok(RunOutcome::Finished);
             }
             Decision::GiveUp(why) => {
                 return Err(Error::comm(why)
@@ -163,8 +163,8 @@ pub fn watch<B: Kernels>(
 }
 
 /// The end of an evaluator that was asked to end, or whose trainer was.
-fn preempted() -> Ending {
-    Ending::Preempted(signals::came().map_or("the job was asked to end".into(), |signal| format!("{signal} came")))
+fn preempted() -> RunOutcome {
+    RunOutcome::Preempted(signals::came().map_or("the job was asked to end".into(), |signal| format!("{signal} came")))
 }
 
 /// Jobs that are submitted together do not start together: a watcher gives its trainer a moment to begin.
@@ -177,7 +177,7 @@ fn await_run(request: &Request) -> Result<()> {
         say(format_args!("evaluator: {} does not exist: waiting {} s for its trainer", run.display(), BEGIN.as_secs()));
     }
     while may_come && check_run(run).is_err() && begun.elapsed() < BEGIN && signals::came().is_none() {
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
     }
     check_run(run)
 }
@@ -313,7 +313,7 @@ impl<'a> Waiting<'a> {
 
 /// A network in memory and the data it is evaluated on.
 struct Loaded<B: Kernels> {
-    plan: Plan,
+    plan: ResolvedConfig,
     /// Tokenizer and preprocessing of the checkpoint.
     known: (Option<Tokenizer>, Option<Preprocessing>),
     model: Model<B>,
@@ -321,7 +321,7 @@ struct Loaded<B: Kernels> {
 }
 
 /// Makes the device of a plan.
-type Make<B> = Box<dyn FnOnce(&Plan) -> Result<B>>;
+type Make<B> = Box<dyn FnOnce(&ResolvedConfig) -> Result<B>>;
 
 /// A rank's device, made when the first plan is known.
 enum Device<B: Kernels> {
@@ -330,7 +330,7 @@ enum Device<B: Kernels> {
 }
 
 impl<B: Kernels> Device<B> {
-    fn get(&mut self, plan: &Plan) -> Result<B> {
+    fn get(&mut self, plan: &ResolvedConfig) -> Result<B> {
         let unused = || Device::Made(Err(Error::internal("no device")));
         let made = match std::mem::replace(self, unused()) {
             Device::Unmade(make) => make(plan),
@@ -358,7 +358,7 @@ struct Sidecar<'a, B: Kernels> {
 
 impl<B: Kernels> Sidecar<'_, B> {
     /// Evaluates one checkpoint and records it. Returns the ending if this rank or another is asked to end.
-    fn evaluate(&mut self, step: u64, id: &str, retries: usize) -> Result<Option<Ending>> {
+    fn evaluate(&mut self, step: u64, id: &str, retries: usize) -> Result<Option<RunOutcome>> {
         let begun = Instant::now();
         let outcome = match self.measure(step, id)? {
             Ok(None) => return Ok(Some(preempted())),
@@ -370,7 +370,7 @@ impl<B: Kernels> Sidecar<'_, B> {
             Some(claim) => self.record(step, id, retries, outcome, begun).map(|()| claim.release()),
             None => Ok(()),
         };
-        self.comm.world().agree(recorded)?;
+        self.comm.world().all_ok(recorded)?;
         if failed {
             std::thread::sleep(BETWEEN);
         }
@@ -387,7 +387,7 @@ impl<B: Kernels> Sidecar<'_, B> {
     ///
     /// # Errors
     /// A fault of anything else: settings, data, the job.
-    fn measure(&mut self, step: u64, id: &str) -> Result<Result<Option<Measures>>> {
+    fn measure(&mut self, step: u64, id: &str) -> Result<Result<Option<Metrics>>> {
         let world = self.comm.world();
         let open = || self.checkpoints.open(step).and_then(|reader| is_save(reader, id));
         let mut reader = match Reader::open_together(&world, &self.checkpoints.path(step), open) {
@@ -396,9 +396,9 @@ impl<B: Kernels> Sidecar<'_, B> {
         };
         let configured = || {
             let config = model::config(&reader.manifest().config, &self.request.overrides)?;
-            own::check(reader.manifest(), &config).map(|()| config)
+            validation_set_check::check(reader.manifest(), &config).map(|()| config)
         };
-        let config = world.agree(configured())?;
+        let config = world.all_ok(configured())?;
         self.comm.wait_at_most(Duration::from_secs(config.comm.timeout))?;
         self.prepare(config, reader.manifest())?;
         let Some(mut loaded) = self.loaded.take() else { return Err(Error::internal("no network")) };
@@ -414,21 +414,22 @@ impl<B: Kernels> Sidecar<'_, B> {
     /// memory.
     fn prepare(&mut self, config: Config, manifest: &Manifest) -> Result<()> {
         let world = self.comm.world();
-        let plan = world.agree(model::plan(config, world.size(), self.request.threads, !B::ON_HOST))?;
+        let plan = world.all_ok(model::plan(config, world.size(), self.request.threads, !B::ON_HOST))?;
         let known = (manifest.tokenizer.clone(), manifest.preprocessing.clone());
         if self.loaded.as_ref().is_some_and(|loaded| loaded.plan == plan && loaded.known == known) {
             return Ok(());
         }
         // The one before goes first: there is room for one.
         self.loaded = None;
-        let mut validation = feed::together(&world, |catalogue| feed::validation(catalogue, &plan.config))?;
-        let notes = world.agree(manifest.conform(&mut validation))?;
+        let mut validation =
+            micro_batches::together(&world, |catalogue| micro_batches::validation(catalogue, &plan.config))?;
+        let notes = world.all_ok(manifest.conform(&mut validation))?;
         if world.rank() == 0 {
             notes.iter().for_each(|note| log::warn!("data: {note}"));
         }
         let evaluator = Evaluator::new(validation, plan.config.eval.samples, plan.config.eval.batch);
         let evaluator = evaluator.naming(Mix::names(&plan.config.data.mix));
-        let backend = world.agree(self.backend.get(&plan))?;
+        let backend = world.all_ok(self.backend.get(&plan))?;
         backend.trim();
         let model = model::build(self.comm, &plan, backend)?;
         self.loaded = Some(Loaded { plan, known, model, evaluator });
@@ -436,7 +437,7 @@ impl<B: Kernels> Sidecar<'_, B> {
     }
 
     /// Records the outcome of an evaluation. On rank 0.
-    fn record(&self, step: u64, id: &str, retries: usize, outcome: Result<Measures>, begun: Instant) -> Result<()> {
+    fn record(&self, step: u64, id: &str, retries: usize, outcome: Result<Metrics>, begun: Instant) -> Result<()> {
         if evaluations::is_settled(evaluations::read(&self.evaluations)?.known(), id) {
             // This process stood still for so long that another took its claim.
             log::warn!("step {step}: evaluated by another evaluator meanwhile");

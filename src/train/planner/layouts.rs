@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-use super::on_host::OnHost;
-use hpctrain_config::{Config, Facts, LayoutChoice, Plan, resolve};
+use super::offload::OnHost;
+use hpctrain_config::{Config, Environment, LayoutMode, ResolvedConfig, resolve};
 use hpctrain_parallel::{PipelineSchedule, Zero};
 
 /// Most sizes of a micro-batch that are tried for each layout, the largest first.
@@ -115,7 +115,7 @@ impl Keys {
     pub fn config(&self, base: &Config) -> Config {
         let mut config = base.clone();
         let parallel = &mut config.parallel;
-        parallel.layout = LayoutChoice::Given;
+        parallel.layout = LayoutMode::Given;
         parallel.given.clear();
         (parallel.pipeline, parallel.schedule) = (self.pipeline, self.schedule);
         (parallel.tensor, parallel.sequence) = (self.tensor, self.sequence);
@@ -193,7 +193,7 @@ pub struct LeftOut {
 
 /// Every layout of `config` on the ranks of `facts`, `per_node` of them on each node. Keys that the configuration gives stay.
 /// Recomputation, and what is on the host, is as the configuration has it.
-pub fn layouts(config: &Config, facts: &Facts, per_node: usize) -> (Vec<(Keys, Plan)>, Vec<LeftOut>) {
+pub fn layouts(config: &Config, facts: &Environment, per_node: usize) -> (Vec<(Keys, ResolvedConfig)>, Vec<LeftOut>) {
     let (mut legal, mut refused) = (Vec::new(), Vec::new());
     for keys in shapes(config, facts.ranks, per_node) {
         match resolve(keys.config(config), facts) {
@@ -273,7 +273,7 @@ fn shards(config: &Config, data: usize, of_node: usize) -> Vec<(Zero, usize, usi
 }
 
 /// Sizes of the micro-batch.
-fn micros(config: &Config, plan: &Plan) -> Vec<u64> {
+fn micros(config: &Config, plan: &ResolvedConfig) -> Vec<u64> {
     if config.parallel.given.contains("micro") {
         return vec![plan.micro];
     }

@@ -4,13 +4,13 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use super::costs::{Passes, Rates, Span};
+use super::cost_model::{Passes, Rates, Span};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::Cut;
 use hpctrain_comm::Operation;
-use hpctrain_config::{Compute, Plan, Size};
+use hpctrain_config::{Compute, ResolvedConfig, Size};
 use hpctrain_cpu::Cpu;
-use hpctrain_engine::memory::Room;
+use hpctrain_engine::memory::MemoryBudget;
 use hpctrain_nn::Network;
 
 /// The descriptions that come with the program.
@@ -147,11 +147,11 @@ impl Machine {
     }
 
     /// The memory that a rank may take.
-    pub fn room(&self) -> Room {
+    pub fn room(&self) -> MemoryBudget {
         let host = self.host_memory.0 / self.ranks_per_node;
         match self.gpu {
-            true => Room { host, gpu: self.memory.0 },
-            false => Room { host: self.memory.0.min(host), gpu: usize::MAX },
+            true => MemoryBudget { host, gpu: self.memory.0 },
+            false => MemoryBudget { host: self.memory.0.min(host), gpu: usize::MAX },
         }
     }
 
@@ -187,7 +187,7 @@ impl Machine {
         Ok(())
     }
 
-    fn flops(&self, plan: &Plan) -> f64 {
+    fn flops(&self, plan: &ResolvedConfig) -> f64 {
         match plan.config.precision.compute {
             Compute::Bf16 => self.flops.bf16,
             Compute::Tf32 => self.flops.tf32.unwrap_or(self.flops.f32),
@@ -211,7 +211,7 @@ impl Machine {
 }
 
 impl Rates for Machine {
-    fn passes(&self, plan: &Plan) -> Result<Vec<Passes>> {
+    fn passes(&self, plan: &ResolvedConfig) -> Result<Vec<Passes>> {
         let slices = plan.slices(0);
         let blocks = plan.network.cpu_blocks(&slices);
         let work = plan.network.blocks_summary();
@@ -233,7 +233,7 @@ impl Rates for Machine {
             let parameters = share * tensors.iter().map(|tensor| tensor.len() as f64).sum::<f64>();
             let products = share * samples * work[unit].flops as f64 / self.flops(plan);
             // Each kept element is written, and read by the next kernel; so are those in between.
-            let kept = (block.saved_per_row() + block.input_per_row()) as f64;
+            let kept = (block.saved_elems_per_row() + block.input_per_row()) as f64;
             let scores = if unit == 0 || unit == last { 0.0 } else { scores };
             let forward = 2.0 * (kept + block.forward_scratch_per_row() as f64) * rows as f64 * size as f64 + scores;
             let backward = 2.0 * (kept + block.scratch_per_row() as f64) * rows as f64 * size as f64 + 2.0 * scores;
@@ -267,7 +267,7 @@ impl Rates for Machine {
         Ok((0..blocks.len()).map(of_block).collect())
     }
 
-    fn micro(&self, plan: &Plan) -> Result<f64> {
+    fn micro(&self, plan: &ResolvedConfig) -> Result<f64> {
         // Logits are read twice, and their gradient is written.
         let size = plan.config.precision.compute.size(!self.gpu);
         let logits = plan.network.outputs().div_ceil(plan.mesh.tensor) * plan.micro as usize * plan.network.context();
@@ -284,7 +284,7 @@ impl Rates for Machine {
         link.latency + bytes as f64 / link.bandwidth
     }
 
-    fn update(&self, _: &Plan, elements: usize) -> f64 {
+    fn update(&self, _: &ResolvedConfig, elements: usize) -> f64 {
         UPDATE * elements as f64 / self.bandwidth + 2.0 * self.launch
     }
 

@@ -6,23 +6,23 @@
 //! step is played through by `timeline.rs` over the list of actions that the step itself runs, with the seconds of its pieces
 //! from [`Rates`]: a description of a machine, or a measurement on this one.
 
-mod choice;
-mod costs;
+mod cost_model;
 mod layouts;
 mod machine;
-mod measured;
-mod on_host;
 #[cfg(test)]
-mod published;
+mod megatron_reference;
+mod offload;
+mod profile;
 mod report;
+mod search;
 mod timeline;
-mod tried;
+mod trial_runs;
 
-pub use choice::{Choice, Here, Place, Proposal, choose, choose_here, facts};
-pub use costs::{Rates, Span};
+pub use cost_model::{Rates, Span};
 pub use layouts::{Keys, LeftOut};
 pub use machine::Machine;
-pub use measured::{Measured, measure};
-pub use on_host::OnHost;
+pub use offload::OnHost;
+pub use profile::{Measured, measure};
 pub use report::Report;
-pub use tried::{Trial, try_out};
+pub use search::{Choice, Here, Place, Proposal, choose, choose_here, facts};
+pub use trial_runs::{Trial, try_out};

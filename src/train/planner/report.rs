@@ -2,9 +2,9 @@
 
 use serde::Serialize;
 
-use super::choice::{Choice, Proposal};
 use super::layouts::{Keys, LeftOut};
-use super::tried::{COUNTED, Trial};
+use super::search::{Choice, Proposal};
+use super::trial_runs::{COUNTED, Trial};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_config::telemetry::grouped;
 use hpctrain_data::inspect::table;

@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 
-use hpctrain_parallel::{Action, Flow, Life, Prefetch, Residency, Stage, StepSchedule, turns};
+use hpctrain_parallel::{Action, Flow, Lifetime, Prefetch, ShardingPolicy, Stage, StepSchedule, turns};
 
 /// Seconds of a block on a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -46,7 +46,7 @@ pub struct StepTimes {
     /// The order of work; of any stage.
     pub schedule: StepSchedule,
     /// Lifetime of full buffers.
-    pub keep: Residency,
+    pub keep: ShardingPolicy,
     /// Whether there are several shards.
     pub shards: bool,
     /// The message about loss and norm that all ranks wait for.
@@ -131,7 +131,7 @@ impl StepTimes {
 
     fn begin(&self, times: &StageTimes) -> Rank {
         let slots = times.stage.slots().count();
-        let here = if self.keep.params == Life::Use { None } else { Some(0.0) };
+        let here = if self.keep.params == Lifetime::Use { None } else { Some(0.0) };
         Rank {
             now: 0.0,
             requests: 0.0,
@@ -232,7 +232,7 @@ impl StepTimes {
     /// A block's turn begins: its parameters are here.
     fn turn(&self, times: &StageTimes, rank: &mut Rank) {
         let wanted: Vec<usize> = rank.prefetch.wanted(self.keep.ahead).collect();
-        if self.keep.params == Life::Use {
+        if self.keep.params == Lifetime::Use {
             for slot in wanted {
                 if rank.arrivals[slot].is_none() {
                     let seconds = times.units.get(slot).map_or(0.0, |unit| unit.gather);
@@ -249,7 +249,7 @@ impl StepTimes {
 
     fn release(&self, rank: &mut Rank) {
         for slot in rank.prefetch.pass(self.keep.ahead) {
-            if self.keep.params == Life::Use {
+            if self.keep.params == Lifetime::Use {
                 rank.arrivals[slot] = None;
             }
         }
@@ -275,7 +275,7 @@ impl StepTimes {
             rank.wait_for_message(told);
             for (unit, seconds) in times.units.iter().enumerate() {
                 rank.now += seconds.update;
-                if self.shards && self.keep.params == Life::Step {
+                if self.shards && self.keep.params == Lifetime::Step {
                     rank.arrivals[unit] = Some(rank.request(seconds.gather, self.beside));
                 }
             }
@@ -322,7 +322,7 @@ mod tests {
         for order in [PipelineSchedule::OneForwardOneBackward, PipelineSchedule::ZeroBubble] {
             for (stages, micros) in [(1, 3), (2, 8), (4, 4), (4, 16), (8, 32)] {
                 let times = pipeline(stages, micros, order);
-                let (played, schedule) = (times.play().unwrap(), times.schedule.bubble());
+                let (played, schedule) = (times.play().unwrap(), times.schedule.bubble_fraction());
                 assert!((played.bubble - schedule).abs() < 1e-9, "{stages}, {micros}: {played:?}, not {schedule}");
                 assert_eq!(played.exposed, 0.0);
             }

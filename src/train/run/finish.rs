@@ -4,10 +4,10 @@ use super::Run;
 use crate::evaluate::{Sampling, generate};
 use crate::hooks::Outcome;
 use crate::records::Records;
-use hpctrain_base::activity::{Doing, span};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::signals;
-use hpctrain_checkpoint::run_dir::Ending;
+use hpctrain_base::spans::{Doing, span};
+use hpctrain_checkpoint::run_dir::RunOutcome;
 use hpctrain_checkpoint::run_dir::markers::{End, Status};
 use hpctrain_config::telemetry::epoch_loss::EpochLoss;
 use hpctrain_config::telemetry::run_card::{EnergyUse, RunCard, StageMemory};
@@ -17,10 +17,10 @@ use hpctrain_engine::memory;
 
 impl<B: Kernels> Run<'_, B> {
     /// Last evaluation, last checkpoint, a sample of text, the run card.
-    pub(super) fn finish(&mut self) -> Result<Ending> {
+    pub(super) fn finish(&mut self) -> Result<RunOutcome> {
         let inline = self.plan.config.eval.inline;
         let evaluated = self.schedule.evaluated.is_some_and(|(step, _)| step == self.progress.step);
-        if inline && !evaluated && !matches!(self.schedule.ending, Some(Ending::Preempted(_))) {
+        if inline && !evaluated && !matches!(self.schedule.ending, Some(RunOutcome::Preempted(_))) {
             self.evaluate()?;
         }
         // A save under way ends first; and no other could keep the last one waiting.
@@ -36,21 +36,21 @@ impl<B: Kernels> Run<'_, B> {
             self.end_if_asked()?;
             signals::pause(self.outages.pause());
         }
-        let ending = self.schedule.ending.take().unwrap_or(Ending::Finished);
-        let text = if matches!(ending, Ending::Preempted(_)) { None } else { self.sample()? };
+        let ending = self.schedule.ending.take().unwrap_or(RunOutcome::Finished);
+        let text = if matches!(ending, RunOutcome::Preempted(_)) { None } else { self.sample()? };
         let sampled = match (&mut self.records, &text) {
             // Without a step the text is that of the start before.
             (Some(records), Some(text)) if !self.meters.is_empty() => records.sampled(self.progress.step, text),
             _ => Ok(()),
         };
-        self.world.agree(self.outages.at_end(sampled))?;
+        self.world.all_ok(self.outages.at_end(sampled))?;
         let stages = self.memory_of_stages()?;
         let joules = self.energy.joules()?;
         let failure = self.hooks.failure();
-        self.world.agree(failure)?;
+        self.world.all_ok(failure)?;
         // Nobody hears of the end before it is on record.
-        let told = if self.world.rank() == 0 { self.tell(&ending, text, stages, joules) } else { Ok(()) };
-        self.world.agree(self.outages.at_end(told))?;
+        let told = if self.world.rank() == 0 { self.write_summary(&ending, text, stages, joules) } else { Ok(()) };
+        self.world.all_ok(self.outages.at_end(told))?;
         log::info!("ended at step {}: {ending:?}", self.progress.step);
         Ok(ending)
     }
@@ -68,7 +68,7 @@ impl<B: Kernels> Run<'_, B> {
         let told = self.world.gather_bytes(vec![u8::from(self.stop_requests.must_end())]).wait()?;
         let is_asked = told.contains(&vec![1]);
         let verdict = if is_asked && self.records.is_some() { self.outages.give_up() } else { Ok(()) };
-        self.world.agree(verdict)
+        self.world.all_ok(verdict)
     }
 
     /// Whether no record waits for the file system; the same on all ranks.
@@ -76,22 +76,28 @@ impl<B: Kernels> Run<'_, B> {
         let written = self.records.as_mut().map_or(Ok(()), Records::flush);
         let waits = written.is_err();
         let recorded = self.recorded(written);
-        self.world.agree(recorded)?;
+        self.world.all_ok(recorded)?;
         let told = self.world.gather_bytes(vec![u8::from(waits)]).wait()?;
         Ok(told.first() == Some(&vec![0]))
     }
 
     /// Reports the end of the run to people and programs. On rank 0.
-    fn tell(&self, ending: &Ending, text: Option<String>, stages: Vec<StageMemory>, joules: Option<f64>) -> Result<()> {
+    fn write_summary(
+        &self,
+        ending: &RunOutcome,
+        text: Option<String>,
+        stages: Vec<StageMemory>,
+        joules: Option<f64>,
+    ) -> Result<()> {
         let Some(records) = &self.records else { return Ok(()) };
         self.directory.check()?;
         records.progress.finish();
         let step = self.progress.step;
         let energy = joules.map(|joules| records.energy.total(joules, step, self.energy.sources()));
         let (status, why) = match ending {
-            Ending::Finished => (Status::Finished, None),
-            Ending::Stopped(why) => (Status::Finished, Some(why.clone())),
-            Ending::Preempted(why) => (Status::Preempted, Some(why.clone())),
+            RunOutcome::Finished => (Status::Finished, None),
+            RunOutcome::Stopped(why) => (Status::Finished, Some(why.clone())),
+            RunOutcome::Preempted(why) => (Status::Preempted, Some(why.clone())),
         };
         if let Some(why) = &why {
             say(format_args!("\nended at step {step}: {why}"));
@@ -133,7 +139,7 @@ impl<B: Kernels> Run<'_, B> {
     }
 
     /// Reports the outcome of the run to the hooks.
-    pub(super) fn tell_hooks(&mut self, result: Result<&Ending, &Error>) -> Result<()> {
+    pub(super) fn tell_hooks(&mut self, result: Result<&RunOutcome, &Error>) -> Result<()> {
         self.hooks.end(&Outcome { step: self.progress.step, directory: self.directory.path(), result })
     }
 
@@ -165,7 +171,7 @@ impl<B: Kernels> Run<'_, B> {
     fn memory_of_stages(&self) -> Result<Vec<StageMemory>> {
         let ledger = self.engine.model.backend.ledger();
         let peaks = MemoryKind::ALL.map(|what| ledger.peak(what) as u64);
-        let told = self.world.gather_numbers(&peaks)?;
+        let told = self.world.all_gather_u64(&peaks)?;
         let named =
             |bytes: &[usize]| MemoryKind::ALL.iter().map(|what| what.name().into()).zip(bytes.to_vec()).collect();
         let of_stage = |stage: usize| {
@@ -188,7 +194,7 @@ impl<B: Kernels> Run<'_, B> {
             version: env!("CARGO_PKG_VERSION").into(),
             mpi: self.comm.library().into(),
             device_path: self.comm.device_path().filter(|_| self.world.size() > 1),
-            device_path_reason: self.comm.why_path().map(str::to_owned),
+            device_path_reason: self.comm.transport_reason().map(str::to_owned),
             ranks: self.world.size(),
             threads: self.plan.threads,
             hosts: self.topology.hosts(),

@@ -9,34 +9,34 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::energy::Energy;
-use crate::evaluate::{Evaluator, Measures};
+use crate::evaluate::{Evaluator, Metrics};
 use crate::hooks::{Hook, Hooks};
-use crate::meters::Meters;
-use crate::outages::{Outages, is_outage};
+use crate::io_retry::{IoFailureTolerance, is_outage};
 use crate::records::Records;
+use crate::step_timers::StepTimers;
 use crate::stop_requests::StopRequests;
-use hpctrain_base::activity::{Doing, Track, span};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_checkpoint::run_dir::{Ending, Resume, RunDirectory, Take};
+use hpctrain_base::spans::{Doing, Track, span};
+use hpctrain_checkpoint::run_dir::{RestoreScope, Resume, RunDirectory, RunOutcome};
 use hpctrain_checkpoint::{self as checkpoint, Published, Saver};
-use hpctrain_comm::{Comm, Group, Watch};
+use hpctrain_comm::{Comm, Group, WatchdogGuard};
 use hpctrain_config::telemetry::efficiency::Efficiency;
 use hpctrain_config::telemetry::evaluations;
 use hpctrain_config::telemetry::evaluations::{Evaluation, Evaluations, Over};
 use hpctrain_config::telemetry::metrics::Step;
 use hpctrain_config::telemetry::straggler::Straggler;
-use hpctrain_config::telemetry::times::{Spent, Times};
+use hpctrain_config::telemetry::times::{TimeCounters, Times};
 use hpctrain_config::telemetry::trace::Trace;
 use hpctrain_config::telemetry::unix_time;
 use hpctrain_config::topology::Topology;
-use hpctrain_config::{Checkpoint, Config, Eval, Model, Plan, ended};
+use hpctrain_config::{Checkpoint, Config, Eval, Model, ResolvedConfig, ended};
 use hpctrain_data::{Tokenizer, TrainedOn};
 use hpctrain_device::Kernels;
-use hpctrain_engine::feed::Feed;
 use hpctrain_engine::memory::Held;
-use hpctrain_engine::{Engine, Round, Splits, StepResult, advance};
-use hpctrain_nn::OwnNetwork;
-use hpctrain_parallel::{AllFlags, Averaging, ControlFlags, whole_histograms};
+use hpctrain_engine::micro_batches::MicroBatches;
+use hpctrain_engine::{Engine, Round, Splits, StepResult, train_round};
+use hpctrain_nn::CustomModel;
+use hpctrain_parallel::{AllFlags, ControlFlags, LocalSgd, whole_histograms};
 
 /// Request for a run.
 #[derive(Debug, Clone)]
@@ -48,7 +48,7 @@ pub struct Request {
     /// Starting point.
     pub resume: Resume,
     /// Parts of a checkpoint that are taken.
-    pub take: Take,
+    pub take: RestoreScope,
     /// Whether a run may go on with other training data than the checkpoint's.
     pub allow_changed_data: bool,
     /// Path of a trace, if one is wanted.
@@ -64,7 +64,7 @@ pub struct Request {
 impl Request {
     /// A run from step 0 on CPUs, called `name` unless its configuration names it.
     pub fn new(config: Config, name: impl Into<String>) -> Self {
-        let (resume, take) = (Resume::No, Take::Everything);
+        let (resume, take) = (Resume::No, RestoreScope::Everything);
         Self {
             config,
             name: name.into(),
@@ -81,16 +81,16 @@ impl Request {
 
 /// Caller-supplied hooks and data. Empty by default, as in `hpctrain train`.
 #[derive(Default)]
-pub struct Own<'h> {
+pub struct Customization<'h> {
     /// Called as the run goes on, in this order.
     pub hooks: Vec<&'h mut dyn Hook>,
     /// Samples, in the place of the files at `data.path`.
     pub data: Option<Splits>,
     /// A network, in the place of the section `[model]`, of which no key counts.
-    pub network: Option<OwnNetwork>,
+    pub network: Option<CustomModel>,
 }
 
-impl Own<'_> {
+impl Customization<'_> {
     /// The configuration with the network, if there is one.
     pub(crate) fn configured(&self, config: &Config) -> Config {
         match &self.network {
@@ -118,13 +118,13 @@ pub struct GpuPlace {
 ///
 /// # Errors
 /// The error that stopped the run early. An error that all ranks share says so ([`Error::is_shared`]).
-pub fn train<B: Kernels>(
+pub fn train_on<B: Kernels>(
     comm: &Comm<B>,
     request: &Request,
-    own: Own<'_>,
+    own: Customization<'_>,
     beside: Option<&Group<B>>,
-    backend: impl FnOnce(&Plan) -> Result<B>,
-) -> Result<Ending> {
+    backend: impl FnOnce(&ResolvedConfig) -> Result<B>,
+) -> Result<RunOutcome> {
     let request = &Request { config: own.configured(&request.config), ..request.clone() };
     comm.activity().here(Track::Compute);
     let trace = request.trace.as_deref().map(|path| Trace::start(comm, path)).transpose()?;
@@ -144,16 +144,16 @@ pub fn train<B: Kernels>(
 fn run<B: Kernels>(
     comm: &Comm<B>,
     request: &Request,
-    own: Own<'_>,
+    own: Customization<'_>,
     beside: Option<&Group<B>>,
-    backend: impl FnOnce(&Plan) -> Result<B>,
-) -> Result<Ending> {
+    backend: impl FnOnce(&ResolvedConfig) -> Result<B>,
+) -> Result<RunOutcome> {
     let mut run = Run::prepare(comm, request, own, beside, backend)?;
     let ended = run.steps(&request.resume).and_then(|()| run.finish());
     match &ended {
         Ok(ending) => {
             let told = run.tell_hooks(Ok(ending));
-            run.world.agree(told).inspect_err(|e| run.tell_of_failure(e))?;
+            run.world.all_ok(told).inspect_err(|e| run.tell_of_failure(e))?;
         }
         // Ranks that share an error can still meet to publish the save that they have begun.
         Err(e) if e.is_shared() || comm.size() == 1 => {
@@ -172,10 +172,10 @@ fn run<B: Kernels>(
 struct Run<'h, B: Kernels> {
     comm: Comm<B>,
     world: Group<B>,
-    plan: Plan,
+    plan: ResolvedConfig,
     topology: Topology,
     engine: Engine<B>,
-    feed: Feed<B>,
+    feed: MicroBatches<B>,
     /// None without validation data.
     evaluator: Option<Evaluator>,
     tokenizer: Option<Tokenizer>,
@@ -187,16 +187,16 @@ struct Run<'h, B: Kernels> {
     /// The step of this round whose gradients are counted, if there is one.
     counted: Option<u64>,
     stop_requests: StopRequests,
-    outages: Outages,
+    outages: IoFailureTolerance,
     hooks: Hooks<'h>,
-    meters: Meters,
+    meters: StepTimers,
     efficiency: Efficiency,
     energy: Energy<B>,
     /// For estimates of memory.
     held: Held,
     /// On rank 0 only.
     records: Option<Records>,
-    _watch: Option<Watch>,
+    _watch: Option<WatchdogGuard>,
     /// Dropped last: it gives the directory up to the next trainer.
     directory: RunDirectory,
 }
@@ -207,7 +207,7 @@ struct Schedule {
     /// Step and loss of the last evaluation.
     evaluated: Option<(u64, f64)>,
     /// All of it, if this start has made it.
-    measures: Option<Measures>,
+    measures: Option<Metrics>,
     /// Epochs that ended with the last round, each with its last step.
     epochs: Vec<(u64, Step)>,
     /// Step of the last checkpoint that was begun.
@@ -215,12 +215,12 @@ struct Schedule {
     /// Whether the clock asks for a checkpoint after this step.
     save_is_due: bool,
     /// Set once training is to end.
-    ending: Option<Ending>,
+    ending: Option<RunOutcome>,
 }
 
 impl<'h, B: Kernels> Run<'h, B> {
     /// One round of optimizer steps and their records.
-    fn round(&mut self) -> Result<()> {
+    fn run_round(&mut self) -> Result<()> {
         let (before, began) = (self.spent(), self.progress);
         self.counted = self.step_to_count();
         self.counted.iter().for_each(|step| self.engine.model.sharded.count_gradients_of(*step));
@@ -228,8 +228,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         let flags = || self.stop_requests.flags(self.saver.is_done()) | ControlFlags::FAILED.when(has_failed);
         self.engine.model.backend.profile().record(self.meters.profiles());
         let next = || self.feed.next_micro();
-        let advanced = advance(&self.plan, &mut self.engine, next, &mut self.progress, flags);
-        let Round { steps, flags } = advanced.inspect_err(|e| self.doubt(e))?;
+        let advanced = train_round(&self.plan, &mut self.engine, next, &mut self.progress, flags);
+        let Round { steps, flags } = advanced.inspect_err(|e| self.mark_checkpoints_suspect(e))?;
         self.engine.model.backend.profile().record(false);
         let mut gives_up = None;
         for (taken, step) in steps.iter().zip(began.step + 1..) {
@@ -238,7 +238,7 @@ impl<'h, B: Kernels> Run<'h, B> {
                 let StepResult { loss, norm, skips, .. } = taken;
                 let by = match self.plan.averaging {
                     None => String::new(),
-                    Some(Averaging { replicas, .. }) => format!(" by {skips} of {replicas} replicas"),
+                    Some(LocalSgd { replicas, .. }) => format!(" by {skips} of {replicas} replicas"),
                 };
                 log::warn!("step {step}: loss {loss}, gradient norm {norm}: update skipped{by}");
             }
@@ -252,7 +252,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             self.warn_of_stragglers(step, &taken.compute)?;
         }
         self.count_tensors()?;
-        self.obey(&flags)?;
+        self.apply_control_flags(&flags)?;
         if let Some((step, skipped)) = gives_up {
             let message = format!("step {step}: {skipped} steps in a row were not finite");
             return Err(Error::numeric(message)
@@ -263,7 +263,7 @@ impl<'h, B: Kernels> Run<'h, B> {
     }
 
     /// Replicas that differ have differed for some time: checkpoints since they were last equal count as damaged.
-    fn doubt(&self, found: &Error) {
+    fn mark_checkpoints_suspect(&self, found: &Error) {
         if let Some(good) = self.engine.model.sharded.doubtful_since() {
             let marked = self.saver.doubt_after(good, found.message());
             marked.unwrap_or_else(|e| log::warn!("{e}"));
@@ -271,17 +271,17 @@ impl<'h, B: Kernels> Run<'h, B> {
     }
 
     /// The counters of this rank's time.
-    fn spent(&self) -> Spent {
+    fn spent(&self) -> TimeCounters {
         self.meters.spent(self.comm.stats(), self.feed.waited())
     }
 
     /// Records the steps of a round that `began` there, each with its part of the time since `before`.
-    fn record(&mut self, steps: &[StepResult], began: checkpoint::Progress, before: Spent) -> Result<()> {
+    fn record(&mut self, steps: &[StepResult], began: checkpoint::Progress, before: TimeCounters) -> Result<()> {
         let after = self.spent();
         let (seconds, times) = (after.total - before.total, Times::between(before, after));
         // A run ends after whole rounds.
         self.stop_requests.stepped(Duration::from_secs_f64(seconds));
-        let is_warm_up = !B::ON_HOST && self.goes_on();
+        let is_warm_up = !B::ON_HOST && self.should_continue();
         self.meters.took_round(steps.len(), seconds, times, is_warm_up, self.engine.model.backend.profile());
         let last = began.step + steps.len() as u64;
         let joules = if self.plan.is_due(self.plan.config.log.every, last) { self.energy.joules()? } else { None };
@@ -327,7 +327,7 @@ impl<'h, B: Kernels> Run<'h, B> {
     }
 
     /// Tells hooks of the epochs that have ended since they were last told.
-    fn tell_of_epochs(&mut self) {
+    fn notify_epoch_end(&mut self) {
         let evaluated = self.schedule.evaluated.map(|(step, _)| step);
         for (epoch, step) in std::mem::take(&mut self.schedule.epochs) {
             let measures = self.schedule.measures.as_ref().filter(|_| evaluated == Some(step.step));
@@ -363,7 +363,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let Some(step) = self.counted.take() else { return Ok(()) };
         let sharded = &mut self.engine.model.sharded;
         let gradients = whole_histograms(&self.world, &sharded.counted_gradients())?;
-        let weights = self.world.agree(sharded.counted_parameters())?;
+        let weights = self.world.all_ok(sharded.counted_parameters())?;
         let weights = whole_histograms(&self.world, &weights)?;
         if let Some(board) = self.records.as_mut().and_then(|records| records.tensorboard.as_mut()) {
             board.histograms(step, "gradients", &gradients);
@@ -375,10 +375,10 @@ impl<'h, B: Kernels> Run<'h, B> {
     /// Takes the remaining steps, until training is to end.
     fn steps(&mut self, resume: &Resume) -> Result<()> {
         self.begin(resume)?;
-        while self.goes_on() {
-            self.round()?;
+        while self.should_continue() {
+            self.run_round()?;
             self.evaluate_if_due()?;
-            self.tell_of_epochs();
+            self.notify_epoch_end();
             self.save_if_due()?;
         }
         Ok(())
@@ -387,7 +387,7 @@ impl<'h, B: Kernels> Run<'h, B> {
     /// Before the first step: a signal may have come already, and the evaluation of a resumed step may be missing.
     fn begin(&mut self, resume: &Resume) -> Result<()> {
         let step = self.progress.step;
-        let evaluated = self.world.agree(self.directory.checkpoints().evaluated())?;
+        let evaluated = self.world.all_ok(self.directory.checkpoints().evaluated())?;
         if let (Some(_), Err(e)) = (&self.records, evaluated.all()) {
             log::warn!("{}", e.to_string().replace('\n', "; "));
         }
@@ -407,7 +407,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         // The file system may show ranks different files; rank 0 wrote them.
         self.schedule.evaluated = told[0].1.map(|bits| (step, f64::from_bits(bits)));
         let flags = told.iter().map(|(bits, _)| ControlFlags::from_bits_retain(*bits));
-        self.obey(&AllFlags(flags.collect()))?;
+        self.apply_control_flags(&AllFlags(flags.collect()))?;
         if self.schedule.saved.is_none() {
             return self.save();
         }
@@ -418,15 +418,15 @@ impl<'h, B: Kernels> Run<'h, B> {
     }
 
     /// Whether there is another step to take.
-    fn goes_on(&self) -> bool {
+    fn should_continue(&self) -> bool {
         self.schedule.ending.is_none() && self.progress.step < self.plan.config.run.steps
     }
 
     /// Acts on the flags of all ranks.
-    fn obey(&mut self, flags: &AllFlags) -> Result<()> {
+    fn apply_control_flags(&mut self, flags: &AllFlags) -> Result<()> {
         if flags.any(ControlFlags::FAILED) {
             let failure = self.hooks.failure().and_then(|()| self.directory.check());
-            self.world.agree(failure)?;
+            self.world.all_ok(failure)?;
         }
         if self.saver.is_busy() && flags.all(ControlFlags::WRITTEN) {
             let ended = self.saver.advance();
@@ -435,7 +435,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         }
         self.schedule.save_is_due = flags.any(ControlFlags::DUE);
         self.schedule.ending = self.stop_requests.ending(flags);
-        if let Some(Ending::Stopped(why)) = &mut self.schedule.ending {
+        if let Some(RunOutcome::Stopped(why)) = &mut self.schedule.ending {
             // A rank that did not ask does not know the reason.
             let told = self.world.gather_bytes(std::mem::take(why).into_bytes()).wait()?;
             let first = told.into_iter().find(|why| !why.is_empty()).unwrap_or_default();
@@ -460,9 +460,9 @@ impl<'h, B: Kernels> Run<'h, B> {
         let Some(evaluator) = &mut self.evaluator else { return Ok(()) };
         let step = self.progress.step;
         let _span = span(Doing::Evaluation, None);
-        self.engine.model.sharded.swap_average()?;
+        self.engine.model.sharded.swap_ema()?;
         let measured = evaluator.measure(&mut self.engine.model, &self.world, || self.stop_requests.must_end())?;
-        self.engine.model.sharded.swap_average()?;
+        self.engine.model.sharded.swap_ema()?;
         let Some(measures) = measured else {
             // It is made up for when the run goes on.
             self.schedule.ending = Some(self.stop_requests.preempted());
@@ -474,7 +474,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.stop_requests.stop_for(stop);
         log::info!("step {step}: {told}");
         let held = self.outages.held(self.directory.check());
-        self.world.agree(held)?;
+        self.world.all_ok(held)?;
         let mut why = None;
         if let Some(records) = &mut self.records {
             let path = self.directory.evaluations_path();
@@ -492,11 +492,11 @@ impl<'h, B: Kernels> Run<'h, B> {
             }
         }
         self.schedule.measures = Some(measures);
-        if self.plan.config.eval.patience > 0 && self.goes_on() {
+        if self.plan.config.eval.patience > 0 && self.should_continue() {
             // All hear of it at once: the evaluation just made is the last one.
             let told = self.world.gather_bytes(why.unwrap_or_default().into_bytes()).wait()?;
             let why = told.into_iter().find(|why| !why.is_empty());
-            self.schedule.ending = why.map(|why| Ending::Stopped(String::from_utf8_lossy(&why).into_owned()));
+            self.schedule.ending = why.map(|why| RunOutcome::Stopped(String::from_utf8_lossy(&why).into_owned()));
         }
         Ok(())
     }
@@ -517,7 +517,7 @@ impl<'h, B: Kernels> Run<'h, B> {
     fn save(&mut self) -> Result<()> {
         let _span = span(Doing::Checkpoint, None);
         let recorded = self.record_epoch_loss().and_then(|()| self.engine.model.sharded.compare_with_update());
-        self.world.agree(recorded)?;
+        self.world.all_ok(recorded)?;
         let saved = self.saver.save(&mut self.engine.model.sharded, self.progress);
         let Some((begun, published)) = self.tolerated(saved)? else { return Ok(()) };
         self.note_published(published);
@@ -566,7 +566,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         match saved {
             Err(e) if is_outage(&e) && (e.is_shared() || self.world.size() == 1) => {
                 let verdict = if self.records.is_some() { self.outages.save_refused(e) } else { Ok(()) };
-                self.world.agree(verdict)?;
+                self.world.all_ok(verdict)?;
                 self.schedule.saved = None;
                 self.stop_requests.save_failed(self.outages.pause());
                 Ok(None)

@@ -4,28 +4,28 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use super::{Own, Request, Run, Schedule};
-use crate::budget::Budget;
+use super::{Customization, Request, Run, Schedule};
 use crate::energy::Energy;
 use crate::evaluate::Evaluator;
 use crate::hooks::Hooks;
-use crate::meters::Meters;
-use crate::outages::Outages;
+use crate::io_retry::IoFailureTolerance;
 use crate::records::Records;
+use crate::step_timers::StepTimers;
 use crate::stop_requests::StopRequests;
+use crate::time_limit::TimeLimit;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_checkpoint::run_dir::{Branch, Resume, Resumed, RunDirectory, Taking, resume};
-use hpctrain_checkpoint::{Job, Manifest, Origin, Saver};
+use hpctrain_checkpoint::run_dir::{Branch, RestoreOptions, Resume, Resumed, RunDirectory, resume};
+use hpctrain_checkpoint::{Manifest, Origin, SaveContext, Saver};
 use hpctrain_comm::{self as comm, Comm, Group};
 use hpctrain_config::telemetry::efficiency::Efficiency;
 use hpctrain_config::telemetry::epoch_loss::EpochLoss;
-use hpctrain_config::telemetry::{banner, logging, say, unix_time};
+use hpctrain_config::telemetry::{logging, say, startup_summary, unix_time};
 use hpctrain_config::topology::Topology;
-use hpctrain_config::{Config, ModelKind, Parallel, Plan};
+use hpctrain_config::{Config, ModelKind, Parallel, ResolvedConfig};
 use hpctrain_data::{Mix, TrainedOn};
 use hpctrain_device::Kernels;
-use hpctrain_engine::feed;
-use hpctrain_engine::feed::Feed;
+use hpctrain_engine::micro_batches;
+use hpctrain_engine::micro_batches::MicroBatches;
 use hpctrain_engine::{Splits, engine, memory, plan, time_products};
 use hpctrain_parallel::PipelineSchedule;
 
@@ -50,9 +50,9 @@ impl<'h, B: Kernels> Run<'h, B> {
     pub(super) fn prepare(
         comm: &Comm<B>,
         request: &Request,
-        own: Own<'h>,
+        own: Customization<'h>,
         beside: Option<&Group<B>>,
-        backend: impl FnOnce(&Plan) -> Result<B>,
+        backend: impl FnOnce(&ResolvedConfig) -> Result<B>,
     ) -> Result<Self> {
         let started = Instant::now();
         let world = comm.world();
@@ -69,13 +69,13 @@ impl<'h, B: Kernels> Run<'h, B> {
         let may_cut = config.parallel.pipeline > 1 && config.parallel.stages.is_none();
         let mut plan = plan(comm, config, &splits.train, Some(threads))?;
         if is_own {
-            splits = world.agree(splits.checked(&plan))?;
+            splits = world.all_ok(splits.checked(&plan))?;
         }
         let without = splits.validation.is_none() && plan.config.eval.patience > 0;
-        let refused = || feed::no_validation("eval.patience cannot tell when to stop", &plan.config);
-        world.agree(if without { Err(refused()) } else { Ok(()) })?;
+        let refused = || micro_batches::no_validation("eval.patience cannot tell when to stop", &plan.config);
+        world.all_ok(if without { Err(refused()) } else { Ok(()) })?;
         // From here on messages may reach the device.
-        let comm = comm.on_path(plan.config.comm.path, comm::prove)?;
+        let comm = comm.select_transport(plan.config.comm.path, comm::prove)?;
         let world = comm.world();
         // Nobody allocates before all have looked.
         let room = request.gpu.as_ref().map(|gpu| gpu.memory);
@@ -84,17 +84,17 @@ impl<'h, B: Kernels> Run<'h, B> {
             let cut: Vec<usize> = plan.stages.iter().map(Range::len).collect();
             log::warn!("the stages with the least work do not fit into memory: blocks are cut into {cut:?}");
         }
-        world.agree(memory::check::<B>(&plan, &topology, held, room))?;
+        world.all_ok(memory::check::<B>(&plan, &topology, held, room))?;
 
         // A dead trainer's lease may take minutes to take over.
         let prepared = || RunDirectory::prepare(&plan.config, &request.name, &request.resume);
-        let claimed = world.patiently(root.then_some(prepared))?;
+        let claimed = world.with_keepalive(root.then_some(prepared))?;
         let path = claimed.as_ref().map(|directory| Ok(directory.path().to_string_lossy().into_owned()));
         let path = share(&world, path)?;
         let starting = Starting(claimed.unwrap_or_else(|| RunDirectory::at(path)));
         let directory = &starting.0;
         plan.config.run.name = Some(directory.name());
-        world.agree(logging::to_file(&directory.log_path(world.rank()), plan.config.log.level.into()))?;
+        world.all_ok(logging::to_file(&directory.log_path(world.rank()), plan.config.log.level.into()))?;
         log::info!("rank {} of {} on {}", world.rank(), world.size(), topology.here().host);
         let watch = match plan.config.comm.timeout {
             0 => None,
@@ -105,13 +105,13 @@ impl<'h, B: Kernels> Run<'h, B> {
             beside.gather_bytes(directory.path().to_string_lossy().into_owned().into_bytes()).wait()?;
         }
 
-        let backend = world.agree(backend(&plan))?;
+        let backend = world.all_ok(backend(&plan))?;
         comm.count_memory(backend.clone());
         let held = memory::Held::now(&comm, &splits.sources());
         let Splits { mut train, mut validation, .. } = splits;
         let (mut engine, exchange) = engine(&comm, &plan, backend, Some(&directory.collectives_path()))?;
         let (take, allow_changed_data, data_now) = (request.take, request.allow_changed_data, train.fingerprint());
-        let taking = Taking { take, data: data_now.clone(), allow_changed_data };
+        let taking = RestoreOptions { take, data: data_now.clone(), allow_changed_data };
         let mut notes = Vec::new();
         let mut conform = |manifest: &Manifest| {
             notes = manifest.conform(&mut train)?;
@@ -128,23 +128,23 @@ impl<'h, B: Kernels> Run<'h, B> {
         let branched = from.as_deref().filter(|from| from.parent() != Some(directory.checkpoints().root()));
         let branch = branched.filter(|_| root && request.resume != Resume::Auto);
         let branch = branch.map(|from| Branch { from: from.to_path_buf(), take: request.take });
-        world.agree(branch.map_or(Ok(()), |branch| directory.write_branch(branch)))?;
+        world.all_ok(branch.map_or(Ok(()), |branch| directory.write_branch(branch)))?;
         let branched = branched.is_some();
         let gpu = request.gpu.as_ref();
         let peak = engine.model.backend.peak_flops().map(|peak| peak / gpu.map_or(1, |gpu| gpu.sharers) as f64);
         let efficiency = Efficiency::gather(&world, &plan.network, peak)?;
         let energy = Energy::open(&world, &topology.here().host, gpu.map(|gpu| &gpu.id[..]))?;
         let products = time_products(&world, &plan, &mut engine, &directory.matmuls_path())?;
-        world.agree(products.found.map_or(Ok(()), |found| directory.write_matmuls(&found)))?;
+        world.all_ok(products.found.map_or(Ok(()), |found| directory.write_matmuls(&found)))?;
         let epoch_loss = validation.is_none().then(|| EpochLoss::new(train.samples(), plan.config.batch.global));
         let open = || Records::open(directory, &plan, progress.step, exchange.found, epoch_loss);
         let records = root.then(open);
-        let mut records = world.agree(records.transpose())?;
-        let budget = Budget::new(plan.config.run.time_limit, started, 12 * engine.model.sharded.parameters());
-        world.agree(if root { budget.check() } else { Ok(()) })?;
+        let mut records = world.all_ok(records.transpose())?;
+        let budget = TimeLimit::new(plan.config.run.time_limit, started, 12 * engine.model.sharded.parameters());
+        world.all_ok(if root { budget.check() } else { Ok(()) })?;
         let stop_requests = StopRequests::new(root, budget, directory.marks(), plan.config.checkpoint.every_seconds);
         if root {
-            let facts = banner::Facts {
+            let facts = startup_summary::Facts {
                 ranks: world.size(),
                 hosts: topology.host_count(),
                 host: &topology.here().host,
@@ -155,7 +155,7 @@ impl<'h, B: Kernels> Run<'h, B> {
                 gpus: request.gpu.as_ref().map_or(&[], |gpu| &gpu.table),
                 shares_memory: comm.shares_memory(),
                 path: comm.device_path().filter(|_| world.size() > 1),
-                why_path: comm.why_path(),
+                why_path: comm.transport_reason(),
                 collectives: exchange.told,
                 products: products.told,
                 directory: directory.path(),
@@ -167,7 +167,7 @@ impl<'h, B: Kernels> Run<'h, B> {
                 resumed: (request.resume != Resume::No).then_some((progress.step, from.as_deref())),
                 time: stop_requests.time_left(),
             };
-            let banner = banner::banner(&plan, &facts);
+            let banner = startup_summary::banner(&plan, &facts);
             if let Some(board) = records.as_mut().and_then(|records| records.tensorboard.as_mut()) {
                 board.text(progress.step + 1, "texts/banner", &banner);
             }
@@ -177,7 +177,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             notes.iter().flatten().for_each(|note| log::warn!("{note}"));
         }
 
-        let job = Job {
+        let job = SaveContext {
             checkpoints: directory.checkpoints(),
             config: plan.config.clone(),
             preprocessing: Some(train.preprocessing()),
@@ -194,10 +194,10 @@ impl<'h, B: Kernels> Run<'h, B> {
         };
         let asynchronous = plan.config.checkpoint.asynchronous;
         let saver = Saver::new(job, world.clone(), &engine.model.backend, &mut engine.model.sharded, asynchronous)?;
-        let outages = Outages::new(plan.config.checkpoint.tolerate, progress.step > 0 || branched);
+        let outages = IoFailureTolerance::new(plan.config.checkpoint.tolerate, progress.step > 0 || branched);
         let train_samples = train.samples();
         let tokenizer = train.tokenizer().cloned();
-        let feed = world.agree(Feed::start(&engine.model, train, &plan, progress))?;
+        let feed = world.all_ok(MicroBatches::start(&engine.model, train, &plan, progress))?;
         let (samples, chunk) = (plan.config.eval.samples, plan.config.eval.batch);
         let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
         let evaluator = evaluator.map(|evaluator| evaluator.naming(Mix::names(&plan.config.data.mix)));
@@ -220,7 +220,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             stop_requests,
             outages,
             hooks: Hooks::new(own.hooks),
-            meters: Meters::new(started, request.profile && root),
+            meters: StepTimers::new(started, request.profile && root),
             efficiency,
             energy,
             held,
@@ -233,7 +233,7 @@ impl<'h, B: Kernels> Run<'h, B> {
 
 /// Rank 0's text, or its error, on every rank.
 fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<String>>) -> Result<String> {
-    let mine = world.agree(mine.transpose())?;
+    let mine = world.all_ok(mine.transpose())?;
     let all = world.gather_bytes(mine.unwrap_or_default().into_bytes()).wait()?;
     let text = all.first().map(|bytes| String::from_utf8_lossy(bytes).into_owned());
     text.ok_or_else(|| Error::internal("no rank 0"))
@@ -245,11 +245,11 @@ pub fn fresh_id() -> String {
 }
 
 /// A warning about a pipeline that is never full.
-fn few_micros(plan: &Plan) -> Option<String> {
+fn few_micros(plan: &ResolvedConfig) -> Option<String> {
     let schedule = plan.step_schedule(0);
     let (micros, stages) = (schedule.micros(), schedule.stages);
     (micros < stages).then(|| {
-        let idle = 100.0 * schedule.bubble();
+        let idle = 100.0 * schedule.bubble_fraction();
         let batch = 4 * stages as u64 * (plan.replicas() * plan.mesh.shard) as u64;
         format!(
             "{micros} micro-batches a rank for {stages} stages leave {idle:.0} % of a step idle; \
@@ -259,7 +259,7 @@ fn few_micros(plan: &Plan) -> Option<String> {
 }
 
 /// A warning about replicas that are compared less often than checkpoints are replaced.
-fn rare_audits(plan: &Plan) -> Option<String> {
+fn rare_audits(plan: &ResolvedConfig) -> Option<String> {
     let Config { run, checkpoint, .. } = &plan.config;
     let kept = (checkpoint.keep as u64).saturating_mul(checkpoint.every);
     let is_rare = plan.mesh.replica > 1 && checkpoint.every > 0 && run.audit_every > kept;
@@ -274,7 +274,7 @@ fn rare_audits(plan: &Plan) -> Option<String> {
 }
 
 /// A warning about a schedule that puts nothing off.
-fn idle_schedule(plan: &Plan) -> Option<String> {
+fn idle_schedule(plan: &ResolvedConfig) -> Option<String> {
     let Parallel { schedule, pipeline, .. } = plan.config.parallel;
     let why = match plan.config.model.kind {
         _ if schedule == PipelineSchedule::OneForwardOneBackward => return None,

@@ -8,9 +8,9 @@ use super::format::{place, twice};
 use super::options::{Categories, ImportCsv};
 use crate::columns::{Category, Coder, Columns};
 use crate::import::class_names;
-use crate::import::samples::Scale;
+use crate::import::row_writer::Scale;
+use crate::normalization::MeanStd;
 use crate::sandbox::Sandbox;
-use crate::standard::Standard;
 use crate::{DataSpec, Split, h5};
 use hpctrain_base::error::{Error, Result};
 
@@ -172,9 +172,9 @@ fn earlier(folder: &Path) -> Result<(Columns, Earlier)> {
     let inputs = DataSpec::new(folder).inputs;
     let standard = match columns.inputs.len() {
         0 => None,
-        width => Standard::read(&file, &inputs, width).map_err(|e| e.at(at))?,
+        width => MeanStd::read(&file, &inputs, width).map_err(|e| e.at(at))?,
     };
-    let scale = standard.map(|Standard { mean, std }| (mean, std));
+    let scale = standard.map(|MeanStd { mean, std }| (mean, std));
     let (fill, classes) = (columns.fill.clone(), classes.unwrap_or_default());
     Ok((columns, Earlier { scale, fill, classes }))
 }

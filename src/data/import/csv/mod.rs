@@ -11,7 +11,7 @@ use csv::{Position, StringRecord};
 use self::cells::Cells;
 use self::format::{Cell, refused};
 use self::labels::Labels;
-use super::samples::{Imported, Inputs, NotFinite, Rows, Table};
+use super::row_writer::{Imported, Inputs, NotFinite, Rows, Table};
 use super::spool::Spooler;
 use hpctrain_base::error::{Error, Result};
 

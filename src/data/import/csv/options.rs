@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::format::{Missing, TableFormat};
-use crate::import::samples::Kept;
+use crate::import::row_writer::ImportOptions;
 use crate::preprocessing::Preprocessing;
 
 /// Input and options of an import.
@@ -32,12 +32,12 @@ pub struct ImportCsv {
     /// Columns of categories.
     pub categories: Categories,
     /// Validation split, shards and destination of the rows.
-    pub kept: Kept,
+    pub kept: ImportOptions,
 }
 
 impl ImportCsv {
     /// A table with a header, without targets and categories.
-    pub fn new(input: impl Into<PathBuf>, kept: Kept) -> Self {
+    pub fn new(input: impl Into<PathBuf>, kept: ImportOptions) -> Self {
         Self {
             input: input.into(),
             format: TableFormat::default(),

@@ -1,9 +1,9 @@
 //! The file of a network's outputs, a row for each sample: a table, lines of JSON, or HDF5.
 
-mod arrays;
-mod beside;
-mod lines;
-mod meaning;
+mod hdf5;
+mod row_ids;
+mod schema;
+mod text;
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt as _;
@@ -13,11 +13,11 @@ use tempfile::{Builder, TempPath};
 
 use hpctrain_base::error::{Error, Result};
 
-use arrays::Arrays;
-use lines::Lines;
+use hdf5::Arrays;
+use text::Lines;
 
-pub use beside::Beside;
-pub use meaning::Meaning;
+pub use row_ids::RowIds;
+pub use schema::OutputSchema;
 
 /// The form of a file of predictions, by the end of its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,8 +56,8 @@ pub struct Predictions {
     /// Removed unless it gets its name.
     temporary: TempPath,
     sink: Sink,
-    meaning: Meaning,
-    beside: Beside,
+    meaning: OutputSchema,
+    beside: RowIds,
 }
 
 impl Predictions {
@@ -65,7 +65,7 @@ impl Predictions {
     ///
     /// # Errors
     /// There is a file at `path` already, its name tells no form, or the file system refused.
-    pub fn create(path: &Path, rows: usize, meaning: Meaning, beside: Beside) -> Result<Self> {
+    pub fn create(path: &Path, rows: usize, meaning: OutputSchema, beside: RowIds) -> Result<Self> {
         let form = Form::of(path)?;
         if path.exists() {
             return Err(Error::input(format!("{} exists", path.display())).hint("choose another --out, or remove it"));

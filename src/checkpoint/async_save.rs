@@ -1,0 +1,303 @@
+//! Saving while training goes on: copy, write, meet, publish.
+//!
+//! Every rank has a thread for saves. A save is under way in three stages: the thread writes the rank's file; when all are done,
+//! that of rank 0 writes the manifest and publishes, and each rank reads its file again; when all have found the numbers that
+//! they wrote, rank 0 removes the checkpoints that are not to be kept. Ranks learn that all are done from the control
+//! flags that they exchange with every step anyway ([`Saver::is_done`], [`Saver::advance`]), so no thread but compute ever
+//! asks for messages, and all ranks enter the next stage at the same step.
+//!
+//! Training waits only for the copy of the owned ranges, into memory that serves every save. MPI's calls belong to the
+//! communication thread, whose requests must come in the same order on all ranks, so threads that save send no
+//! messages.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::directory::sync;
+use super::manifest::ShardFileInfo;
+use super::manifest::{Origin, VERSION};
+use super::save_thread::{SaveThread, Task};
+use super::shard::ShardFile;
+use super::snapshot::{Snapshot, write_through};
+use super::{Checkpoints, Manifest, Progress, Retention, refused};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::own_files;
+use hpctrain_comm::Group;
+use hpctrain_config::{Config, WhenBusy};
+use hpctrain_data::{Preprocessing, TrainedOn};
+use hpctrain_device::Kernels;
+use hpctrain_parallel::Sharded;
+
+/// The common part of the manifests of a run, and the directory of its checkpoints.
+pub struct SaveContext {
+    /// The checkpoints of the run.
+    pub checkpoints: Checkpoints,
+    /// The resolved configuration.
+    pub config: Config,
+    /// Preprocessing of the training data, if there is such data.
+    pub preprocessing: Option<Preprocessing>,
+    /// Training data of the run.
+    pub data: Option<TrainedOn>,
+    /// The job that writes; version and time are filled in.
+    pub origin: Origin,
+    /// Names the job, the same on all ranks: part of the names of directories that are being written.
+    pub id: String,
+    /// Files that tell of the steps before a checkpoint: made durable before it is published.
+    pub records: Vec<PathBuf>,
+    /// Names of the optimizer's buffers.
+    pub state: Vec<&'static str>,
+}
+
+/// A published checkpoint.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Published {
+    /// Progress of the run.
+    pub progress: Progress,
+    /// From the copy to the end of the publication.
+    pub took: Duration,
+}
+
+/// Saves the checkpoints of one rank.
+pub struct Saver<B: Kernels> {
+    job: Arc<SaveContext>,
+    world: Group<B>,
+    /// None without asynchronous writing, and while the writer has it.
+    snapshot: Option<Snapshot<B>>,
+    underway: Option<InFlightSave<B>>,
+    thread: SaveThread,
+    /// The last step at which an audit had found replicas equal when the save began.
+    audited: Option<u64>,
+}
+
+/// A save that is not finished.
+struct InFlightSave<B: Kernels> {
+    progress: Progress,
+    begun: Instant,
+    stage: Stage<B>,
+}
+
+enum Stage<B: Kernels> {
+    /// This rank's file is being written.
+    Writing(Task<(Option<Snapshot<B>>, Result<ShardFile>)>),
+    /// Rank 0 publishes, and this rank reads its file again.
+    Publishing(Task<Result<Instant>>),
+    /// Rank 0 removes older ones.
+    Retaining(Option<Task<()>>),
+}
+
+impl<B: Kernels> Saver<B> {
+    /// A saver of the tensors in `sharded`. `asynchronous` takes the memory for a copy of them.
+    ///
+    /// # Errors
+    /// A message between ranks failed, or the system refused a thread.
+    pub fn new(
+        job: SaveContext,
+        world: Group<B>,
+        backend: &B,
+        sharded: &mut Sharded<B>,
+        asynchronous: bool,
+    ) -> Result<Self> {
+        let snapshot = asynchronous.then(|| Snapshot::new(backend, sharded)).transpose()?;
+        Ok(Self { job: Arc::new(job), world, snapshot, underway: None, thread: SaveThread::start()?, audited: None })
+    }
+
+    /// Begins to save: collective. Returns once the state is copied, or, without asynchronous writing, once it is
+    /// published. While another save is under way this waits for its end, or does nothing and returns false.
+    ///
+    /// # Errors
+    /// Of the copy on this rank, or of a save that ended, on all.
+    pub fn save(&mut self, sharded: &mut Sharded<B>, progress: Progress) -> Result<(bool, Option<Published>)> {
+        let mut published = None;
+        if let Some(underway) = &self.underway {
+            let (step, before) = (progress.step, underway.progress.step);
+            match self.job.config.checkpoint.when_busy {
+                WhenBusy::Skip => {
+                    log::warn!("step {step}: not saved: the checkpoint of step {before} is still being written");
+                    return Ok((false, None));
+                }
+                WhenBusy::Wait => published = self.finish()?,
+            }
+        }
+        let begun = Instant::now();
+        self.audited = sharded.audited();
+        let state = self.job.state.clone();
+        let (rank, staging) = (self.world.rank(), self.job.staging(progress.step));
+        let write = match self.snapshot.take() {
+            Some(mut snapshot) => {
+                snapshot.take(sharded)?;
+                log::info!("step {}: state copied in {:.1} ms", progress.step, begun.elapsed().as_secs_f64() * 1e3);
+                self.thread.begin(move || {
+                    let written = create(&staging).and_then(|()| snapshot.write(&staging, rank, &state));
+                    (Some(snapshot), written)
+                })
+            }
+            None => {
+                let written = create(&staging).and_then(|()| write_through(sharded, &staging, rank, &state));
+                Task::Ready((None, written))
+            }
+        };
+        let through = matches!(write, Task::Ready(_));
+        self.underway = Some(InFlightSave { progress, begun, stage: Stage::Writing(write) });
+        if through {
+            published = self.finish()?;
+        }
+        Ok((true, published))
+    }
+
+    /// Marks the saves of this job after a step as doubtful, also one that is under way.
+    ///
+    /// # Errors
+    /// Returns an error if the file system refuses.
+    pub fn doubt_after(&self, step: u64, why: &str) -> Result<()> {
+        self.job.checkpoints.doubt_after(&self.job.id, step, why)
+    }
+
+    /// Whether a save is under way.
+    pub fn is_busy(&self) -> bool {
+        self.underway.is_some()
+    }
+
+    /// The step of the save under way.
+    pub fn step(&self) -> Option<u64> {
+        self.underway.as_ref().map(|underway| underway.progress.step)
+    }
+
+    /// Whether this rank has done its part of the stage under way.
+    pub fn is_done(&self) -> bool {
+        match self.underway.as_ref().map(|underway| &underway.stage) {
+            Some(Stage::Writing(task)) => task.is_finished(),
+            Some(Stage::Publishing(task)) => task.is_finished(),
+            Some(Stage::Retaining(task)) => task.as_ref().is_none_or(Task::is_finished),
+            None => false,
+        }
+    }
+
+    /// All ranks are done with the stage under way: goes on to the next. Collective.
+    ///
+    /// # Errors
+    /// Some rank could not do its part: the same on all. Nothing is published, nothing published is lost.
+    pub fn advance(&mut self) -> Result<Option<Published>> {
+        let Some(InFlightSave { progress, begun, stage }) = self.underway.take() else { return Ok(None) };
+        let at = |e: Error| e.at(format_args!("checkpoint of step {}", progress.step));
+        match stage {
+            Stage::Writing(task) => {
+                let (snapshot, written) = task.join()?;
+                self.snapshot = snapshot;
+                let publishing = self.meet(progress, written).map_err(at)?;
+                self.underway = Some(InFlightSave { progress, begun, stage: Stage::Publishing(publishing) });
+                Ok(None)
+            }
+            Stage::Publishing(task) => {
+                let published = self.world.all_ok(task.join().flatten()).map_err(at)?;
+                let took = published.saturating_duration_since(begun);
+                let path = self.job.checkpoints.path(progress.step);
+                log::info!("saved {} in {:.2} s", path.display(), took.as_secs_f64());
+                let (job, audited) = (self.job.clone(), self.audited);
+                let root = self.world.rank() == 0;
+                let retaining = root.then(|| self.thread.begin(move || job.retain(audited)));
+                self.underway = Some(InFlightSave { progress, begun, stage: Stage::Retaining(retaining) });
+                Ok(Some(Published { progress, took }))
+            }
+            Stage::Retaining(task) => {
+                let retained = task.map_or(Ok(()), Task::join);
+                self.world.all_ok(retained).map_err(at)?;
+                Ok(None)
+            }
+        }
+    }
+
+    /// Waits for the end of the save under way. Collective.
+    ///
+    /// # Errors
+    /// As [`Saver::advance`].
+    pub fn finish(&mut self) -> Result<Option<Published>> {
+        let mut published = None;
+        while self.is_busy() {
+            published = self.advance()?.or(published);
+        }
+        Ok(published)
+    }
+
+    /// The next stage of this rank, once all files are written or one has failed.
+    fn meet(&mut self, progress: Progress, written: Result<ShardFile>) -> Result<Task<Result<Instant>>> {
+        let root = self.world.rank() == 0;
+        let staging = self.job.staging(progress.step);
+        let written = match self.world.all_ok(written) {
+            Ok(written) => written,
+            Err(e) => {
+                if root {
+                    self.job.checkpoints.abandon(&staging);
+                }
+                return Err(e);
+            }
+        };
+        let everyone = self.world.gather_bytes_to_root(written.table()?).wait()?;
+        let job = self.job.clone();
+        Ok(self.thread.begin(move || {
+            if root {
+                job.publish(progress, &everyone, &staging).inspect_err(|_| job.checkpoints.abandon(&staging))?;
+            }
+            let published = Instant::now();
+            written.read_back()?;
+            Ok(published)
+        }))
+    }
+}
+
+/// Creates the directory that a checkpoint is written in; another rank may have.
+fn create(staging: &Path) -> Result<()> {
+    own_files::directory(staging).map_err(|e| refused("create", staging, e))
+}
+
+impl SaveContext {
+    /// Directory in which the checkpoint of a step is written.
+    fn staging(&self, step: u64) -> PathBuf {
+        self.checkpoints.staging(step, &self.id)
+    }
+
+    /// Creates the directory in which the checkpoint of a step is written.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn create(&self, step: u64) -> Result<PathBuf> {
+        let staging = self.staging(step);
+        create(&staging).map(|()| staging)
+    }
+
+    /// Writes the manifest from the ranks' tables and publishes.
+    pub fn publish(&self, progress: Progress, tables: &[Vec<u8>], staging: &Path) -> Result<()> {
+        let table = |bytes: &Vec<u8>| serde_json::from_slice(bytes);
+        let written: Vec<ShardFileInfo> =
+            tables.iter().map(table).collect::<Result<_, _>>().map_err(|e| Error::internal(e.to_string()))?;
+        let mut manifest = Manifest {
+            version: VERSION,
+            id: format!("{}-{}", self.id, progress.step),
+            step: progress.step,
+            updates: progress.updates,
+            position: progress.position,
+            seed: self.config.run.seed,
+            config: self.config.clone(),
+            tokenizer: self.preprocessing.as_ref().and_then(|known| known.tokenizer.clone()),
+            preprocessing: self.preprocessing.clone(),
+            data: self.data.clone(),
+            origin: Origin {
+                hpctrain: env!("CARGO_PKG_VERSION").into(),
+                time: hpctrain_config::telemetry::unix_time(),
+                ..self.origin.clone()
+            },
+            state: self.state.iter().map(|name| name.to_string()).collect(),
+            files: Default::default(),
+            tensors: Default::default(),
+        };
+        manifest.enter(written)?;
+        manifest.write(staging)?;
+        self.records.iter().try_for_each(|path| sync(path))?;
+        self.checkpoints.publish(progress.step, staging).map(drop)
+    }
+
+    /// Removes the checkpoints that are not to be kept; `audited` is the step at which an audit last found replicas equal.
+    pub fn retain(&self, audited: Option<u64>) {
+        self.checkpoints.retain(&Retention { audited, ..Retention::of(&self.config.checkpoint) });
+    }
+}

@@ -1,0 +1,253 @@
+//! The file system and the clock that leases live by: those of this process, or those of a test.
+
+use std::collections::HashMap;
+use std::ffi::OsString;
+use std::fmt::Debug;
+use std::fs::{self, File, TryLockError};
+use std::io;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, LazyLock, Mutex};
+use std::time::{Duration, Instant};
+
+use super::owner::{LeaseOwner, Liveness};
+use hpctrain_base::{own_files, safe_open, signals};
+
+/// Longest wait for another process that takes or removes a lease at this moment.
+const TURN: Duration = Duration::from_secs(2);
+
+/// File that a process locks while it takes or removes a lease.
+pub const TURN_FILE: &str = ".turn";
+
+/// Things that were last seen under a path, and since when by this process's clock.
+pub type Seen = Mutex<HashMap<PathBuf, (Vec<u8>, Duration)>>;
+
+/// A lease that its holder has open.
+pub trait Open: Debug + Send {
+    /// Whether the holder has locked it.
+    fn is_locked(&self) -> bool;
+
+    /// Replaces its content, which never gets shorter, so that other nodes see it when they open it.
+    fn rewrite(&self, text: &[u8]) -> io::Result<()>;
+}
+
+/// A lock by which one process at a time changes leases, until it is dropped.
+pub type Turn = Option<File>;
+
+/// Operations on files, as network file systems make them: creating, linking, renaming and removing happen at the
+/// server, once; reading and listing may show names as they were for as long as [`System::staleness`].
+pub trait System: Debug + Send + Sync {
+    /// Time by a clock of this process's own that never goes back.
+    fn now(&self) -> Duration;
+
+    fn sleep(&self, time: Duration);
+
+    /// Sleeps until a signal asks this process to end, which is returned; for this time at most.
+    fn pause(&self, time: Duration) -> Option<&'static str>;
+
+    /// Longest time for which reading and listing below `dir` may show what is no more.
+    fn staleness(&self, dir: &Path) -> Duration;
+
+    /// This process.
+    fn holder(&self) -> LeaseOwner;
+
+    /// Whether a process exists, as far as it can be proven from here.
+    fn life(&self, of: &LeaseOwner) -> Liveness;
+
+    fn create_dir(&self, dir: &Path) -> io::Result<()>;
+
+    /// Names in a directory.
+    fn list(&self, dir: &Path) -> io::Result<Vec<OsString>>;
+
+    /// Opens a file anew and reads it.
+    fn read(&self, path: &Path) -> io::Result<Vec<u8>>;
+
+    /// Creates a file that does not exist, and locks it where that can be done.
+    fn create(&self, path: &Path) -> io::Result<Box<dyn Open>>;
+
+    fn link(&self, from: &Path, to: &Path) -> io::Result<()>;
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
+
+    fn remove(&self, path: &Path) -> io::Result<()>;
+
+    /// Removes a directory and all below it.
+    fn remove_all(&self, path: &Path) -> io::Result<()>;
+
+    /// Whether another process has locked the file; none where there are no locks.
+    fn is_locked(&self, path: &Path) -> Option<bool>;
+
+    /// The caller's turn to take or remove leases in `dir`, where the file system has locks; none waits for long.
+    fn turn(&self, dir: &Path) -> Turn;
+
+    /// Whether holders beat on a thread of their own.
+    fn has_threads(&self) -> bool;
+
+    fn seen(&self) -> &Seen;
+}
+
+/// The system of this process.
+pub fn system() -> Arc<dyn System> {
+    static SYSTEM: LazyLock<Arc<Process>> =
+        LazyLock::new(|| Arc::new(Process { begun: Instant::now(), seen: Seen::default() }));
+    SYSTEM.clone()
+}
+
+#[derive(Debug)]
+struct Process {
+    begun: Instant,
+    seen: Seen,
+}
+
+impl System for Process {
+    fn now(&self) -> Duration {
+        self.begun.elapsed()
+    }
+
+    fn sleep(&self, time: Duration) {
+        std::thread::sleep(time);
+    }
+
+    fn pause(&self, time: Duration) -> Option<&'static str> {
+        signals::pause(time);
+        signals::came()
+    }
+
+    fn staleness(&self, dir: &Path) -> Duration {
+        // A directory that does not exist yet is below one that does.
+        let there = dir.ancestors().find_map(|dir| {
+            let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
+            rustix::fs::statfs(dir).ok()
+        });
+        if there.is_some_and(|of| COHERENT.contains(&(of.f_type as u64 & 0xffff_ffff))) {
+            Duration::ZERO
+        } else {
+            STALE
+        }
+    }
+
+    fn holder(&self) -> LeaseOwner {
+        LeaseOwner::here()
+    }
+
+    fn life(&self, of: &LeaseOwner) -> Liveness {
+        of.life()
+    }
+
+    fn create_dir(&self, dir: &Path) -> io::Result<()> {
+        dir.parent().map_or(Ok(()), fs::create_dir_all)?;
+        own_files::directory(dir)
+    }
+
+    fn list(&self, dir: &Path) -> io::Result<Vec<OsString>> {
+        fs::read_dir(dir)?.map(|entry| entry.map(|entry| entry.file_name())).collect()
+    }
+
+    fn read(&self, path: &Path) -> io::Result<Vec<u8>> {
+        safe_open::read(path)
+    }
+
+    fn create(&self, path: &Path) -> io::Result<Box<dyn Open>> {
+        let file = own_files::create_new(path)?;
+        let is_locked = file.try_lock().is_ok();
+        Ok(Box::new(OpenFile { file, is_locked }))
+    }
+
+    fn link(&self, from: &Path, to: &Path) -> io::Result<()> {
+        fs::hard_link(from, to)
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        fs::rename(from, to)
+    }
+
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        fs::remove_file(path)
+    }
+
+    fn remove_all(&self, path: &Path) -> io::Result<()> {
+        fs::remove_dir_all(path)
+    }
+
+    fn is_locked(&self, path: &Path) -> Option<bool> {
+        // Shared: two processes that look at the same time do not take each other for the holder.
+        match File::open(path).ok()?.try_lock_shared() {
+            Ok(()) => Some(false),
+            Err(TryLockError::WouldBlock) => Some(true),
+            Err(TryLockError::Error(_)) => None,
+        }
+    }
+
+    fn turn(&self, dir: &Path) -> Turn {
+        let path = dir.join(TURN_FILE);
+        let begun = Instant::now();
+        let mut file = own_files::create(&path).ok()?;
+        loop {
+            match file.try_lock() {
+                Ok(()) if is_at(&file, &path) => return Some(file),
+                // The one before has removed it.
+                Ok(()) => file = own_files::create(&path).ok()?,
+                Err(TryLockError::WouldBlock) if begun.elapsed() < TURN => std::thread::sleep(TURN / 400),
+                Err(_) => return None,
+            }
+        }
+    }
+
+    fn has_threads(&self) -> bool {
+        true
+    }
+
+    fn seen(&self) -> &Seen {
+        &self.seen
+    }
+}
+
+/// How long NFS may show old names, listings and attributes, by its defaults (nfs(5): `acregmax`, `acdirmax`).
+pub const STALE: Duration = Duration::from_secs(60);
+
+/// Numbers (`statfs`) of file systems that show every node the same: those of one node, and those that keep the caches
+/// of clients coherent. All others may show what is no more, as NFS does.
+const COHERENT: [u64; 18] = [
+    0xef53,      // ext2 to ext4
+    0x5846_5342, // XFS
+    0x9123_683e, // Btrfs
+    0x2fc1_2fc1, // ZFS
+    0xf2f5_2010, // F2FS
+    0xca45_1a4e, // bcachefs
+    0x3153_464a, // JFS
+    0x0102_1994, // tmpfs
+    0x8584_58f6, // ramfs
+    0x794c_7630, // overlayfs
+    0x0102_1997, // 9P, which has no cache unless it is asked for one
+    0x0bd0_0bd0, // Lustre
+    0x4750_4653, // GPFS
+    0x1983_0326, // BeeGFS
+    0x00c3_6400, // Ceph
+    0x0116_1970, // GFS2
+    0x7461_636f, // OCFS2
+    0xaad7_aaea, // PanFS
+];
+
+#[derive(Debug)]
+struct OpenFile {
+    file: File,
+    is_locked: bool,
+}
+
+impl Open for OpenFile {
+    fn is_locked(&self) -> bool {
+        self.is_locked
+    }
+
+    fn rewrite(&self, text: &[u8]) -> io::Result<()> {
+        self.file.write_all_at(text, 0)?;
+        // On NFS this is what shows it to other nodes, as a close would.
+        self.file.sync_data()
+    }
+}
+
+/// Whether an open file still has this name.
+fn is_at(file: &File, path: &Path) -> bool {
+    let inode = |of: io::Result<fs::Metadata>| of.map(|of| (of.dev(), of.ino())).ok();
+    inode(file.metadata()) == inode(fs::metadata(path))
+}

@@ -1,0 +1,143 @@
+//! The removal of checkpoints, in two steps: renamed away, and removed once every lease on them shows.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use super::directory::{TRASH, one_line};
+use super::lease::TrashStatus;
+use super::names::{name_of, step_of};
+use super::{Checkpoints, refused};
+use hpctrain_base::error::{Error, Result};
+
+/// The state of a removal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Removal {
+    /// It is removed.
+    Removed,
+    /// Somebody holds it: it stays.
+    Held,
+    /// It is out of the way, and is removed or brought back by a later [`Checkpoints::sweep`].
+    Begun,
+}
+
+impl Checkpoints {
+    /// Removes the checkpoint of a step unless somebody takes a lease on it meanwhile. A holder makes its lease first and
+    /// looks for the checkpoint then: either the lease is seen here, or the holder finds no checkpoint.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn discard_unless_leased(&self, step: u64) -> Result<Removal> {
+        self.may_change()?;
+        let path = self.path(step);
+        let trash = self.trash_of(&name_of(step));
+        self.leases().move_to_trash(&path, &trash).map_err(|e| refused("remove", &path, e))?;
+        self.sweep_one(&trash)
+    }
+
+    /// As [`Checkpoints::discard_unless_leased`], until all of `steps` are removed or held; those that are removed, and
+    /// those that are held.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn discard_all(&self, steps: &[u64]) -> Result<(Vec<u64>, Vec<u64>)> {
+        let (mut gone, mut held, mut begun) = (Vec::new(), Vec::new(), Vec::new());
+        for &step in steps {
+            match self.discard_unless_leased(step) {
+                Ok(Removal::Removed) => gone.push(step),
+                Ok(Removal::Held) => held.push(step),
+                Ok(Removal::Begun) => begun.push(step),
+                // Somebody else was faster.
+                Err(_) if !self.path(step).exists() => {}
+                Err(e) => return Err(e),
+            }
+        }
+        if !begun.is_empty() {
+            let time = self.leases().settles_after();
+            log::info!("waiting {} s until every lease shows", time.as_secs());
+            std::thread::sleep(time);
+            self.sweep()?;
+        }
+        let (back, removed): (Vec<u64>, Vec<u64>) = begun.into_iter().partition(|step| self.path(*step).exists());
+        gone.extend(removed);
+        held.extend(back);
+        Ok((gone, held))
+    }
+
+    /// Goes on with removals that have begun.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn sweep(&self) -> Result<()> {
+        let unreadable = |e| Error::io("list", self.root(), e);
+        for entry in fs::read_dir(self.root()).map_err(unreadable)? {
+            let path = entry.map_err(unreadable)?.path();
+            let is_trash = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(TRASH));
+            if is_trash && let Err(e) = self.sweep_one(&path) {
+                log::warn!("{}", one_line(&e));
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes a directory in the trash, if that may be.
+    pub(super) fn sweep_one(&self, trash: &Path) -> Result<Removal> {
+        self.may_change()?;
+        let name = trash.file_name().unwrap_or_default().to_string_lossy();
+        let name = name.strip_prefix(TRASH).unwrap_or(&name);
+        let of = name.split('.').next().unwrap_or(name);
+        // Only what has the name of a checkpoint is a whole one, whose readers know it by that name.
+        let path = step_of(name).map(|step| self.path(step));
+        let leases = self.leases();
+        let fate = leases.trash_status(trash, of);
+        let bring_back = || match &path {
+            Some(path) if !path.exists() => {
+                fs::rename(trash, path).map_err(|e| refused("restore", path, e)).map(|()| Removal::Held)
+            }
+            _ => Ok(Removal::Held),
+        };
+        match fate {
+            Ok(TrashStatus::Free) => {
+                leases.remove_retired(trash).map_err(|e| refused("remove", trash, e)).map(|()| Removal::Removed)
+            }
+            Ok(TrashStatus::Held) => bring_back(),
+            Ok(TrashStatus::Waits) => Ok(Removal::Begun),
+            Err(e) => bring_back().and(Err(e)),
+        }
+    }
+
+    /// Removes a directory of the trainer's own that no reader knows, if it exists: renamed first, so that no reader sees
+    /// half of it under its name.
+    pub(super) fn discard(&self, path: &Path) -> Result<()> {
+        let trash = self.set_aside(path)?;
+        let removed = trash.map(|trash| self.leases().remove_retired(&trash).map_err(|e| refused("remove", &trash, e)));
+        removed.unwrap_or(Ok(()))
+    }
+
+    /// Removes a save that another of the same step has replaced, unless somebody reads it.
+    pub(super) fn discard_replaced(&self, path: &Path) -> Result<()> {
+        let is_aside = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(TRASH));
+        let trash = if is_aside { Some(path.to_path_buf()) } else { self.set_aside(path)? };
+        trash.map_or(Ok(()), |trash| self.sweep_one(&trash).map(drop))
+    }
+
+    /// Renames a directory to one that is to be removed; none if it does not exist.
+    pub(super) fn set_aside(&self, path: &Path) -> Result<Option<PathBuf>> {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let trash = self.trash_of(&name);
+        match self.leases().move_to_trash(path, &trash) {
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(refused("remove", path, e)),
+            Ok(()) => Ok(Some(trash)),
+        }
+    }
+
+    /// A free name in the trash.
+    fn trash_of(&self, name: &str) -> PathBuf {
+        let numbered = |number: usize| match number {
+            1 => self.root().join(format!("{TRASH}{name}")),
+            _ => self.root().join(format!("{TRASH}{name}.{number}")),
+        };
+        (1..).map(numbered).find(|path| !path.exists()).unwrap_or_else(|| numbered(1))
+    }
+}

@@ -1,0 +1,251 @@
+//! Messages of device memory by its addresses, through a library that takes them: MPI's or the device vendor's.
+//!
+//! The algorithms are those of the host, and the device adds received elements in the same order. Of the MPI library
+//! only reliable functions are used: single sends and receives, and the blocking collectives.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::comms::GroupComm;
+use crate::polling;
+use crate::reduce_buffer::{Combine, ReduceBuffer};
+use crate::shared::Shared;
+use crate::transport::{DeviceCollective, GroupRanks, Transport};
+use hpctrain_base::error::Result;
+use hpctrain_device::{DeviceCopies, Event, Scratch, Span};
+
+/// Words of one message that is to be added, 4 MiB.
+const WORDS: usize = 1 << 20;
+
+/// Messages under way: one is added while the next arrives.
+const DEPTH: usize = 2;
+
+/// Bytes that messages pass through on the device, besides the elements that algorithms keep aside.
+pub const BYTES: usize = DEPTH * WORDS * size_of::<f32>();
+
+/// MemoryKind on the device that messages pass through; kept between collectives. All buffers of a rank are on one device.
+pub struct Room {
+    received: Places,
+    aside: Places,
+    /// Terms of [`grouped`](super::nccl_p2p) sums.
+    pub terms: Places,
+}
+
+impl Room {
+    /// Empty; its growth is counted.
+    pub fn new(shared: &Arc<Shared>) -> Self {
+        let places = || Places { places: Vec::new(), shared: shared.clone() };
+        Self { received: places(), aside: places(), terms: places() }
+    }
+}
+
+impl Room {
+    /// Gives all of it back.
+    pub fn empty(&mut self, shared: &Shared) {
+        for places in [&mut self.received, &mut self.aside, &mut self.terms] {
+            let pieces = std::mem::take(&mut places.places).into_iter().flatten();
+            let words: usize = pieces.map(|piece| piece.span().words()).sum();
+            shared.release(words * size_of::<f32>());
+        }
+    }
+}
+
+/// Numbered pieces of device memory.
+pub struct Places {
+    places: Vec<Option<Box<dyn Scratch>>>,
+    shared: Arc<Shared>,
+}
+
+impl Places {
+    /// At least `words` words under a number.
+    pub fn hold(&mut self, copies: &dyn DeviceCopies, number: usize, words: usize) -> Result<()> {
+        if self.places.len() <= number {
+            self.places.resize_with(number + 1, || None);
+        }
+        let place = &mut self.places[number];
+        let before = place.as_ref().map_or(0, |place| place.span().words());
+        if before < words {
+            *place = None;
+            *place = Some(copies.scratch(words)?);
+            self.shared.hold((words - before) * size_of::<f32>());
+        }
+        Ok(())
+    }
+
+    /// The words of a number that are held.
+    pub fn span(&self, number: usize, range: Range<usize>) -> Option<Span<'_>> {
+        Some(self.places.get(number)?.as_ref()?.span().part(range))
+    }
+}
+
+/// Device memory whose addresses a library takes.
+pub struct CudaAware<'a> {
+    pub memory: Span<'a>,
+    /// The communicator that carries messages; none if the wire takes addresses itself.
+    pub device_comm: Option<GroupComm<'a>>,
+    pub copies: &'a dyn DeviceCopies,
+    pub room: &'a mut Room,
+    pub shared: &'a Shared,
+}
+
+/// Ranges as messages. Sender and receiver name the same ranges of the same buffer, so both cut alike.
+fn messages(ranges: &[Range<usize>]) -> Vec<Range<usize>> {
+    let mut joined: Vec<Range<usize>> = Vec::with_capacity(ranges.len());
+    for range in ranges.iter().filter(|range| !range.is_empty()) {
+        match joined.last_mut() {
+            Some(last) if last.end == range.start => last.end = range.end,
+            _ => joined.push(range.clone()),
+        }
+    }
+    let cut = |range: Range<usize>| range.clone().step_by(WORDS).map(move |at| at..range.end.min(at + WORDS));
+    joined.into_iter().flat_map(cut).collect()
+}
+
+/// One message each way.
+fn exchange_one(
+    device_comm: Option<&GroupComm<'_>>,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
+    send: Option<(usize, Span<'_>)>,
+    receive: Option<(usize, Span<'_>)>,
+) -> Result<()> {
+    match device_comm {
+        Some(device_comm) => device_comm.exchange(wire, group, send, receive),
+        None => wire.exchange_device(group, send, receive),
+    }
+}
+
+impl CudaAware<'_> {
+    /// The messages of an exchange; `adding` are those that the device adds when it returns.
+    fn exchange_all(
+        &mut self,
+        wire: &mut dyn Transport,
+        group: &GroupRanks,
+        how: Combine,
+        (to, sends): (usize, &[Range<usize>]),
+        (from, receives): (usize, &[Range<usize>]),
+        adding: &mut [Option<Box<dyn Event>>; DEPTH],
+    ) -> Result<()> {
+        let Self { memory, device_comm, copies, room, shared } = self;
+        let device_comm = device_comm.as_ref();
+        let mut kept = 0;
+        for i in 0..sends.len().max(receives.len()) {
+            let send = sends.get(i).map(|range| (to, memory.part(range.clone())));
+            let Some(range) = receives.get(i) else {
+                exchange_one(device_comm, wire, group, send, None)?;
+                continue;
+            };
+            let place = i % DEPTH;
+            let into = match how {
+                Combine::Replace => Some(memory.part(range.clone())),
+                Combine::Add => {
+                    if let Some(event) = adding[place].take() {
+                        polling::settle(&*event, wire, shared)?;
+                    }
+                    room.received.hold(*copies, place, WORDS)?;
+                    room.received.span(place, 0..range.len())
+                }
+                Combine::Aside(number) => {
+                    kept += range.len();
+                    room.aside.span(number, kept - range.len()..kept)
+                }
+            };
+            let Some(into) = into else { continue };
+            exchange_one(device_comm, wire, group, send, Some((from, into)))?;
+            if how == Combine::Add {
+                copies.add(into, memory.part(range.clone()))?;
+                adding[place] = Some(copies.mark()?);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl ReduceBuffer for CudaAware<'_> {
+    fn len(&self) -> usize {
+        self.memory.words()
+    }
+
+    fn exchange(
+        &mut self,
+        wire: &mut dyn Transport,
+        group: &GroupRanks,
+        how: Combine,
+        send: Option<(usize, &[Range<usize>])>,
+        receive: Option<(usize, &[Range<usize>])>,
+    ) -> Result<()> {
+        let of = |side: Option<(usize, &[Range<usize>])>| {
+            side.map_or((0, Vec::new()), |(rank, ranges)| (rank, messages(ranges)))
+        };
+        let ((to, sends), (from, receives)) = (of(send), of(receive));
+        if let Combine::Aside(number) = how {
+            self.room.aside.hold(self.copies, number, receives.iter().map(Range::len).sum())?;
+        }
+        let mut adding = [None, None];
+        let exchanged = self.exchange_all(wire, group, how, (to, &sends), (from, &receives), &mut adding);
+        // Also after an error: the memory is about to be given back.
+        for event in adding.into_iter().flatten() {
+            event.wait()?;
+        }
+        exchanged
+    }
+
+    fn set_aside(&mut self, number: usize, ranges: &[Range<usize>]) -> Result<()> {
+        self.room.aside.hold(self.copies, number, ranges.iter().map(Range::len).sum())?;
+        let mut at = 0;
+        for range in ranges.iter().filter(|range| !range.is_empty()) {
+            if let Some(place) = self.room.aside.span(number, at..at + range.len()) {
+                self.copies.copy(self.memory.part(range.clone()), place)?;
+            }
+            at += range.len();
+        }
+        // The elements may be received over next.
+        self.copies.mark()?.wait()
+    }
+
+    fn fold(&mut self, ranges: &[Range<usize>], own: usize, additions: &[(usize, usize)]) -> Result<()> {
+        let mut at = 0;
+        for range in ranges {
+            let here = at..at + range.len();
+            let term = |number: usize| match number == own {
+                true => Some(self.memory.part(range.clone())),
+                false => self.room.aside.span(number, here.clone()),
+            };
+            let terms = |(into, from): (usize, usize)| Some((term(into)?, term(from)?));
+            for (into, from) in additions.iter().copied().filter_map(terms) {
+                self.copies.add(from, into)?;
+            }
+            if let (true, Some(sum)) = (own != 0, term(0)) {
+                self.copies.copy(sum, self.memory.part(range.clone()))?;
+            }
+            at += range.len();
+        }
+        self.copies.mark()?.wait()
+    }
+
+    fn vendor(&mut self, wire: &mut dyn Transport, group: &GroupRanks, call: DeviceCollective) -> Result<()> {
+        if let Some(device_comm) = &self.device_comm {
+            return device_comm.vendor(wire, group, call, self.memory);
+        }
+        wire.vendor_device(group, call, self.memory)?;
+        let part = self.memory.words() / group.size();
+        if let (DeviceCollective::ReduceScatter, true) = (call, group.rank > 0) {
+            // The library leaves the sum where part 0 was.
+            self.copies
+                .copy(self.memory.part(0..part), self.memory.part(group.rank * part..(group.rank + 1) * part))?;
+            self.copies.mark()?.wait()?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_share_a_message_and_long_ranges_do_not_fit_one() {
+        assert_eq!(messages(&[0..2, 2..2, 2..5, 7..8]), [0..5, 7..8]);
+        assert_eq!(messages(&[5..WORDS + 6, WORDS + 9..WORDS + 9]), [5..WORDS + 5, WORDS + 5..WORDS + 6]);
+    }
+}

@@ -1,0 +1,300 @@
+//! Messages of device memory through page-locked memory of the host.
+//!
+//! A collective is cut into chunks of one [`Slot`]. While the ranks exchange one chunk on the host, as if it were all there
+//! is, the device fills the slot of the next and empties that of the one before. All ranks cut alike.
+//!
+//! No sum depends on the cut: the tree's order, and with it that of all algorithms which add in trees, is the same
+//! for every element; and around a ring, where the order follows from the owner of an element, chunks leave every
+//! element to the owner it has in the whole.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::algorithms;
+use crate::algorithms::{Algorithm, Call, Operation};
+use crate::polling;
+use crate::reduce_buffer::{Host, Scratch};
+use crate::shared::Shared;
+use crate::transport::{GroupRanks, P2pBuffer, Payload, Peer, Transport};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_device::{AllocatedOn, DeviceCopies, Slot, Span};
+
+/// Words of a slot, 4 MiB: copies to and from a GPU reach their speed, and the host's caches are not all lost.
+pub const WORDS: usize = 1 << 20;
+
+/// Chunks under way in a collective: one is filled, one exchanged, one emptied.
+const DEPTH: usize = 3;
+
+/// Bytes that a collective needs.
+pub const BYTES: usize = DEPTH * WORDS * size_of::<f32>();
+
+/// Slots that wait for their next use, all of one device. Messages that have not left yet hold some, so there are as many as were ever
+/// needed at once.
+pub struct Slots {
+    free: Mutex<Vec<(usize, Slot)>>,
+    shared: Arc<Shared>,
+}
+
+impl Slots {
+    /// Empty; slots made later are counted.
+    pub fn new(shared: Arc<Shared>) -> Self {
+        Self { free: Mutex::default(), shared }
+    }
+
+    /// A slot of `words` words.
+    fn take(self: &Arc<Self>, copies: &dyn DeviceCopies, words: usize) -> Result<Lent> {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = free.iter().position(|(len, _)| *len == words).map(|i| free.swap_remove(i).1);
+        drop(free);
+        let slot = match found {
+            Some(slot) => slot,
+            None => {
+                let slot = Slot::new(copies, words)?;
+                self.shared.hold(words * size_of::<f32>());
+                slot
+            }
+        };
+        Ok(Lent { slot: Some(slot), words, home: self.clone() })
+    }
+}
+
+/// A slot in use. It goes back when dropped.
+pub struct Lent {
+    /// Taken on drop only.
+    slot: Option<Slot>,
+    words: usize,
+    home: Arc<Slots>,
+}
+
+impl Lent {
+    fn slot(&mut self) -> Result<&mut Slot> {
+        self.slot.as_mut().ok_or_else(|| Error::internal("a slot that was given back"))
+    }
+
+    /// Waits for the copy under way, while messages go on.
+    fn settle(&mut self, wire: &mut dyn Transport) -> Result<()> {
+        match self.slot.as_ref().and_then(Slot::copy) {
+            Some(copy) => polling::settle(copy, wire, &self.home.shared),
+            None => Ok(()),
+        }
+    }
+
+    /// The first words, when a copy under way has ended.
+    pub fn memory(&mut self, words: usize) -> Result<&mut [f32]> {
+        Ok(&mut self.slot()?.memory()?[..words])
+    }
+
+    /// Copies the first words to the device, and waits for that.
+    pub fn upload(&mut self, copies: &dyn DeviceCopies, to: Span<'_>) -> Result<()> {
+        self.slot()?.upload(copies, &[(to, 0)])?;
+        self.memory(0).map(drop)
+    }
+
+    /// Leaves the memory to those who may still use it.
+    pub fn leak(&mut self) {
+        std::mem::forget(self.slot.take());
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        // After an error a copy may still be under way, to memory that is about to be given back.
+        if let Some(mut slot) = self.slot.take()
+            && slot.memory().is_ok()
+        {
+            self.home.free.lock().unwrap_or_else(PoisonError::into_inner).push((self.words, slot));
+        }
+    }
+}
+
+/// The part of a buffer that goes through a slot: ranges of words, one after the other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Chunk(Vec<Range<usize>>);
+
+impl Chunk {
+    fn words(&self) -> usize {
+        self.0.iter().map(Range::len).sum()
+    }
+
+    /// The chosen ranges and their places in the slot. Neighbours are one piece.
+    fn pieces<'a>(&self, memory: Span<'a>, chosen: impl Fn(usize) -> bool) -> Vec<AllocatedOn<'a>> {
+        let mut found: Vec<(Range<usize>, usize)> = Vec::with_capacity(self.0.len());
+        let mut at = 0;
+        for (i, range) in self.0.iter().enumerate().filter(|(_, range)| !range.is_empty()) {
+            if chosen(i) {
+                match found.last_mut() {
+                    Some((last, start)) if last.end == range.start && *start + last.len() == at => last.end = range.end,
+                    _ => found.push((range.clone(), at)),
+                }
+            }
+            at += range.len();
+        }
+        found.into_iter().map(|(range, at)| (memory.part(range), at)).collect()
+    }
+}
+
+/// Consecutive chunks.
+fn straight(words: usize, slot: usize) -> Vec<Chunk> {
+    (0..words).step_by(slot).map(|start| Chunk(std::iter::once(start..words.min(start + slot)).collect())).collect()
+}
+
+/// The chunks of a collective on so many words.
+fn cut(call: Call, words: usize, ranks: usize, slot: usize) -> Vec<Chunk> {
+    let window = slot / ranks;
+    let of_shares = |shares: Vec<algorithms::Shares>| {
+        let windows = shares.into_iter().flat_map(|shares| {
+            let longest = shares.longest();
+            (0..longest).step_by(window).map(move |start| shares.window(&(start..longest.min(start + window))))
+        });
+        windows.map(|shares| Chunk((0..ranks).flat_map(|rank| shares.of(rank).to_vec()).collect())).collect()
+    };
+    match (call.operation, call.algorithm) {
+        (Operation::ReduceScatter | Operation::AllGather, _) => {
+            of_shares(vec![algorithms::Shares::even(&(0..words), ranks)])
+        }
+        // An element is added in the order of the rank that owns it in its block.
+        (Operation::AllReduce | Operation::Reduce, Algorithm::Ring) => {
+            of_shares(algorithms::blocks(0..words, ranks).map(|(_, shares)| shares).collect())
+        }
+        (Operation::AllReduce | Operation::Reduce | Operation::Broadcast, _) => straight(words, slot),
+    }
+}
+
+/// Resources of a collective.
+pub struct Staging<'a> {
+    pub copies: &'a dyn DeviceCopies,
+    pub slots: &'a Arc<Slots>,
+    /// Words of a slot.
+    pub words: usize,
+}
+
+impl Staging<'_> {
+    /// Runs a collective on device memory.
+    pub fn collective(
+        &self,
+        call: Call,
+        memory: Span<'_>,
+        wire: &mut dyn Transport,
+        scratch: &mut Scratch,
+        group: &GroupRanks,
+    ) -> Result<()> {
+        let words = self.words.max(group.size());
+        let chunks = cut(call, memory.words(), group.size(), words);
+        let (rank, root) = (group.rank, call.root);
+        let down = |chunk: &Chunk| {
+            chunk.pieces(memory, |part| match call.operation {
+                Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter => true,
+                Operation::AllGather => part == rank,
+                Operation::Broadcast => rank == root,
+            })
+        };
+        let up = |chunk: &Chunk| {
+            chunk.pieces(memory, |part| match call.operation {
+                Operation::AllReduce => true,
+                Operation::Reduce => rank == 0,
+                Operation::ReduceScatter => part == rank,
+                Operation::AllGather => part != rank,
+                Operation::Broadcast => rank != root,
+            })
+        };
+        let mut slots =
+            (0..chunks.len().min(DEPTH)).map(|_| self.slots.take(self.copies, words)).collect::<Result<Vec<_>>>()?;
+        if let (Some(first), Some(chunk)) = (slots.first_mut(), chunks.first()) {
+            first.slot()?.download(self.copies, &down(chunk))?;
+        }
+        for (k, chunk) in chunks.iter().enumerate() {
+            if let Some(following) = chunks.get(k + 1) {
+                let next = &mut slots[(k + 1) % DEPTH];
+                next.settle(wire)?;
+                next.slot()?.download(self.copies, &down(following))?;
+            }
+            let here = &mut slots[k % DEPTH];
+            here.settle(wire)?;
+            let mut x = Host { memory: here.memory(chunk.words())?, scratch };
+            algorithms::run(call, &mut x, wire, group)?;
+            here.slot()?.upload(self.copies, &up(chunk))?;
+        }
+        slots.iter_mut().try_for_each(|slot| slot.settle(wire))
+    }
+
+    /// Starts to send device memory, and returns when it may be written again.
+    pub fn send(&self, memory: Span<'_>, wire: &mut dyn Transport, group: &GroupRanks, to: usize) -> Result<()> {
+        let chunks = straight(memory.words(), self.words);
+        let mut slots = Vec::with_capacity(chunks.len());
+        for chunk in &chunks {
+            let mut slot = self.slots.take(self.copies, self.words)?;
+            slot.slot()?.download(self.copies, &chunk.pieces(memory, |_| true))?;
+            slots.push(slot);
+        }
+        for (mut slot, chunk) in slots.into_iter().zip(&chunks) {
+            slot.settle(wire)?;
+            wire.post(group, Peer::To(to), Box::new(Leaving { slot, words: chunk.words() }))?;
+        }
+        Ok(())
+    }
+
+    /// Slots for a message of [`Staging::send`], each with its range of the memory.
+    pub fn chunks_to_fill(&self, memory: Span<'_>) -> Result<Vec<(Lent, Range<usize>)>> {
+        let words = memory.words();
+        let chunk = |start| Ok((self.slots.take(self.copies, self.words)?, start..words.min(start + self.words)));
+        (0..words).step_by(self.words).map(chunk).collect()
+    }
+}
+
+/// A slot that is on its way to another rank.
+struct Leaving {
+    slot: Lent,
+    words: usize,
+}
+
+impl P2pBuffer for Leaving {
+    fn payload(&mut self) -> Result<Payload<'_>> {
+        Ok(Payload::Host(bytemuck::cast_slice_mut(self.slot.memory(self.words)?)))
+    }
+
+    fn finish(self: Box<Self>, _: Result<()>) {
+        // The sender has its buffer back already; a failure fails its next request.
+    }
+
+    fn abandon(mut self: Box<Self>, _: Error) {
+        self.slot.leak();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn call(operation: Operation, algorithm: Algorithm) -> Call {
+        Call { operation, algorithm, root: 0 }
+    }
+
+    fn chunks(call: Call, words: usize, ranks: usize, slot: usize) -> Vec<Vec<Range<usize>>> {
+        cut(call, words, ranks, slot).into_iter().map(|chunk| chunk.0).collect()
+    }
+
+    #[test]
+    fn chunks_keep_every_rank_its_part() {
+        let gather = call(Operation::AllGather, Algorithm::Tree);
+        assert_eq!(chunks(gather, 10, 2, 7), [vec![0..3, 5..8], vec![3..5, 8..10]]);
+        let ring = call(Operation::AllReduce, Algorithm::Ring);
+        assert_eq!(chunks(ring, 8, 3, 6), [vec![0..2, 3..5, 6..8], vec![2..3, 5..6, 8..8]]);
+        let tree = call(Operation::AllReduce, Algorithm::Tree);
+        assert_eq!(chunks(tree, 10, 2, 6).concat(), [0..6, 6..10]);
+        assert!(chunks(tree, 0, 2, 6).is_empty() && chunks(gather, 0, 2, 6).is_empty());
+    }
+
+    /// On the host a chunk is cut evenly: everyone must find its own part there.
+    #[test]
+    fn a_chunk_is_an_even_cut_of_itself() {
+        for (words, ranks, slot) in [(8, 3, 6), (1000, 7, 50), (999, 4, 4), (5, 4, 100)] {
+            for chunk in chunks(call(Operation::AllReduce, Algorithm::Ring), words, ranks, slot) {
+                let (lens, total): (Vec<_>, usize) =
+                    (chunk.iter().map(Range::len).collect(), chunk.iter().map(Range::len).sum());
+                let even = algorithms::Shares::even(&(0..total), ranks);
+                assert_eq!(lens, (0..ranks).map(|rank| even.of(rank)[0].len()).collect::<Vec<_>>());
+                assert!(total <= slot);
+            }
+        }
+    }
+}

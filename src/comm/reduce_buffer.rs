@@ -1,0 +1,192 @@
+//! Operands of the algorithms: memory of the host or of a device that can be sent from and added to.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::shared::Shared;
+use super::transport::{DeviceCollective, GroupRanks, Incoming, Outgoing, Transport};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_cpu::add_serial;
+
+/// Treatment of received elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Combine {
+    /// They replace those in memory.
+    Replace,
+    /// They are added to those in memory.
+    Add,
+    /// They are kept aside under a number, for [`ReduceBuffer::fold`].
+    Aside(usize),
+}
+
+/// The memory of one collective. Ranges count its elements.
+pub trait ReduceBuffer {
+    fn len(&self) -> usize;
+
+    /// Sends the elements of some ranges to one rank and receives into ranges from another, which must not
+    /// overlap. Sender and receiver name the same ranges, and both that the receiver sums or that it
+    /// does not.
+    fn exchange(
+        &mut self,
+        wire: &mut dyn Transport,
+        group: &GroupRanks,
+        how: Combine,
+        send: Option<(usize, &[Range<usize>])>,
+        receive: Option<(usize, &[Range<usize>])>,
+    ) -> Result<()>;
+
+    /// Keeps a copy of the elements of some ranges aside under a number, for [`ReduceBuffer::fold`].
+    fn set_aside(&mut self, number: usize, ranges: &[Range<usize>]) -> Result<()>;
+
+    /// Adds the terms set aside and the one in memory, at `ranges`, which is number `own`, by `additions`
+    /// (into, from) in this order, and leaves term 0 at `ranges`.
+    fn fold(&mut self, ranges: &[Range<usize>], own: usize, additions: &[(usize, usize)]) -> Result<()>;
+
+    /// Hands the whole memory to a collective of the library that carries messages.
+    fn vendor(&mut self, wire: &mut dyn Transport, group: &GroupRanks, call: DeviceCollective) -> Result<()>;
+}
+
+/// Memory that messages pass through; kept between collectives.
+pub struct Scratch {
+    aside: Vec<Vec<f32>>,
+    shared: Arc<Shared>,
+}
+
+impl Scratch {
+    /// Empty; its growth is counted.
+    pub fn new(shared: Arc<Shared>) -> Self {
+        Self { aside: Vec::new(), shared }
+    }
+
+    /// A place of exactly `len` elements under a number.
+    fn aside(&mut self, number: usize, len: usize) -> &mut [f32] {
+        if self.aside.len() <= number {
+            self.aside.resize_with(number + 1, Vec::new);
+        }
+        let place = &mut self.aside[number];
+        let before = place.capacity();
+        place.resize(len, 0.0);
+        self.shared.hold((place.capacity() - before) * size_of::<f32>());
+        place
+    }
+}
+
+/// Host memory, which the wire may touch directly.
+pub struct Host<'a> {
+    pub memory: &'a mut [f32],
+    pub scratch: &'a mut Scratch,
+}
+
+/// The pieces of `memory` that are read, and those that are written.
+type Pieces<'a> = (Vec<&'a [f32]>, Vec<&'a mut [f32]>);
+
+/// Takes ranges of `memory` that do not overlap.
+fn pieces<'a>(memory: &'a mut [f32], read: &[Range<usize>], written: &[Range<usize>]) -> Result<Pieces<'a>> {
+    // Elements are sent in the order of their ranges, and received in it.
+    let ascending =
+        |ranges: &[Range<usize>]| ranges.iter().filter(|range| !range.is_empty()).is_sorted_by_key(|range| range.start);
+    if !ascending(read) || !ascending(written) {
+        return Err(Error::internal("an exchange of ranges out of order"));
+    }
+    let tag = |write: bool| move |range: &Range<usize>| (range.clone(), write);
+    let mut order: Vec<_> = read.iter().map(tag(false)).chain(written.iter().map(tag(true))).collect();
+    order.retain(|(range, _)| !range.is_empty());
+    order.sort_unstable_by_key(|(range, _)| range.start);
+    let mut reads = Vec::with_capacity(read.len());
+    let mut writes = Vec::with_capacity(written.len());
+    let (mut rest, mut at) = (memory, 0);
+    for (range, write) in order {
+        let gap = range.start.checked_sub(at);
+        let gap = gap.ok_or_else(|| Error::internal(format!("an exchange uses elements before {at} twice")))?;
+        let (piece, after) = rest[gap..].split_at_mut(range.len());
+        if write {
+            writes.push(piece);
+        } else {
+            reads.push(&*piece);
+        }
+        (rest, at) = (after, range.end);
+    }
+    Ok((reads, writes))
+}
+
+impl ReduceBuffer for Host<'_> {
+    fn len(&self) -> usize {
+        self.memory.len()
+    }
+
+    fn exchange(
+        &mut self,
+        wire: &mut dyn Transport,
+        group: &GroupRanks,
+        how: Combine,
+        send: Option<(usize, &[Range<usize>])>,
+        receive: Option<(usize, &[Range<usize>])>,
+    ) -> Result<()> {
+        let (read, ranges) =
+            (send.map_or(&[][..], |(_, ranges)| ranges), receive.map_or(&[][..], |(_, ranges)| ranges));
+        let aside = matches!(how, Combine::Aside(_));
+        let (reads, mut writes) = pieces(self.memory, read, if aside { &[] } else { ranges })?;
+        if let Combine::Aside(number) = how {
+            writes = vec![self.scratch.aside(number, ranges.iter().map(Range::len).sum())];
+        }
+        let add = how == Combine::Add;
+        wire.exchange(
+            group,
+            how != Combine::Replace,
+            send.map(|(to, _)| Outgoing { to, pieces: &reads }),
+            receive.map(|(from, _)| Incoming { from, pieces: &mut writes, add }),
+        )
+    }
+
+    fn set_aside(&mut self, number: usize, ranges: &[Range<usize>]) -> Result<()> {
+        let mut rest = self.scratch.aside(number, ranges.iter().map(Range::len).sum());
+        for range in ranges {
+            let here;
+            (here, rest) = rest.split_at_mut(range.len());
+            here.copy_from_slice(&self.memory[range.clone()]);
+        }
+        Ok(())
+    }
+
+    fn fold(&mut self, ranges: &[Range<usize>], own: usize, additions: &[(usize, usize)]) -> Result<()> {
+        let aside = &mut self.scratch.aside;
+        let mut at = 0;
+        for range in ranges {
+            let memory = &mut self.memory[range.clone()];
+            let here = at..at + range.len();
+            for &(into, from) in additions {
+                if into == own {
+                    add_serial(&aside[from][here.clone()], memory);
+                } else if from == own {
+                    add_serial(memory, &mut aside[into][here.clone()]);
+                } else if let Ok([into, from]) = aside.get_disjoint_mut([into, from]) {
+                    add_serial(&from[here.clone()], &mut into[here.clone()]);
+                }
+            }
+            if own != 0 {
+                memory.copy_from_slice(&aside[0][here]);
+            }
+            at += range.len();
+        }
+        Ok(())
+    }
+
+    fn vendor(&mut self, wire: &mut dyn Transport, group: &GroupRanks, call: DeviceCollective) -> Result<()> {
+        wire.vendor(group, call, self.memory)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_disjoint_and_in_order() {
+        let mut memory: Vec<f32> = (0..10).map(|i| i as f32).collect();
+        let (reads, writes) = pieces(&mut memory, &[0..2, 8..10], &[2..3, 4..4, 5..8]).unwrap();
+        assert_eq!(reads, [&[0.0, 1.0], &[8.0, 9.0]]);
+        assert_eq!(writes, [&[2.0][..], &[5.0, 6.0, 7.0]]);
+        assert!(pieces(&mut memory, &[0..4, 6..7], &[3..5, 8..9]).is_err());
+        assert!(pieces(&mut memory, &[4..5, 0..1], &[]).is_err());
+    }
+}

@@ -1,0 +1,142 @@
+//! Single messages: requests that are started without blocking and tested.
+
+use std::ffi::c_int;
+
+use mpi::ffi;
+
+use super::calls::{check, count};
+use crate::transport::{GroupRanks, Payload};
+use hpctrain_base::error::Result;
+use hpctrain_device::Span;
+
+/// Bytes of the longest message: counts are 31 bits wide.
+pub const LONGEST: usize = 1 << 30;
+
+/// Tags MPI guarantees: 0 to 32767.
+const TAGS: usize = 1 << 15;
+
+/// Memory that MPI reads or writes: the host's, or a device's whose addresses the library takes.
+#[derive(Clone, Copy)]
+pub struct Bytes {
+    at: *mut u8,
+    pub len: usize,
+}
+
+impl Bytes {
+    /// Messages of at most [`LONGEST`] bytes.
+    pub fn messages(self) -> impl Iterator<Item = Bytes> {
+        let message = move |start| Bytes { at: self.at.wrapping_add(start), len: LONGEST.min(self.len - start) };
+        (0..self.len).step_by(LONGEST).map(message)
+    }
+}
+
+impl From<&[u8]> for Bytes {
+    fn from(bytes: &[u8]) -> Self {
+        Self { at: bytes.as_ptr().cast_mut(), len: bytes.len() }
+    }
+}
+
+impl From<&mut [u8]> for Bytes {
+    fn from(bytes: &mut [u8]) -> Self {
+        Self { at: bytes.as_mut_ptr(), len: bytes.len() }
+    }
+}
+
+impl From<Span<'_>> for Bytes {
+    fn from(span: Span<'_>) -> Self {
+        let at = std::ptr::with_exposed_provenance_mut(span.address());
+        Self { at, len: span.words() * size_of::<f32>() }
+    }
+}
+
+impl From<Payload<'_>> for Bytes {
+    fn from(payload: Payload<'_>) -> Self {
+        match payload {
+            Payload::Host(bytes) => bytes.into(),
+            Payload::Device(span) => span.into(),
+        }
+    }
+}
+
+/// A message under way. It must be tested until it is complete.
+pub struct Request(ffi::MPI_Request);
+
+/// The two kinds of messages. Each arrives in its own order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Of an exchange that both ranks are in.
+    Exchange,
+    /// Posted by both.
+    Posted,
+}
+
+/// Messages between two ranks arrive in order; a tag distinguishes groups and kinds.
+fn tag(group: &GroupRanks, kind: Kind) -> Result<c_int> {
+    count((2 * group.id + usize::from(kind == Kind::Posted)) % TAGS)
+}
+
+impl Request {
+    /// Starts sending one message of at most [`LONGEST`] bytes.
+    ///
+    /// # Safety
+    /// The bytes stay where they are, unchanged, until the request is complete.
+    pub unsafe fn send(
+        world: ffi::MPI_Comm,
+        group: &GroupRanks,
+        to: usize,
+        kind: Kind,
+        bytes: impl Into<Bytes>,
+    ) -> Result<Self> {
+        let bytes = bytes.into();
+        let (len, to, tag) = (count(bytes.len)?, count(group.ranks[to])?, tag(group, kind)?);
+        // SAFETY: the caller keeps the bytes; the request is a live local.
+        let (code, raw) = unsafe {
+            let mut raw = ffi::RSMPI_REQUEST_NULL;
+            let from = bytes.at.cast_const().cast();
+            (ffi::MPI_Isend(from, len, ffi::RSMPI_UINT8_T, to, tag, world, &mut raw), raw)
+        };
+        check(code, "MPI_Isend")?;
+        Ok(Self(raw))
+    }
+
+    /// Starts receiving one message of at most [`LONGEST`] bytes.
+    ///
+    /// # Safety
+    /// Nothing touches the bytes until the request is complete.
+    pub unsafe fn receive(
+        world: ffi::MPI_Comm,
+        group: &GroupRanks,
+        from: usize,
+        kind: Kind,
+        bytes: impl Into<Bytes>,
+    ) -> Result<Self> {
+        let bytes = bytes.into();
+        let (len, from, tag) = (count(bytes.len)?, count(group.ranks[from])?, tag(group, kind)?);
+        // SAFETY: the caller keeps the bytes; the request is a live local.
+        let (code, raw) = unsafe {
+            let mut raw = ffi::RSMPI_REQUEST_NULL;
+            let to = bytes.at.cast();
+            (ffi::MPI_Irecv(to, len, ffi::RSMPI_UINT8_T, from, tag, world, &mut raw), raw)
+        };
+        check(code, "MPI_Irecv")?;
+        Ok(Self(raw))
+    }
+
+    /// The bytes that were received, once the request is complete.
+    pub fn test(&mut self) -> Result<Option<usize>> {
+        let mut done = 0;
+        // SAFETY: a status is plain integers that MPI overwrites; out-parameters are live locals.
+        let (code, status) = unsafe {
+            let mut status = std::mem::zeroed();
+            (ffi::MPI_Test(&mut self.0, &mut done, &mut status), status)
+        };
+        check(code, "MPI_Test")?;
+        if done == 0 {
+            return Ok(None);
+        }
+        let mut bytes = 0;
+        // SAFETY: the status is one that MPI wrote; the out-parameter is a live local.
+        check(unsafe { ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut bytes) }, "MPI_Get_count")?;
+        Ok(Some(usize::try_from(bytes).unwrap_or(0)))
+    }
+}

@@ -1,0 +1,95 @@
+//! A wire that notes with whom it exchanges: the evidence where messages get lost between two hosts.
+
+use std::sync::Arc;
+
+use super::{DeviceCollective, GroupRanks, InFlight, Incoming, Outgoing, P2pBuffer, Peer, Transport};
+use crate::shared::Shared;
+use hpctrain_base::error::Result;
+use hpctrain_device::Span;
+
+/// Another wire, and the place for the notes.
+pub struct TrackedTransport {
+    wire: Box<dyn Transport>,
+    shared: Arc<Shared>,
+}
+
+impl TrackedTransport {
+    pub fn new(wire: Box<dyn Transport>, shared: Arc<Shared>) -> Self {
+        Self { wire, shared }
+    }
+
+    fn with(
+        &mut self,
+        group: &GroupRanks,
+        to: Option<usize>,
+        from: Option<usize>,
+        exchange: impl FnOnce(&mut dyn Transport) -> Result<()>,
+    ) -> Result<()> {
+        let in_world = |rank: usize| group.ranks[rank];
+        self.shared.partners.begin(to.map(in_world), from.map(in_world));
+        let done = exchange(&mut *self.wire);
+        self.shared.partners.end();
+        done
+    }
+}
+
+impl Transport for TrackedTransport {
+    fn exchange(
+        &mut self,
+        group: &GroupRanks,
+        sums: bool,
+        send: Option<Outgoing<'_>>,
+        receive: Option<Incoming<'_, '_>>,
+    ) -> Result<()> {
+        let (to, from) = (send.as_ref().map(|send| send.to), receive.as_ref().map(|receive| receive.from));
+        self.with(group, to, from, |wire| wire.exchange(group, sums, send, receive))
+    }
+
+    fn exchange_bytes(
+        &mut self,
+        group: &GroupRanks,
+        send: Option<(usize, &[u8])>,
+        receive: Option<(usize, &mut [u8])>,
+    ) -> Result<()> {
+        let (to, from) = (send.map(|(to, _)| to), receive.as_ref().map(|(from, _)| *from));
+        self.with(group, to, from, |wire| wire.exchange_bytes(group, send, receive))
+    }
+
+    fn exchange_device(
+        &mut self,
+        group: &GroupRanks,
+        send: Option<(usize, Span<'_>)>,
+        receive: Option<(usize, Span<'_>)>,
+    ) -> Result<()> {
+        let (to, from) = (send.map(|(to, _)| to), receive.map(|(from, _)| from));
+        self.with(group, to, from, |wire| wire.exchange_device(group, send, receive))
+    }
+
+    fn post(&mut self, group: &GroupRanks, peer: Peer, parcel: Box<dyn P2pBuffer>) -> Result<()> {
+        self.wire.post(group, peer, parcel)
+    }
+
+    fn progress(&mut self) -> Result<InFlight> {
+        self.wire.progress()
+    }
+
+    fn vendor(&mut self, group: &GroupRanks, call: DeviceCollective, memory: &mut [f32]) -> Result<()> {
+        self.wire.vendor(group, call, memory)
+    }
+
+    fn vendor_device(&mut self, group: &GroupRanks, call: DeviceCollective, memory: Span<'_>) -> Result<()> {
+        self.wire.vendor_device(group, call, memory)
+    }
+
+    fn split(&mut self, parent: &GroupRanks, color: usize) -> Result<usize> {
+        self.wire.split(parent, color)
+    }
+
+    fn abort(&mut self, code: i32) {
+        self.wire.abort(code);
+    }
+
+    fn leave(&mut self, in_order: bool) {
+        self.wire.leave(in_order);
+    }
+}

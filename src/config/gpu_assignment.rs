@@ -1,0 +1,380 @@
+//! Assignment of GPUs to ranks.
+//!
+//! Every rank tells the GPUs that it sees; all share the GPUs of each node out in the same way. A rank that sees one
+//! GPU only, because a batch system bound it, takes that one.
+//!
+//! A rank takes the least used GPU, near its cores if possible.
+
+use std::collections::{BTreeSet, HashMap};
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::topology::{Topology, parse_list};
+use crate::{self as config, Compute, Config, DeviceChoice, DeviceMemory, ResolvedConfig, USUAL_PART};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::simd;
+use hpctrain_comm::{Comm, LocalDevice, PathSetting};
+use hpctrain_cpu::{Cpu, Products};
+use hpctrain_cuda::{Arithmetic, Cuda, Device, PoolBudget, Precision, devices, libraries};
+use hpctrain_device::{Backend, readable};
+
+/// Bytes of a GPU that are enough to try things out.
+const SMALL: usize = 64 << 20;
+
+/// A GPU as a rank sees it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Seen {
+    /// Tells GPUs, and slices of them, apart on all of the node's ranks.
+    id: String,
+    name: String,
+    pci: String,
+    memory: usize,
+    /// Whether it hangs on the processor whose cores the rank has.
+    is_near: bool,
+}
+
+/// The GPUs that a rank sees, or the reason why it sees none.
+type View = std::result::Result<Vec<Seen>, String>;
+
+/// The GPU of this rank.
+#[derive(Clone)]
+pub struct Gpu {
+    device: Device,
+    /// Bytes of its memory for this rank; if they grow, at most.
+    pub memory: usize,
+    /// Whether they are taken as they are needed.
+    grows: bool,
+    /// Ranks that share it, this one included.
+    pub sharers: usize,
+    /// Whether ranks of this node see other GPUs than this one does.
+    is_apart: bool,
+    /// Device of every rank, a line each.
+    pub table: Vec<String>,
+}
+
+impl Gpu {
+    /// The device itself.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Whether ranks of this node see different GPUs, as where a batch system binds each rank to its own.
+    pub fn is_apart(&self) -> bool {
+        self.is_apart
+    }
+
+    /// The rank's device, ready to compute by `plan`.
+    ///
+    /// # Errors
+    /// A library is missing, or the device has not so much memory.
+    pub fn backend(&self, plan: &ResolvedConfig) -> Result<Cuda> {
+        let precision = match plan.config.precision.compute {
+            Compute::Auto | Compute::Bf16 => Precision::Bf16,
+            Compute::F32 => Precision::F32(Arithmetic::Full),
+            Compute::Tf32 => Precision::F32(Arithmetic::Tf32),
+        };
+        let memory = PoolBudget { bytes: self.memory, grows: self.grows };
+        Cuda::with_journal(&self.device, memory, precision, plan.config.log.placement)
+    }
+
+    /// Returns the name of the device: all that decides the bits that it computes.
+    ///
+    /// # Errors
+    /// Returns an error if cuBLASLt is missing.
+    pub fn name(&self) -> Result<String> {
+        let (major, minor) = self.device.capability;
+        Ok(format!("{} (compute capability {major}.{minor}, cuBLASLt {})", self.device.name, libraries::cublaslt()?))
+    }
+
+    /// The communicator of a rank that has this device.
+    pub fn beside(&self, comm: &Comm<Cpu>) -> Comm<Cuda> {
+        let device = self.device.clone();
+        let own = LocalDevice::new(self.device.id.clone(), move || small(&device));
+        comm.on().with_local_device(own.apart(self.is_apart))
+    }
+
+    /// As [`Gpu::backend`], with little memory and in f32: to try things out.
+    ///
+    /// # Errors
+    /// As [`Gpu::backend`].
+    pub fn small(&self) -> Result<Cuda> {
+        small(&self.device)
+    }
+}
+
+/// A device with little memory and in f32: to try things out.
+///
+/// # Errors
+/// As [`Gpu::backend`].
+pub fn small(device: &Device) -> Result<Cuda> {
+    Cuda::new(device, SMALL, Precision::F32(Arithmetic::Full))
+}
+
+/// The implementation of matrix products on the CPU.
+fn products(config: &Config) -> Products {
+    if config.precision.compute == Compute::Bf16 { Products::bf16() } else { Products::Own }
+}
+
+/// The CPU as a rank's device.
+///
+/// # Errors
+/// As [`cpu_can`], or the system refused a thread.
+pub fn cpu(plan: &ResolvedConfig) -> Result<Cpu> {
+    Cpu::new(plan.threads).with_all_threads()?.with_products(products(&plan.config))
+}
+
+/// Returns the name of the CPU as a device: all that decides the bits that it computes by these settings.
+pub fn cpu_name(config: &Config) -> String {
+    let products = match products(config) {
+        Products::Own => "",
+        Products::OwnBf16 => ", bf16",
+        Products::OneDnn => ", oneDNN",
+        Products::OneDnnBf16 => ", bf16 by oneDNN",
+    };
+    format!("CPU ({}{products})", simd::name())
+}
+
+/// Whether the CPU computes in the format that is asked for.
+///
+/// # Errors
+/// With bf16: the CPU does not multiply it, or oneDNN is not there.
+pub fn cpu_can(config: &Config) -> Result<()> {
+    products(config).check()
+}
+
+/// Decides where the ranks of `comm` compute: collective. None is the CPU.
+///
+/// # Errors
+/// `run.device` asks for GPUs that are not there, or there are fewer than the ranks or `comm.path` need.
+pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>> {
+    let choice = config.run.device;
+    let world = comm.world();
+    if choice == DeviceChoice::Cpu {
+        return Ok(None);
+    }
+    let topology = Topology::gather(&world, comm.node().host)?;
+    let mut opened = Vec::new();
+    let mine: View = look(&topology, &mut opened).map_err(|e| e.to_string());
+    let message = serde_json::to_vec(&mine).map_err(|e| Error::internal(e.to_string()))?;
+    let told = world.gather_bytes(message).wait()?;
+    let views = told.iter().map(|bytes| serde_json::from_slice(bytes)).collect::<Result<Vec<View>, _>>();
+    let views = views.map_err(|e| Error::comm(format!("another rank sent malformed GPUs: {e}")))?;
+    let Some(chosen) = share_out(choice, &views, &topology.hosts(), config.device.ranks_per_gpu)? else {
+        return Ok(None);
+    };
+    let seen = |rank: usize| -> &Seen { &views[rank].as_deref().unwrap_or(&[])[chosen[rank]] };
+    let sharers = |rank: usize| -> Vec<usize> {
+        let others = (0..chosen.len()).filter(|&other| topology.host(other) == topology.host(rank));
+        others.filter(|&other| seen(other).id == seen(rank).id).collect()
+    };
+    let crowd = (0..chosen.len()).map(sharers).find(|ranks| ranks.len() > 1);
+    if let (PathSetting::Nccl, Some(ranks)) = (config.comm.path, crowd) {
+        let (Seen { name, pci, .. }, host) = (seen(ranks[0]), topology.host(ranks[0]));
+        let ranks: Vec<_> = ranks.iter().map(usize::to_string).collect();
+        let message = format!("ranks {} on {host} share {name} at {pci}", ranks.join(", "));
+        return Err(Error::input(format!("comm.path = nccl wants a GPU for every rank: {message}"))
+            .hint("set comm.path=staged, or start fewer ranks")
+            .shared());
+    }
+    let memory = |rank: usize| share(&config.device, seen(rank).memory, sharers(rank).len());
+    for rank in 0..chosen.len() {
+        let Seen { name, pci, memory: whole, .. } = seen(rank);
+        let all = memory(rank).saturating_mul(sharers(rank).len());
+        if all > *whole {
+            let (host, given, whole) = (topology.host(rank), config.device.memory, readable(*whole));
+            let ranks = sharers(rank).len();
+            let of = if ranks > 1 { format!(" for each of {ranks} ranks") } else { String::new() };
+            let message = format!("device.memory = {given}{of}: {name} at {pci} on {host} has {whole}");
+            return Err(Error::input(message)
+                .hint("set it lower, or to a part such as 0.9, which all ranks on a GPU share")
+                .shared());
+        }
+    }
+    let grows = config.device.memory == DeviceMemory::Grow;
+    let line = |rank: usize| {
+        let Seen { name, pci, memory: whole, .. } = seen(rank);
+        let (host, own) = (topology.host(rank), readable(memory(rank)));
+        let own = if grows { format!("up to {own}") } else { own };
+        format!("rank {rank} on {host}: {name} at {pci}, {own} of {}, cores {}", readable(*whole), topology.cores(rank))
+    };
+    let table = (0..chosen.len()).map(line).collect();
+    let rank = world.rank();
+    let device = opened.swap_remove(chosen[rank]);
+    let ids = |rank: usize| -> BTreeSet<&str> { views[rank].iter().flatten().map(|seen| &seen.id[..]).collect() };
+    let is_apart = (0..views.len()).any(|other| topology.host(other) == topology.host(rank) && ids(other) != ids(rank));
+    Ok(Some(Gpu { device, memory: memory(rank), grows, sharers: sharers(rank).len(), is_apart, table }))
+}
+
+/// Bytes of a GPU with `whole` that each of `ranks` on it may take.
+fn share(device: &config::Device, whole: usize, ranks: usize) -> usize {
+    let bytes = match device.memory {
+        DeviceMemory::Bytes(bytes) => bytes.0,
+        DeviceMemory::Part(part) => (whole as f64 * part) as usize / ranks,
+        DeviceMemory::Grow => (whole as f64 * USUAL_PART) as usize / ranks,
+    };
+    device.memory_limit.map_or(bytes, |limit| bytes.min(limit.0))
+}
+
+/// The GPUs that this rank sees.
+fn look(topology: &Topology, opened: &mut Vec<Device>) -> Result<Vec<Seen>> {
+    for number in 0..devices()? {
+        opened.push(Device::open(number)?);
+    }
+    let seen = opened.iter().map(|device| Seen {
+        id: device.id.clone(),
+        name: device.name.clone(),
+        pci: device.pci.clone(),
+        memory: device.memory,
+        is_near: near_cores(&device.pci).is_none_or(|cores| !cores.is_disjoint(&topology.here().cores)),
+    });
+    Ok(seen.collect())
+}
+
+/// The cores of the processor that a device hangs on, where the system knows.
+pub fn near_cores(pci: &str) -> Option<BTreeSet<usize>> {
+    let path = Path::new("/sys/bus/pci/devices").join(pci).join("local_cpulist");
+    parse_list(std::fs::read_to_string(path).ok()?.trim())
+}
+
+/// The number of every rank's GPU among those it sees; none if all compute on the CPU.
+fn share_out(
+    choice: DeviceChoice,
+    views: &[View],
+    hosts: &[String],
+    ranks_per_gpu: usize,
+) -> Result<Option<Vec<usize>>> {
+    let sees = |view: &View| view.as_ref().is_ok_and(|seen| !seen.is_empty());
+    if choice == DeviceChoice::Auto && !views.iter().any(sees) {
+        return Ok(None);
+    }
+    let mut users: HashMap<(&str, &str), usize> = HashMap::new();
+    let mut chosen = Vec::with_capacity(views.len());
+    for (rank, (view, host)) in views.iter().zip(hosts).enumerate() {
+        let none = |why: &str| {
+            let hint = "set run.device=cpu to do without, or let ranks without a GPU hold the parameters: --servers N";
+            let (why, own) = why.split_once("\nhint: ").unwrap_or((why, hint));
+            // Where others have one, this rank need not get one.
+            let hint = if views.iter().any(sees) { hint } else { own };
+            Error::input(format!("run.device = {choice}: rank {rank} on {host} has no GPU: {why}")).hint(hint).shared()
+        };
+        let seen = match view {
+            Ok(seen) if seen.is_empty() => return Err(none("it sees none")),
+            Ok(seen) => seen,
+            Err(why) => return Err(none(why)),
+        };
+        let load = |number: usize| users.get(&(host.as_str(), seen[number].id.as_str())).copied().unwrap_or(0);
+        let among: Vec<usize> = match choice {
+            DeviceChoice::CudaAt(numbers) => numbers.iter().collect(),
+            _ => (0..seen.len()).collect(),
+        };
+        if among.iter().any(|number| *number >= seen.len()) {
+            let message = format!("run.device = {choice}, but {host} has {}", count(seen.len()));
+            return Err(Error::input(message).hint(format!("cuda:0 to cuda:{}", seen.len() - 1)).shared());
+        }
+        // The least used, then a near one, then the first.
+        let least = among.iter().min_by_key(|&&number| (load(number), !seen[number].is_near));
+        let number = least.copied().unwrap_or(0);
+        if load(number) == ranks_per_gpu {
+            let ranks = hosts.iter().filter(|other| *other == host).count();
+            let wanted = ranks.div_ceil(among.len());
+            let message = format!("{ranks} ranks on {host} are to share {}", count(among.len()));
+            let hint = format!("start fewer ranks, or set device.ranks_per_gpu={wanted} to let them share");
+            return Err(Error::input(message).hint(hint).shared());
+        }
+        *users.entry((host.as_str(), seen[number].id.as_str())).or_default() += 1;
+        chosen.push(number);
+    }
+    Ok(Some(chosen))
+}
+
+/// `1 GPU`, `4 GPUs`.
+fn count(gpus: usize) -> String {
+    format!("{gpus} GPU{}", if gpus == 1 { "" } else { "s" })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpus(ids: &[(&str, bool)]) -> View {
+        let seen = |&(id, is_near): &(&str, bool)| Seen {
+            id: id.into(),
+            name: "GPU".into(),
+            pci: "0000:01:00.0".into(),
+            memory: 1 << 30,
+            is_near,
+        };
+        Ok(ids.iter().map(seen).collect())
+    }
+
+    fn shared(choice: DeviceChoice, views: &[View], per_gpu: usize) -> Result<Option<Vec<usize>>, String> {
+        share_out(choice, views, &vec!["n".to_string(); views.len()], per_gpu).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn each_rank_takes_one_that_is_near() {
+        let both = gpus(&[("a", false), ("b", true)]);
+        let auto = DeviceChoice::Auto;
+        assert_eq!(shared(auto, &[both.clone(), both.clone()], 1), Ok(Some(vec![1, 0])));
+        assert_eq!(shared(auto, &vec![both.clone(); 4], 2), Ok(Some(vec![1, 0, 1, 0])));
+        // Bound by the batch system: every rank sees its own as the first.
+        assert_eq!(shared(auto, &[gpus(&[("a", true)]), gpus(&[("b", true)])], 1), Ok(Some(vec![0, 0])));
+    }
+
+    #[test]
+    fn some_of_several_are_shared_out() {
+        let three = gpus(&[("a", true), ("b", true), ("c", true)]);
+        let some: DeviceChoice = "cuda:0,2".parse().unwrap();
+        assert_eq!(shared(some, &vec![three.clone(); 2], 1), Ok(Some(vec![0, 2])));
+        assert_eq!(shared(some, &vec![three.clone(); 4], 2), Ok(Some(vec![0, 2, 0, 2])));
+        assert_eq!(shared("cuda:1".parse().unwrap(), &vec![three.clone(); 2], 2), Ok(Some(vec![1, 1])));
+        let error = shared(some, &vec![three; 3], 1).unwrap_err();
+        assert!(error.contains("3 ranks on n are to share 2 GPUs") && error.contains("ranks_per_gpu=2"), "{error}");
+        let error = shared(some, &[gpus(&[("a", true), ("b", true)])], 1).unwrap_err();
+        assert!(error.contains("run.device = cuda:0,2, but n has 2 GPUs\nhint: cuda:0 to cuda:1"), "{error}");
+    }
+
+    #[test]
+    fn ranks_take_parts_sizes_or_as_much_as_they_need() {
+        let of = |memory: DeviceMemory, limit: Option<usize>, ranks: usize| {
+            let limit = limit.map(config::Size);
+            let device = config::Device { memory, memory_limit: limit, ranks_per_gpu: ranks, ..Default::default() };
+            share(&device, 1000, ranks)
+        };
+        let (bytes, grow) = (DeviceMemory::Bytes(config::Size(300)), DeviceMemory::Grow);
+        assert_eq!((of(DeviceMemory::Part(0.5), None, 1), of(DeviceMemory::Part(0.5), None, 2)), (500, 250));
+        assert_eq!((of(bytes, None, 1), of(bytes, None, 2)), (300, 300));
+        assert_eq!((of(grow, None, 1), of(grow, None, 3)), (900, 300));
+        assert_eq!((of(grow, Some(100), 1), of(bytes, Some(100), 2), of(bytes, Some(400), 2)), (100, 100, 300));
+    }
+
+    #[test]
+    fn nodes_may_have_different_numbers() {
+        let (two, one) = (gpus(&[("a", true), ("b", true)]), gpus(&[("a", true)]));
+        let hosts = ["m", "m", "n"].map(String::from);
+        let chosen = share_out(DeviceChoice::Auto, &[two.clone(), two, one], &hosts, 1);
+        assert_eq!(chosen.map_err(|e| e.to_string()), Ok(Some(vec![0, 1, 0])));
+    }
+
+    #[test]
+    fn too_many_ranks_are_told_how_to_share() {
+        let error = shared(DeviceChoice::Auto, &vec![gpus(&[("a", true)]); 3], 1).unwrap_err();
+        assert!(
+            error.contains("3 ranks on n are to share 1 GPU\nhint: ") && error.contains("ranks_per_gpu=3"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn what_is_not_there_is_refused_or_left() {
+        let none: View = Err("no CUDA driver\nhint: do without".into());
+        assert_eq!(shared(DeviceChoice::Auto, &[none.clone(), none.clone()], 1), Ok(None));
+        let error = shared(DeviceChoice::Cuda, std::slice::from_ref(&none), 1).unwrap_err();
+        assert!(error.contains("rank 0 on n has no GPU: no CUDA driver\nhint: do without"), "{error}");
+        let error = shared(DeviceChoice::Auto, &[gpus(&[("a", true)]), none], 1).unwrap_err();
+        assert!(error.contains("rank 1 on n has no GPU") && error.contains("--servers N"), "{error}");
+        let error = shared("cuda:7".parse().unwrap(), &[gpus(&[("a", true), ("b", true)])], 1).unwrap_err();
+        assert!(error.contains("run.device = cuda:7, but n has 2 GPUs\nhint: cuda:0 to cuda:1"), "{error}");
+    }
+}

@@ -1,0 +1,104 @@
+//! Embedding tables in the memory of the host: `model.place.tables`.
+
+use super::{Config, EmbeddingPlacement};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::mesh::Mesh;
+use hpctrain_nn::Network;
+use hpctrain_parallel::Storage;
+
+/// The network as its tables' place wants it: with tables on the host the first block is nothing but them.
+///
+/// # Errors
+/// The host cannot keep them: there is no GPU, the network has none, or the layout divides their block or averages it.
+pub fn placed(config: &Config, network: Network, mesh: &Mesh, tensor_lanes: usize, on_gpu: bool) -> Result<Network> {
+    if config.model.place.tables == EmbeddingPlacement::Device {
+        return Ok(network);
+    }
+    let refused = |why: &str| Error::input(format!("model.place.tables = host {why}"));
+    if !on_gpu {
+        return Err(refused("is for GPUs")
+            .hint("leave it out, or run on a node with a GPU: on a CPU tables are in the memory of the host anyway"));
+    }
+    let parallel = &config.parallel;
+    let layouts = [
+        (mesh.pipeline > 1, "parallel.pipeline", "which the host is no stage of"),
+        (tensor_lanes > 1, "parallel.tensor", "which cuts tables into slices"),
+        (parallel.storage == Storage::Central, "parallel.storage", "whose owners keep all parameters"),
+        (
+            parallel.average_every != super::Interval::Steps(0),
+            "parallel.average_every",
+            "which averages GPUs' parameters",
+        ),
+    ];
+    if let Some((_, key, why)) = layouts.into_iter().find(|(is_set, ..)| *is_set) {
+        return Err(refused(&format!("does not go with {key}, {why}"))
+            .hint(format!("leave {key} out, or set model.place.tables=device")));
+    }
+    network.with_tables_apart().map_err(|why| {
+        refused(why).hint("leave it out: tables of networks by layers, and of Llamas with an output matrix of their own, can be there")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Environment, Sources, load, resolve};
+
+    fn resolved(preset: &str, ranks: usize, settings: &[&str], on_gpu: bool) -> Result<crate::ResolvedConfig> {
+        let overrides: Vec<String> =
+            settings.iter().chain(&["model.place.tables=host"]).map(|s| s.to_string()).collect();
+        let (config, _) = load(&Sources { preset: Some(preset), overrides: &overrides, ..Sources::default() })?;
+        resolve(config, &Environment { ranks, threads: 1, vocabulary: Some(65), on_gpu })
+    }
+
+    #[test]
+    fn tables_are_a_block_of_their_own_with_the_same_tensors() {
+        use hpctrain_cpu::Cpu;
+        use hpctrain_nn::Network;
+        let names = |network: &Network| {
+            let of_block = |block: &dyn hpctrain_nn::Block<Cpu>| -> Vec<(String, Vec<usize>)> {
+                block.tensors().into_iter().map(|tensor| (tensor.name, tensor.shape)).collect()
+            };
+            network.blocks::<Cpu>().iter().map(|block| of_block(&**block)).collect::<Vec<_>>()
+        };
+        for preset in ["dlrm", "llama-char"] {
+            let plan = resolved(preset, 2, &["parallel.zero=3"], true).unwrap();
+            let whole = crate::network(&mut plan.config.model.clone(), None).unwrap();
+            assert_eq!(plan.network.describe(), whole.describe());
+            let (apart, whole) = (names(&plan.network), names(&whole));
+            assert!(apart[0].iter().all(|(name, _)| name.contains("tables") || name.contains("embed_tokens")));
+            let [mut one, mut other] = [apart, whole].map(|blocks| blocks.concat());
+            one.sort();
+            other.sort();
+            assert_eq!(one, other, "{preset}");
+            let stage = plan.stage(0, &[None, None, None]);
+            assert!(stage.takes_rows() && stage.is_last() && stage.units == (1..3));
+            // Resolved again it is the same.
+            let facts = Environment { ranks: 2, threads: 9, vocabulary: None, on_gpu: true };
+            assert_eq!(resolve(plan.config.clone(), &facts).unwrap(), plan);
+        }
+    }
+
+    #[test]
+    fn what_the_host_cannot_keep_is_refused() {
+        let only = "model.layers=[{kind='embedding_tables', ids=[3], width=1}, {kind='flatten'}]";
+        for (preset, ranks, settings, on_gpu, told) in [
+            ("dlrm", 1, &[][..], false, "is for GPUs"),
+            ("dlrm", 2, &["parallel.pipeline=2"], true, "does not go with parallel.pipeline"),
+            ("llama-char", 2, &["parallel.tensor=2"], true, "does not go with parallel.tensor"),
+            ("llama-char", 1, &["parallel.tensor_lanes=2"], true, "does not go with parallel.tensor"),
+            ("dlrm", 2, &["parallel.storage=central"], true, "does not go with parallel.storage"),
+            ("dlrm", 2, &["parallel.average_every=3"], true, "does not go with parallel.average_every"),
+            ("gpt-char", 1, &[], true, "but the head of a GPT multiplies by the table as well"),
+            ("llama-char", 1, &["model.tied=true"], true, "but model.tied = true multiplies by the table as well"),
+            ("llama-char", 1, &["model.dropout=0.1"], true, "but model.dropout drops elements of its rows"),
+            ("mlp-mnist", 1, &[], true, "but model.layers does not begin with embedding or embedding_tables"),
+            ("dlrm", 1, &[only, "model.input=[0]"], true, "but model.layers does not begin with embedding"),
+        ] {
+            let error = resolved(preset, ranks, settings, on_gpu).unwrap_err();
+            let text = error.to_string();
+            assert!(text.starts_with("model.place.tables = host ") && text.contains(told), "{settings:?}: {text}");
+            assert!(error.exit_code() == 2 && text.contains("\nhint: ") && text.lines().count() == 2, "{text}");
+        }
+    }
+}

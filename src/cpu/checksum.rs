@@ -1,0 +1,121 @@
+//! Digests, also in the pass of an update: each element is counted while a register has it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rayon::prelude::*;
+
+use super::Cpu;
+use super::math::simd;
+use super::threads::Threads;
+use hpctrain_base::error::Result;
+use hpctrain_device::ops::checksum::{CHUNK, weight};
+use hpctrain_device::{Audit, DigestOps, KernelCost};
+
+/// The digest of chunk `number`.
+fn of_chunk(number: usize, x: &[f32]) -> u32 {
+    let first = (number * CHUNK) as u32;
+    simd(
+        #[inline(always)]
+        || {
+            let mut sum = 0u32;
+            for (i, x) in x.iter().enumerate() {
+                sum = sum.wrapping_add(x.to_bits().wrapping_mul(weight(first.wrapping_add(i as u32))));
+            }
+            sum
+        },
+    )
+}
+
+/// Digests of the chunks of an update, from all threads.
+#[derive(Default)]
+pub struct Counts {
+    found: AtomicU64,
+    left: AtomicU64,
+}
+
+/// Sees the elements of a chunk as an update finds them and as it leaves them.
+pub trait Watch<const N: usize> {
+    /// Element `i` of each buffer, before.
+    fn found(&mut self, i: usize, elements: &[f32; N]);
+    /// And after.
+    fn left(&mut self, i: usize, elements: &[f32; N]);
+}
+
+/// Nobody asks.
+pub struct Unwatched;
+
+impl<const N: usize> Watch<N> for Unwatched {
+    #[inline(always)]
+    fn found(&mut self, _: usize, _: &[f32; N]) {}
+    #[inline(always)]
+    fn left(&mut self, _: usize, _: &[f32; N]) {}
+}
+
+/// The digests of a chunk of each of `N` buffers.
+pub struct Watched<'a, const N: usize> {
+    counts: &'a Counts,
+    /// The index of the chunk's first element.
+    first: u32,
+    found: [u32; N],
+    left: [u32; N],
+}
+
+impl<'a, const N: usize> Watched<'a, N> {
+    /// Of chunk `number`; `counts` has them when it is dropped.
+    pub fn new(counts: &'a Counts, number: usize) -> Self {
+        Self { counts, first: (number * CHUNK) as u32, found: [0; N], left: [0; N] }
+    }
+
+    #[inline(always)]
+    fn add(sums: &mut [u32; N], index: u32, elements: &[f32; N]) {
+        let weight = weight(index);
+        for n in 0..N {
+            sums[n] = sums[n].wrapping_add(elements[n].to_bits().wrapping_mul(weight));
+        }
+    }
+}
+
+impl<const N: usize> Watch<N> for Watched<'_, N> {
+    #[inline(always)]
+    fn found(&mut self, i: usize, elements: &[f32; N]) {
+        Self::add(&mut self.found, self.first.wrapping_add(i as u32), elements);
+    }
+
+    #[inline(always)]
+    fn left(&mut self, i: usize, elements: &[f32; N]) {
+        Self::add(&mut self.left, self.first.wrapping_add(i as u32), elements);
+    }
+}
+
+impl<const N: usize> Drop for Watched<'_, N> {
+    fn drop(&mut self) {
+        for (count, sums) in [(&self.counts.found, &self.found), (&self.counts.left, &self.left)] {
+            count.fetch_add(sums.iter().map(|&sum| u64::from(sum)).sum(), Ordering::Relaxed);
+        }
+    }
+}
+
+/// Runs an update whose digests are counted if there is an audit.
+pub fn audited(audit: Option<&mut Audit<f64>>, update: impl FnOnce(Option<&Counts>)) {
+    let Some(audit) = audit else { return update(None) };
+    let counts = Counts::default();
+    update(Some(&counts));
+    // An integer below 2⁵³.
+    audit.found.push(counts.found.into_inner() as f64);
+    audit.left.push(counts.left.into_inner() as f64);
+}
+
+fn digest(threads: &Threads, x: &[f32]) -> f64 {
+    let sum = AtomicU64::new(0);
+    threads.each(x.par_chunks(CHUNK).enumerate(), |(number, chunk)| {
+        sum.fetch_add(u64::from(of_chunk(number, chunk)), Ordering::Relaxed);
+    });
+    sum.into_inner() as f64
+}
+
+impl DigestOps for Cpu {
+    fn digest(&self, x: &[f32]) -> Result<f64> {
+        let _launch = self.launched(KernelCost::digest(x.len()));
+        Ok(digest(&self.threads, x))
+    }
+}

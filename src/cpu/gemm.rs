@@ -1,0 +1,276 @@
+//! Matrix products: tiles that read an operand in place (`sgemm/`), or the single-threaded kernel of `gemm`, a pure-Rust crate,
+//! on fixed parts of the output. Both have the same bits; the crate has what is small, and CPUs without AVX2.
+//!
+//! For `gemm`, the output is cut along rows and columns into parts, one task each, by its shape alone. Each part packs its operands
+//! anew, so an operand that must be packed number by number is cut as little as possible, or transposed once before.
+//! Terms are summed in pieces whose length depends on their number alone, so the cut does not change the bits. By the
+//! crate's source, the sizes of the caches do not either; no other machine has been tried.
+
+use std::cell::RefCell;
+use std::ops::Range;
+
+use ndarray::{ArrayView2, ArrayViewMut2, Axis, ShapeBuilder as _};
+use rayon::prelude::*;
+
+use super::gemm_blocking::{DEPTH, depth, each_of, pieces};
+use super::matrix::{add_columns, add_rows, matrix};
+use super::output_init::OutputInit;
+use super::sgemm;
+use super::threads::{Threads, with_chunks};
+use super::transpose::transpose;
+
+/// Work of one task: large enough to hide the hand-over and the packing, small enough to balance.
+const TASK_FLOPS: usize = 16 << 20;
+
+/// The same where an operand must be packed number by number.
+const PACKING_TASK_FLOPS: usize = 32 << 20;
+
+/// Tasks are smaller, but not than this, while there would be fewer than so many: threads want something to do.
+const LEAST_FLOPS: usize = 8 << 20;
+const FEW_TASKS: usize = 4;
+const MAX_TASKS: usize = 64;
+
+/// A part is at least so many rows or columns wide: less leaves the kernel's tiles half empty.
+const MIN_PART: usize = 48;
+
+/// Rows and columns of the kernel's tiles; parts are whole ones.
+pub const TILE_ROWS: usize = 6;
+const TILE_COLUMNS: usize = 16;
+
+/// Columns of a product from which on it pays to transpose an operand first.
+const ACROSS_FROM: usize = 256;
+
+/// Elements of a transposed operand at a time, 4 MiB, and most of one of its rows.
+const ACROSS: usize = 1 << 20;
+const DEEPEST: usize = 2048;
+
+/// Columns that one task transposes.
+const STRIP: usize = 64;
+
+/// Elements of a cache line.
+const LINE: usize = 16;
+
+/// The kernel copies `a` into a packed form from this many tiles on; below, reading it in place is faster.
+const PACK_FROM_TILES: usize = 64;
+
+thread_local! {
+    /// An operand, transposed; kept, because a fresh allocation would fault page by page.
+    static ACROSS_ROOM: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Sets the kernel's packing threshold for the shapes of small networks. Process-wide.
+pub fn configure() {
+    gemm_common::gemm::set_rhs_packing_threshold(PACK_FROM_TILES);
+}
+
+/// `c = a·b`, or `c += a·b` with `acc`; any strides. One thread.
+pub fn multiply(a: ArrayView2<'_, f32>, b: ArrayView2<'_, f32>, c: ArrayViewMut2<'_, f32>, acc: bool) {
+    multiply_by(depth(a.ncols()), a, b, c, acc);
+}
+
+/// As [`multiply`], in pieces of `depth` terms.
+fn multiply_by(depth: usize, a: ArrayView2<'_, f32>, b: ArrayView2<'_, f32>, mut c: ArrayViewMut2<'_, f32>, acc: bool) {
+    let (m, k) = a.dim();
+    let (kb, n) = b.dim();
+    assert!(kb == k && c.dim() == (m, n), "product of {:?} and {:?} into {:?}", a.dim(), b.dim(), c.dim());
+    let [a_strides, b_strides, c_strides] = [a.strides(), b.strides(), c.strides()].map(|s| [s[0], s[1]]);
+    let kernel = gemm_f32::gemm::f32::get_gemm_fn();
+    for terms in pieces(k, depth) {
+        let first = terms.start as isize;
+        // SAFETY: the views guarantee that every element addressed by their dimensions and strides is valid, and that
+        // `c` is exclusive, hence overlaps neither `a` nor `b`; the dimensions agree, and `terms` lie within them.
+        unsafe {
+            // The kernel wants columns of its result contiguous, ours are the rows: it computes cᵀ = bᵀ·aᵀ.
+            kernel(
+                n,
+                m,
+                terms.len(),
+                c.as_mut_ptr(),
+                c_strides[0],
+                c_strides[1],
+                acc || first > 0,
+                b.as_ptr().wrapping_offset(first * b_strides[0]),
+                b_strides[0],
+                b_strides[1],
+                a.as_ptr().wrapping_offset(first * a_strides[1]),
+                a_strides[0],
+                a_strides[1],
+                1.0,
+                1.0,
+                false,
+                false,
+                false,
+                gemm_common::Parallelism::None,
+            );
+        }
+    }
+}
+
+/// Computes `c`, of this start, and `a·b`, on all threads; any strides. The output is cut into parts, which may follow the threads,
+/// and each sum into pieces by the number of its terms alone, so bits do not depend on the number of threads.
+pub fn multiply_parallel(
+    threads: &Threads,
+    a: ArrayView2<'_, f32>,
+    b: ArrayView2<'_, f32>,
+    c: ArrayViewMut2<'_, f32>,
+    start: OutputInit<'_>,
+) {
+    multiply_parallel_by(depth(a.ncols()), threads, a, b, c, start);
+}
+
+/// As [`multiply_parallel`], in pieces of `depth` terms.
+fn multiply_parallel_by(
+    depth: usize,
+    threads: &Threads,
+    a: ArrayView2<'_, f32>,
+    b: ArrayView2<'_, f32>,
+    mut c: ArrayViewMut2<'_, f32>,
+    start: OutputInit<'_>,
+) {
+    if sgemm::multiply(depth, threads, a, b, c.view_mut(), start) {
+        return;
+    }
+    let packs = [a, b].map(|x| x.strides()[1] != 1);
+    each_part(threads, c, a.ncols(), packs, |rows, columns, mut c| {
+        let acc = start.of(columns.clone()).written(c.view_mut());
+        multiply_by(depth, a.slice_axis(Axis(0), rows.into()), b.slice_axis(Axis(1), columns.into()), c, acc);
+    });
+}
+
+/// Calls `f` with the parts of a product's output and their rows and columns, spread over the threads: parts of m×k times
+/// k×n, where the kernel `packs` either operand number by number.
+pub fn each_part(
+    threads: &Threads,
+    c: ArrayViewMut2<'_, f32>,
+    k: usize,
+    packs: [bool; 2],
+    f: impl Fn(Range<usize>, Range<usize>, ArrayViewMut2<'_, f32>) + Sync,
+) {
+    let (m, n) = c.dim();
+    each_of(threads, c, grid(m, n, k, packs), [TILE_ROWS, TILE_COLUMNS], f);
+}
+
+/// As [`multiply_parallel`], of `aᵀ` and `b`, where `a` is row-major with `m` columns; adds the sums of its columns to `sums`, unless
+/// there are none.
+///
+/// The kernel would pack `aᵀ` again in every part, number by number. If parts are many, tiles have panels of it (`sgemm/`) where the
+/// sums are long; else it is transposed once, so much at a time as the caches hold.
+pub fn multiply_across(
+    threads: &Threads,
+    a: &[f32],
+    m: usize,
+    b: ArrayView2<'_, f32>,
+    mut c: ArrayViewMut2<'_, f32>,
+    start: OutputInit<'_>,
+    sums: &mut [f32],
+) {
+    if b.ncols() < ACROSS_FROM || b.nrows() == 0 {
+        multiply_parallel(threads, matrix(a, b.nrows(), m).reversed_axes(), b, c, start);
+        return add_rows(threads, a, m, sums);
+    }
+    // Whole pieces of the sum over all rows, whose order does not depend on the number of columns.
+    let depth = depth(b.nrows());
+    if sgemm::multiply_across(depth, threads, a, m, b, c.view_mut(), start, sums) {
+        return;
+    }
+    let deep = b.nrows().min(DEEPEST / DEPTH * depth);
+    // From row to row an odd number of cache lines: a power of two would send all rows to the same few places of a cache.
+    let stride = deep.next_multiple_of(2 * LINE) + LINE;
+    let high = (ACROSS / stride).next_multiple_of(STRIP).min(m.max(1));
+    let mut sums = sums.chunks_mut(high);
+    ACROSS_ROOM.with_borrow_mut(|room| {
+        room.resize(room.len().max(high * stride), 0.0);
+        for (i, mut c) in c.axis_chunks_iter_mut(Axis(0), high).enumerate() {
+            let sums = sums.next().unwrap_or_default();
+            for (j, (a, b)) in a.chunks(deep * m).zip(b.axis_chunks_iter(Axis(0), deep)).enumerate() {
+                let across = &mut room[..c.nrows() * stride];
+                let strips = with_chunks(across.par_chunks_mut(STRIP * stride), sums, STRIP);
+                threads.each(strips.enumerate(), |(strip, (across, sums))| {
+                    let first = i * high + strip * STRIP;
+                    transpose(a, m, first..first + across.len() / stride, across, stride);
+                    if let Some(sums) = sums {
+                        add_columns(a, m, first, sums);
+                    }
+                });
+                let across = ArrayView2::from_shape((c.nrows(), b.nrows()).strides((stride, 1)), across);
+                let across = across.expect("room for a row of each column");
+                multiply_parallel_by(depth, threads, across, b, c.view_mut(), start.at_term(j * deep));
+            }
+        }
+    });
+}
+
+/// Numbers of parts of a product of m×k and k×n along rows and along columns.
+fn grid(m: usize, n: usize, k: usize, [packs_a, packs_b]: [bool; 2]) -> [usize; 2] {
+    let flops = 2 * m * n * k;
+    let tasks = flops.div_ceil(if packs_a { PACKING_TASK_FLOPS } else { TASK_FLOPS });
+    // A power of two divides evenly over the usual numbers of threads.
+    let tasks = tasks.max(flops.div_ceil(LEAST_FLOPS).min(FEW_TASKS)).clamp(1, MAX_TASKS).next_power_of_two();
+    let cut = |len: usize, most: usize| {
+        let mut parts = 1;
+        while parts < most && len >= 2 * parts * MIN_PART {
+            parts *= 2;
+        }
+        parts
+    };
+    // If an operand is packed number by number, the other one is cut as little as possible: each of its parts packs the
+    // first anew.
+    if packs_a {
+        let high = cut(m, tasks);
+        return [high, if high > 1 { 1 } else { cut(n, tasks) }];
+    }
+    let wide = cut(n, tasks);
+    [if packs_b && wide > 1 { 1 } else { cut(m, tasks / wide) }, wide]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hpctrain_base::random::Stream;
+
+    /// A rank that has some of the columns has their bits.
+    #[test]
+    fn columns_have_the_same_bits_among_any_others() {
+        let numbers = |len: usize, seed: u64| {
+            let mut numbers = vec![0.0; len];
+            Stream::new(seed).fill_normal(&mut numbers);
+            numbers
+        };
+        let threads = Threads::new(2);
+        for k in [1, 511, 513, 2048, 2049, DEEPEST + 3, 2600, 2 * DEEPEST + 100] {
+            let (m, n, few) = (70, 300, 64);
+            let (a, b) = (numbers(k * m, 1), numbers(k * n, 2));
+            let product = |columns: Range<usize>| {
+                let b: Vec<f32> = b.chunks(n).flat_map(|row| &row[columns.clone()]).copied().collect();
+                let mut c = vec![0.5; m * columns.len()];
+                let of_c = ArrayViewMut2::from_shape((m, columns.len()), &mut c).unwrap();
+                multiply_across(&threads, &a, m, matrix(&b, k, columns.len()), of_c, OutputInit::Result, &mut []);
+                c
+            };
+            let (whole, part) = (product(0..n), product(n - few..n));
+            for (row, (whole, part)) in whole.chunks(n).zip(part.chunks(few)).enumerate() {
+                let same = whole[n - few..].iter().zip(part).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{k} terms, row {row}");
+            }
+        }
+    }
+
+    #[test]
+    fn transposed_operands_are_cut_where_they_are_large() {
+        // More rows than are transposed at a time, and than fit at a time; one row less than a strip.
+        for (k, m, n) in [(DEEPEST + 3, 700, 256), (5, ACROSS / 32 + 1, 256), (3, 63, 300)] {
+            let numbers = |len: usize, step: usize| (0..len).map(|i| (i * step % 13) as f32 - 6.0).collect::<Vec<_>>();
+            let (a, b) = (numbers(k * m, 7), numbers(k * n, 5));
+            let (mut c, mut sums) = (vec![1.0; m * n], vec![1.0; m]);
+            let threads = Threads::new(2);
+            let of_c = ArrayViewMut2::from_shape((m, n), &mut c).unwrap();
+            multiply_across(&threads, &a, m, matrix(&b, k, n), of_c, OutputInit::Result, &mut sums);
+            // Small integers: every order of summation is exact.
+            for (i, j) in [(0, 0), (m / 2, n / 3), (m - 1, n - 1), (m.min(512) - 1, 17)] {
+                let want: f32 = (0..k).map(|l| a[l * m + i] * b[l * n + j]).sum();
+                assert_eq!(c[i * n + j], 1.0 + want, "{k}×{m}×{n} at {i}, {j}");
+                assert_eq!(sums[i], 1.0 + (0..k).map(|l| a[l * m + i]).sum::<f32>());
+            }
+        }
+    }
+}

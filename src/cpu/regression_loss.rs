@@ -1,0 +1,78 @@
+//! Losses of predictions that are numbers, fused with their gradients.
+
+use rayon::prelude::*;
+
+use super::Cpu;
+use super::elementwise::CHUNK;
+use super::math::exp;
+use super::threads::Threads;
+use hpctrain_base::error::Result;
+use hpctrain_device::{Deviation, KernelCost, Regression, RegressionOps};
+
+/// The deviation of one element and its slope.
+fn deviation(by: Deviation, p: f32, t: f32) -> (f32, f32) {
+    let apart = p - t;
+    match by {
+        Deviation::Squared => (apart * apart, 2.0 * apart),
+        Deviation::Absolute => (apart.abs(), if apart == 0.0 { 0.0 } else { apart.signum() }),
+        Deviation::Huber(reach) if apart.abs() <= reach => (0.5 * apart * apart, apart),
+        Deviation::Huber(reach) => (reach * (apart.abs() - 0.5 * reach), reach * apart.signum()),
+        // max(p, 0) - p·t + ln(1 + e^-|p|): no exponential overflows.
+        Deviation::Binary => {
+            let small = exp(-p.abs());
+            let sigmoid = if p >= 0.0 { 1.0 } else { small } / (1.0 + small);
+            (p.max(0.0) - p * t + small.ln_1p(), sigmoid - t)
+        }
+        Deviation::Agreement => (if (p > 0.0) == (t > 0.5) { 1.0 } else { 0.0 }, 0.0),
+    }
+}
+
+pub fn regression(
+    threads: &Threads,
+    s: Regression,
+    predictions: &mut [f32],
+    targets: &[f32],
+    weights: &[f32],
+    losses: &mut [f32],
+) {
+    assert_eq!((predictions.len(), targets.len(), losses.len()), (s.rows * s.width, s.rows * s.width, s.rows));
+    assert!(weights.is_empty() || weights.len() == s.rows, "a weight for each row");
+    let rows = (CHUNK / s.width.max(1)).max(1);
+    let factor = s.scale / s.width as f32;
+    let parts = predictions
+        .par_chunks_mut(rows * s.width)
+        .zip(targets.par_chunks(rows * s.width))
+        .zip(losses.par_chunks_mut(rows));
+    threads.each(parts.enumerate(), |(part, ((predictions, targets), losses))| {
+        let first = part * rows;
+        let rows = predictions.chunks_exact_mut(s.width).zip(targets.chunks_exact(s.width)).zip(losses).zip(first..);
+        for (((predictions, targets), loss), row) in rows {
+            let weight = weights.get(row).copied().unwrap_or(1.0);
+            let factor = factor * weight;
+            let mut total = 0.0;
+            for (p, &t) in predictions.iter_mut().zip(targets) {
+                let (value, slope) = deviation(s.by, *p, t);
+                total += value;
+                if s.gradient {
+                    *p = slope * factor;
+                }
+            }
+            *loss = total / s.width as f32 * weight;
+        }
+    });
+}
+
+impl RegressionOps for Cpu {
+    fn regression(
+        &self,
+        shape: Regression,
+        predictions: &mut [f32],
+        targets: &[f32],
+        weights: &[f32],
+        losses: &mut [f32],
+    ) -> Result<()> {
+        let _launch = self.launched(KernelCost::regression(shape, weights.len()));
+        regression(&self.threads, shape, predictions, targets, weights, losses);
+        Ok(())
+    }
+}

@@ -1,0 +1,150 @@
+//! Operands of products: read in place, or copied into panels.
+
+use std::array::from_fn;
+use std::ops::Range;
+
+use bytemuck::{Pod, Zeroable, cast_slice_mut};
+use ndarray::{ArrayView2, Axis, s};
+
+use crate::matrix::add_columns;
+use crate::nontemporal::prefetch;
+use crate::transpose::transpose;
+
+/// Columns of a panel: four vectors of AVX-512.
+pub const COLUMNS: usize = 64;
+
+/// Rows of the highest tile.
+pub const HIGH: usize = 6;
+
+/// Rows that go through a group of panels together.
+pub const ROWS: usize = 8 * HIGH;
+
+/// So many neighbouring columns of one row; begins on a cache line.
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Pod, Zeroable)]
+pub struct NrPanel(pub [f32; COLUMNS]);
+
+/// Rows of a panel of the left operand: tiles of it are of the highest.
+pub const PANEL: usize = HIGH;
+
+/// A term of the rows of a panel of the left operand.
+pub type MrPanel = [f32; PANEL];
+
+/// Terms that are asked for before they are packed: the next row lies too far away for the CPU to guess.
+const AHEAD: usize = 8;
+
+/// The operand whose elements meet all columns of a tile.
+#[derive(Clone, Copy)]
+pub enum LhsView<'a> {
+    /// A row of each row, terms neighbours.
+    Rows(ArrayView2<'a, f32>),
+    /// A row of each term, so wide, without gaps.
+    Across { x: &'a [f32], width: usize },
+}
+
+impl<'a> LhsView<'a> {
+    pub fn terms(self) -> usize {
+        match self {
+            LhsView::Rows(x) => x.ncols(),
+            LhsView::Across { x, width } => x.len() / width,
+        }
+    }
+
+    /// Some terms of some rows, as tiles read them: in panels, if they lie across. Then adds the terms of each row to its sum, unless
+    /// there are no sums.
+    #[inline(always)]
+    pub fn lines<'b>(
+        self,
+        terms: Range<usize>,
+        rows: Range<usize>,
+        panels: &'b mut [MrPanel],
+        sums: &mut [f32],
+    ) -> Lines<'b>
+    where
+        'a: 'b,
+    {
+        let (x, width) = match self {
+            LhsView::Rows(x) => return Lines::InPlace(x.slice_move(s![.., terms])),
+            LhsView::Across { x, width } => (x, width),
+        };
+        let (x, height) = (&x[terms.start * width..], terms.len());
+        for (band, panels) in rows.clone().step_by(ROWS).zip(panels.chunks_mut(ROWS / PANEL * height)) {
+            let band = band..rows.end.min(band + ROWS);
+            for (term, row) in x.chunks_exact(width).take(height).enumerate() {
+                prefetch(x, (term + AHEAD) * width + band.start, band.len());
+                for (x, panel) in row[band.clone()].chunks(PANEL).zip(panels.chunks_exact_mut(height)) {
+                    match x.first_chunk() {
+                        Some(x) => panel[term] = *x,
+                        None => panel[term][..x.len()].copy_from_slice(x),
+                    }
+                }
+            }
+            if !sums.is_empty() {
+                let sums = &mut sums[band.start - rows.start..band.end - rows.start];
+                add_columns(&x[..height * width], width, band.start, sums);
+            }
+        }
+        Lines::Panels { terms: panels, height, first: rows.start }
+    }
+}
+
+/// Some terms of rows of the left operand.
+#[derive(Clone, Copy)]
+pub enum Lines<'a> {
+    /// Those of all rows.
+    InPlace(ArrayView2<'a, f32>),
+    /// Panels so high of the rows from the first one on.
+    Panels { terms: &'a [MrPanel], height: usize, first: usize },
+}
+
+impl<'a> Lines<'a> {
+    /// The rows from number `row` on, with which a panel begins.
+    #[inline(always)]
+    pub fn few<const HIGH: usize>(self, row: usize) -> Few<'a, HIGH> {
+        match self {
+            Lines::InPlace(x) => {
+                Few::Rows(from_fn(|r| x.index_axis_move(Axis(0), row + r).to_slice().expect("terms are neighbours")))
+            }
+            Lines::Panels { terms, height, first } => Few::Panel(&terms[(row - first) / PANEL * height..][..height]),
+        }
+    }
+}
+
+/// Some terms of the rows of a tile.
+pub enum Few<'a, const HIGH: usize> {
+    Rows([&'a [f32]; HIGH]),
+    Panel(&'a [MrPanel]),
+}
+
+/// The operand that goes into panels.
+#[derive(Clone, Copy)]
+pub enum RhsView<'a> {
+    /// A row of each term, columns neighbours.
+    Terms(ArrayView2<'a, f32>),
+    /// A row of each column, terms neighbours, without gaps.
+    Lines(&'a [f32]),
+}
+
+impl RhsView<'_> {
+    /// Copies some terms, of `all`, of the columns of a panel. Columns that it has besides are of no use.
+    pub fn pack(self, all: usize, terms: Range<usize>, columns: Range<usize>, to: &mut [NrPanel]) {
+        match self {
+            RhsView::Terms(x) => {
+                for (term, to) in terms.zip(to) {
+                    if term + AHEAD < all {
+                        let ahead = x.row(term + AHEAD).to_slice().expect("columns are neighbours");
+                        prefetch(ahead, columns.start, columns.len());
+                    }
+                    let row = &x.row(term).to_slice().expect("columns are neighbours")[columns.clone()];
+                    match row.first_chunk() {
+                        Some(row) => to.0 = *row,
+                        None => to.0[..row.len()].copy_from_slice(row),
+                    }
+                }
+            }
+            RhsView::Lines(x) => {
+                transpose(&x[columns.start * all..columns.end * all], all, terms, cast_slice_mut(to), COLUMNS);
+            }
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! Indices on their way in: pinned on the host, copied on a stream of their own while kernels run.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::{CudaEvent, CudaStream, result};
+
+use super::libraries::check;
+use super::pinned::Pinned;
+use super::pool::{Piece, Pool};
+use hpctrain_base::error::Result;
+use hpctrain_device::MemoryKind;
+
+/// The two streams and the memory that waits for its next use.
+pub struct IndexUploader {
+    pool: Arc<Pool>,
+    pub(super) copy: Arc<CudaStream>,
+    compute: Arc<CudaStream>,
+    free: Mutex<Vec<Slot>>,
+}
+
+/// Memory for indices on both sides.
+struct Slot {
+    host: Pinned<u32>,
+    device: Piece,
+    /// The last copy is complete.
+    copied: CudaEvent,
+    /// The kernels that read the last copy are.
+    used: CudaEvent,
+}
+
+/// Indices on the device: a range of those that came in one copy.
+pub struct CudaInts {
+    copied: Arc<Copied>,
+    range: Range<usize>,
+}
+
+/// Indices that came in one copy.
+struct Copied {
+    home: Arc<IndexUploader>,
+    /// Always there until it is dropped.
+    slot: Option<Slot>,
+}
+
+impl IndexUploader {
+    /// Copies on `copy`, for kernels on `compute`.
+    pub fn new(pool: &Arc<Pool>, copy: Arc<CudaStream>, compute: Arc<CudaStream>) -> Arc<Self> {
+        Arc::new(Self { pool: pool.clone(), copy, compute, free: Mutex::default() })
+    }
+
+    /// Starts the copy of `host`; kernels queued from now on find it there.
+    ///
+    /// # Errors
+    /// Out of memory, or the device failed.
+    pub fn upload(self: &Arc<Self>, host: &[u32]) -> Result<CudaInts> {
+        let fits = |slot: &Slot| slot.host.as_slice().len() >= host.len();
+        let known = {
+            let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+            let smallest = (0..free.len()).filter(|&i| fits(&free[i])).min_by_key(|&i| free[i].host.as_slice().len());
+            smallest.map(|i| free.swap_remove(i))
+        };
+        let mut slot = known.map_or_else(|| self.slot(host.len()), Ok)?;
+        check("finish a copy", slot.copied.synchronize())?;
+        slot.host.as_mut_slice()[..host.len()].copy_from_slice(host);
+        check("wait for kernels", self.copy.wait(&slot.used))?;
+        let from = &slot.host.as_slice()[..host.len()];
+        // SAFETY: the device's memory is as long; neither side is touched before the events say so.
+        let queued = unsafe { result::memcpy_htod_async(slot.device.pointer(), from, self.copy.cu_stream()) };
+        check("copy indices", queued)?;
+        check("note a copy", slot.copied.record(&self.copy))?;
+        check("wait for a copy", self.compute.wait(&slot.copied))?;
+        let copied = Arc::new(Copied { home: self.clone(), slot: Some(slot) });
+        Ok(CudaInts { copied, range: 0..host.len() })
+    }
+
+    /// Memory for `len` indices that was never used.
+    fn slot(&self, len: usize) -> Result<Slot> {
+        let context = self.copy.context();
+        let event = || check("make an event", context.new_event(None));
+        let (host, device) = (Pinned::new(context, len)?, self.pool.take(MemoryKind::Data, len * size_of::<u32>())?);
+        let slot = Slot { host, device, copied: event()?, used: event()? };
+        // The piece of memory may have been another buffer's, which kernels still use.
+        check("note kernels", slot.used.record(&self.compute))?;
+        Ok(slot)
+    }
+
+    /// Frees the slots that wait for their next use.
+    pub fn trim(&self) {
+        let slots = std::mem::take(&mut *self.free.lock().unwrap_or_else(PoisonError::into_inner));
+        // Their memory may serve another stream next.
+        for slot in &slots {
+            let _ = slot.copied.synchronize();
+        }
+    }
+}
+
+impl CudaInts {
+    /// Number of elements.
+    pub(super) fn len(&self) -> usize {
+        self.range.len()
+    }
+
+    /// Elements `range`, in the same memory.
+    pub(super) fn part(&self, range: Range<usize>) -> Self {
+        assert!(range.end <= self.len(), "a part of indices");
+        Self { copied: self.copied.clone(), range: self.range.start + range.start..self.range.start + range.end }
+    }
+
+    /// The places of the elements by value, those of equal ones ascending.
+    pub(super) fn order(&self) -> Vec<u32> {
+        let values = self.copied.slot.as_ref().map_or(&[][..], |slot| &slot.host.as_slice()[self.range.clone()]);
+        counting_order(values)
+    }
+
+    /// Their address on the device.
+    pub fn pointer(&self) -> u64 {
+        let first = (self.range.start * size_of::<u32>()) as u64;
+        self.copied.slot.as_ref().map_or(0, |slot| slot.device.pointer() + first)
+    }
+}
+
+impl Drop for Copied {
+    fn drop(&mut self) {
+        if let Some(slot) = self.slot.take()
+            && slot.used.record(&self.home.compute).is_ok()
+        {
+            self.home.free.lock().unwrap_or_else(PoisonError::into_inner).push(slot);
+        }
+    }
+}
+
+/// The places of `values` by value, those of equal ones ascending: a counting sort, as they are below a vocabulary's size.
+fn counting_order(values: &[u32]) -> Vec<u32> {
+    let mut starts = vec![0u32; values.iter().max().map_or(0, |&most| most as usize + 1)];
+    for &value in values {
+        starts[value as usize] += 1;
+    }
+    let mut sum = 0;
+    for start in &mut starts {
+        sum += std::mem::replace(start, sum);
+    }
+    let mut order = vec![0; values.len()];
+    for (place, &value) in (0u32..).zip(values) {
+        let at = &mut starts[value as usize];
+        order[*at as usize] = place;
+        *at += 1;
+    }
+    order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_values_keep_their_order() {
+        assert_eq!(counting_order(&[3, 0, 3, 1, 0, 3]), [1, 4, 3, 0, 2, 5]);
+        assert_eq!(counting_order(&[]), [0u32; 0]);
+    }
+}

@@ -1,0 +1,195 @@
+//! The algorithms that cuBLASLt proposes for a product, measured on operands of its shape.
+//!
+//! Nothing of a training is read or written: operands are scratch. They are read over and over, so the caches hold more of them
+//! than within a step; all algorithms have the same advantage of it.
+
+use cudarc::driver::CudaEvent;
+use cudarc::driver::sys::CUevent_flags;
+
+use super::event::milliseconds;
+use super::libraries::check;
+use super::matmul_desc::{BEST_ALIGNMENT, Epilogue, Matrix, Product};
+use super::memory::Element;
+use super::{Cuda, CudaBuf};
+use hpctrain_base::error::{Error, Kind, Result};
+use hpctrain_base::random::Stream;
+use hpctrain_device::matmul_algo::fastest;
+use hpctrain_device::{Algorithm, Backend, Chosen, Gemm, MemoryKind, ProductAlgorithms, ProductKind};
+
+/// Algorithms that are measured, the library's best guess among them.
+const PROPOSALS: usize = 8;
+
+/// Measurements of each, of which the median counts.
+const ROUNDS: usize = 5;
+
+/// Milliseconds that a measurement takes if it can: the clock of events ticks in half microseconds.
+const LEAST: f32 = 0.1;
+
+/// The most products in one measurement.
+const MOST_TIMES: usize = 10;
+
+/// Random numbers that operands are filled with, over and over: zeros draw less power than the numbers of a training.
+const NUMBERS: usize = 1 << 16;
+
+/// A product on operands of its own.
+struct Scratch {
+    product: Product,
+    _operands: Vec<CudaBuf>,
+}
+
+/// An algorithm under measurement.
+struct Candidate {
+    algorithm: Algorithm,
+    /// Its place among those proposed.
+    place: usize,
+    /// Products in one measurement.
+    times: usize,
+    /// Milliseconds of a product.
+    took: Vec<f32>,
+}
+
+impl Candidate {
+    /// The median.
+    fn seconds(&mut self) -> f64 {
+        self.took.sort_by(f32::total_cmp);
+        f64::from(self.took[self.took.len() / 2]) / 1e3
+    }
+}
+
+impl Cuda {
+    /// So many random numbers at an address that is a multiple of `alignment` bytes and no more, up to 256.
+    fn operand(&self, len: usize, element: Element, alignment: usize) -> Result<(CudaBuf, u64)> {
+        let lead = if alignment < BEST_ALIGNMENT { alignment / element.size() } else { 0 };
+        let mut buf = self.take(MemoryKind::Activations, lead + len, element)?;
+        let mut numbers = vec![0.0; NUMBERS.min(lead + len)];
+        Stream::new(0).fill_normal(&mut numbers);
+        self.write(&numbers, buf.view_mut(0..numbers.len()))?;
+        let mut filled = numbers.len();
+        while filled < buf.len() {
+            let more = filled.min(buf.len() - filled);
+            let (from, to) = buf.view_mut(0..filled + more).cut(filled);
+            self.move_within(from.shared().cut(more).0, &to)?;
+            filled += more;
+        }
+        let at = buf.view(lead..buf.len()).pointer;
+        Ok((buf, at))
+    }
+
+    /// Operands of a product's shapes and alignments.
+    fn scratch(&self, kind: &ProductKind) -> Result<Scratch> {
+        let ProductKind { sizes: [m, n, k], strides, transposed: [ta, tb], adds, keeps, bytes, alignments, .. } = *kind;
+        let rows = [if ta { k } else { m }, if tb { n } else { k }, m];
+        let elements = bytes.map(Element::of);
+        let mut operands = Vec::new();
+        let mut operand = |len: usize, element: Element, alignment: usize| {
+            let (buf, at) = self.operand(len, element, alignment)?;
+            operands.push(buf);
+            Ok::<_, Error>(at)
+        };
+        let mut matrix = |of: usize| {
+            let pointer = operand(rows[of] * strides[of], elements[of], alignments[of] as usize)?;
+            Ok::<_, Error>(Matrix { pointer, element: elements[of] })
+        };
+        let (a, b, c) = (matrix(0)?, matrix(1)?, matrix(2)?);
+        let bias = operand(n, c.element, BEST_ALIGNMENT)?;
+        let kept = if keeps { operand(m * n, c.element, BEST_ALIGNMENT)? } else { 0 };
+        let epilogue = Epilogue::of(kind.epilogue, bias, kept)
+            .ok_or_else(|| Error::internal(format!("{kind} with an unknown operation")))?;
+        let shape = Gemm { m, n, k, ta, tb, acc: adds };
+        Ok(Scratch { product: Product { shape, strides, a, b, c, from: c.pointer, epilogue }, _operands: operands })
+    }
+
+    /// Milliseconds of as many products by an algorithm as it has times; none if cuBLASLt refuses it.
+    fn measured(&self, candidate: &Candidate, product: &Product) -> Result<Option<f32>> {
+        let (stream, workspace) = (&self.0.compute, self.0.workspace.pointer());
+        let event = || -> Result<CudaEvent> {
+            let event = stream.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+            let event = check("make an event", event)?;
+            check("record an event", event.record(stream))?;
+            Ok(event)
+        };
+        let Candidate { algorithm, times, .. } = candidate;
+        let begun = event()?;
+        if !self.0.matmul.run_by(*algorithm, product, workspace, stream.cu_stream().cast(), *times)? {
+            return Ok(None);
+        }
+        let ended = event()?;
+        milliseconds(&begun, &ended).map(Some)
+    }
+
+    /// The candidates that cuBLASLt does not refuse after all, each measured.
+    fn race(&self, proposals: Vec<Algorithm>, product: &Product) -> Result<Vec<Candidate>> {
+        let mut candidates = Vec::with_capacity(proposals.len());
+        for (place, algorithm) in proposals.into_iter().enumerate() {
+            let mut candidate = Candidate { algorithm, place, times: 1, took: vec![] };
+            // The first product loads the kernel.
+            if self.measured(&candidate, product)?.is_none() {
+                continue;
+            }
+            if let Some(once) = self.measured(&candidate, product)? {
+                candidate.times = ((LEAST / once).ceil() as usize).clamp(1, MOST_TIMES);
+                candidates.push(candidate);
+            }
+        }
+        // All in turn, so that a clock that slows down slows all of them down.
+        for _ in 0..ROUNDS {
+            for candidate in &mut candidates {
+                let refused = || Error::device("cuBLASLt refused an algorithm that it has computed by");
+                let took = self.measured(candidate, product)?.ok_or_else(refused)?;
+                candidate.took.push(took / candidate.times as f32);
+            }
+        }
+        Ok(candidates)
+    }
+}
+
+/// The library's best guess.
+fn first_of(product: &ProductKind, algorithm: Algorithm) -> Chosen {
+    Chosen { product: *product, algorithm, place: 0 }
+}
+
+impl ProductAlgorithms for Cuda {
+    fn kind(&self) -> String {
+        let ((major, minor), version) = (self.device().capability, self.0.matmul.version());
+        format!("{}, compute capability {major}.{minor}, cuBLASLt {version}", self.device().name)
+    }
+
+    fn seen(&self) -> Vec<ProductKind> {
+        self.0.matmul.seen()
+    }
+
+    fn takes(&self, chosen: &Chosen) -> Result<bool> {
+        self.0.matmul.takes(&chosen.product, chosen.algorithm)
+    }
+
+    fn guess(&self, product: &ProductKind) -> Result<Option<Chosen>> {
+        Ok(self.0.matmul.proposals(product, 1)?.first().map(|first| first_of(product, *first)))
+    }
+
+    fn measure(&self, product: &ProductKind) -> Result<Option<Chosen>> {
+        let proposals = self.0.matmul.proposals(product, PROPOSALS)?;
+        let Some(first) = proposals.first() else { return Ok(None) };
+        let first = first_of(product, *first);
+        if proposals.len() == 1 {
+            return Ok(Some(first));
+        }
+        let scratch = match self.scratch(product) {
+            Ok(scratch) => scratch,
+            // Memory that is free between steps is less than the operands: those of another rank's stage may be larger.
+            Err(e) if e.kind() == Kind::Input => {
+                log::warn!("{product} is not measured, cuBLASLt's first algorithm is taken: {}", e.message());
+                return Ok(Some(first));
+            }
+            Err(e) => return Err(e),
+        };
+        let mut candidates = self.race(proposals, &scratch.product)?;
+        let seconds: Vec<f64> = candidates.iter_mut().map(Candidate::seconds).collect();
+        log::debug!("{product}: {seconds:?} s");
+        let best = candidates.get(fastest(&seconds));
+        Ok(Some(best.map_or(first, |best| Chosen { algorithm: best.algorithm, place: best.place, ..first })))
+    }
+
+    fn choose(&self, chosen: &[Chosen]) {
+        self.0.matmul.choose(chosen);
+    }
+}

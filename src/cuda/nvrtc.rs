@@ -1,0 +1,295 @@
+//! Kernels: sources in this binary, compiled for the device at hand by NVRTC, kept on disk.
+//!
+//! A kernel is compiled when it is first used and kept in the user's cache under a hash of all that it depends on; the
+//! ranks of a node compile it once.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, CString, c_char};
+use std::fs;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::sys::CUfunction_attribute_enum;
+use cudarc::driver::{CudaContext, CudaFunction, CudaModule};
+use cudarc::nvrtc::{Ptx, sys};
+use sha2::{Digest, Sha256};
+
+use super::libraries::{self, check};
+use super::library_versions::{self, Nvrtc};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::user_dirs;
+
+/// A file below `kernels/`: its name and text.
+#[derive(Debug, Clone, Copy)]
+pub struct Source {
+    /// Such as `adamw.cu`.
+    pub name: &'static str,
+    /// CUDA C++ that includes none but [`HEADERS`].
+    pub text: &'static str,
+}
+
+macro_rules! sources {
+    ($($name:literal)*) => { [$(Source { name: $name, text: include_str!(concat!("kernels/", $name)) }),*] };
+}
+
+/// Bytes of shared memory that a block may be given without asking: 48 KiB, less those that a kernel declares itself.
+const UNASKED_SHARED: u32 = 40 << 10;
+
+/// Headers that kernels include.
+pub const HEADERS: [Source; 6] = sources!["attention.cuh" "common.cuh" "ptx.cuh" "rows.cuh" "sum.cuh" "vector.cuh"];
+
+/// Every kernel.
+pub const KERNELS: [Source; 28] = sources![
+    "activation.cu" "adamw.cu" "add.cu" "attention.cu" "attention_backward.cu" "channel_norm.cu"
+    "checksum.cu" "column_sum.cu" "convert.cu" "cross_entropy.cu" "dot_interaction.cu" "dropout.cu"
+    "embedding.cu" "embedding_backward.cu" "im2col_pool.cu" "lamb.cu" "lerp.cu" "norm.cu"
+    "norm_backward.cu" "optimizer_elementwise.cu" "reduce_terms.cu" "regression.cu" "rotary.cu"
+    "sgd.cu" "softmax.cu" "strided_copy.cu" "sum.cu" "swiglu.cu"
+];
+
+/// One compilation of a source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Variant {
+    /// Name of the source.
+    pub source: &'static str,
+    /// Whether tensors are of bf16 instead of f32.
+    pub narrow: bool,
+    /// Width of a head, where the kernel is made for one.
+    pub head: Option<usize>,
+}
+
+/// Compiles `variant` for an architecture such as `sm_90a`: a cubin.
+///
+/// # Errors
+/// There is no NVRTC, no such source, or the compiler refuses it; its log is in the message.
+pub fn compile(variant: Variant, architecture: &str) -> Result<Vec<u8>> {
+    let library = &library_versions::nvrtc()?.functions;
+    let source = source(variant.source)?;
+    let text = |text: &str| CString::new(text).map_err(|_| Error::internal("a zero byte in a kernel"));
+    let headers = HEADERS.iter().map(|header| text(header.text)).collect::<Result<Vec<_>>>()?;
+    let names = HEADERS.iter().map(|header| text(header.name)).collect::<Result<Vec<_>>>()?;
+    let options = options(variant, architecture).iter().map(|option| text(option)).collect::<Result<Vec<_>>>()?;
+    let pointers = |strings: &[CString]| strings.iter().map(|text| text.as_ptr()).collect::<Vec<*const c_char>>();
+    let (code, name) = (text(source.text)?, text(source.name)?);
+    let mut program = std::ptr::null_mut();
+    let failed =
+        |action: &str, status: sys::nvrtcResult| Error::device(format!("NVRTC could not {action}: {status:?}"));
+    let done = |action: &str, status: sys::nvrtcResult| match status {
+        sys::nvrtcResult::NVRTC_SUCCESS => Ok(()),
+        status => Err(failed(action, status)),
+    };
+    // SAFETY: all strings end in zero and outlive the call; as many headers as names.
+    let status = unsafe {
+        let (headers, names) = (pointers(&headers), pointers(&names));
+        let count = headers.len() as i32;
+        (library.create)(&mut program, code.as_ptr(), name.as_ptr(), count, headers.as_ptr(), names.as_ptr())
+    };
+    done("begin", status)?;
+    let _end = End(library, program);
+    // SAFETY: the program lives until `_end`, the options until the call returns.
+    let compiled = unsafe {
+        let options = pointers(&options);
+        (library.compile)(program, options.len() as i32, options.as_ptr())
+    };
+    if compiled != sys::nvrtcResult::NVRTC_SUCCESS {
+        let log = output(program, library.log_size, library.log);
+        let log = log.unwrap_or_default();
+        let log = CStr::from_bytes_until_nul(&log).map(CStr::to_string_lossy).unwrap_or_default();
+        return Err(Error::device(format!(
+            "kernel {} does not compile for {architecture}: {}",
+            source.name,
+            log.trim()
+        )));
+    }
+    output(program, library.cubin_size, library.cubin).map_err(|status| failed("give its result", status))
+}
+
+/// An output of NVRTC for a program: the length is read first, then the bytes.
+fn output(
+    program: sys::nvrtcProgram,
+    size: unsafe extern "C" fn(sys::nvrtcProgram, *mut usize) -> sys::nvrtcResult,
+    get: unsafe extern "C" fn(sys::nvrtcProgram, *mut c_char) -> sys::nvrtcResult,
+) -> Result<Vec<u8>, sys::nvrtcResult> {
+    let done = |status| if status == sys::nvrtcResult::NVRTC_SUCCESS { Ok(()) } else { Err(status) };
+    let mut len = 0;
+    // SAFETY: the program is alive, and the length is written to.
+    done(unsafe { size(program, &mut len) })?;
+    let mut bytes = vec![0u8; len];
+    // SAFETY: as many bytes are written as the library has just said.
+    done(unsafe { get(program, bytes.as_mut_ptr().cast()) })?;
+    Ok(bytes)
+}
+
+/// Ends a program of NVRTC.
+struct End(&'static Nvrtc, sys::nvrtcProgram);
+
+impl Drop for End {
+    fn drop(&mut self) {
+        // SAFETY: created by NVRTC and ended once.
+        unsafe { (self.0.destroy)(&mut self.1) };
+    }
+}
+
+fn source(name: &str) -> Result<Source> {
+    let source = KERNELS.into_iter().find(|source| source.name == name);
+    source.ok_or_else(|| Error::internal(format!("there is no kernel {name}")))
+}
+
+fn options(variant: Variant, architecture: &str) -> Vec<String> {
+    let mut options = vec![format!("--gpu-architecture={architecture}"), "--std=c++17".into()];
+    options.extend(variant.narrow.then(|| "-DBF16".into()));
+    options.extend(variant.head.map(|head| format!("-DHEAD={head}")));
+    options
+}
+
+/// A function on the device.
+#[derive(Clone)]
+struct Loaded {
+    function: CudaFunction,
+    /// Bytes of shared memory that its blocks may be given.
+    shared: u32,
+}
+
+/// The kernels of one device, compiled when they are first wanted.
+pub struct KernelModules {
+    context: Arc<CudaContext>,
+    architecture: String,
+    /// Folder of compiled kernels; none if no folder can be written.
+    folder: Option<PathBuf>,
+    modules: Mutex<HashMap<Variant, Arc<CudaModule>>>,
+    functions: Mutex<HashMap<(Variant, &'static str), Loaded>>,
+}
+
+impl KernelModules {
+    /// None compiled yet. `architecture` as for [`compile`].
+    ///
+    /// # Errors
+    /// There is no NVRTC.
+    pub fn new(context: &Arc<CudaContext>, architecture: String) -> Result<Self> {
+        let folder = cache_folder(&libraries::nvrtc()?);
+        let (modules, functions) = (Mutex::default(), Mutex::default());
+        Ok(Self { context: context.clone(), architecture, folder, modules, functions })
+    }
+
+    /// The entry `name` of a variant, allowed `shared` bytes of shared memory a block besides its own.
+    ///
+    /// # Errors
+    /// It does not compile, or the device does not load it.
+    pub fn function(&self, variant: Variant, name: &'static str, shared: u32) -> Result<CudaFunction> {
+        let known = self.functions.lock().unwrap_or_else(PoisonError::into_inner).get(&(variant, name)).cloned();
+        let mut loaded = match known {
+            Some(known) if shared <= known.shared => return Ok(known.function),
+            Some(known) => known,
+            None => {
+                let function = self.module(variant)?.load_function(name);
+                Loaded {
+                    function: check(&format!("find {name} in {}", variant.source), function)?,
+                    shared: UNASKED_SHARED,
+                }
+            }
+        };
+        if shared > loaded.shared {
+            let attribute = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            check(&format!("give {name} {shared} bytes"), loaded.function.set_attribute(attribute, shared as i32))?;
+            loaded.shared = shared;
+        }
+        let function = loaded.function.clone();
+        self.functions.lock().unwrap_or_else(PoisonError::into_inner).insert((variant, name), loaded);
+        Ok(function)
+    }
+
+    fn module(&self, variant: Variant) -> Result<Arc<CudaModule>> {
+        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(module) = modules.get(&variant) {
+            return Ok(module.clone());
+        }
+        let load = |image| {
+            let loaded = self.context.load_module(Ptx::from_binary(image));
+            check(&format!("load {} for {}", variant.source, self.architecture), loaded)
+        };
+        let module = match self.image(variant, Kept::Welcome)? {
+            (image, Origin::Disk) => load(image).or_else(|e| {
+                log::warn!("{e}: compiling it again");
+                load(self.image(variant, Kept::Refused)?.0)
+            }),
+            (image, Origin::Compiler) => load(image),
+        }?;
+        modules.insert(variant, module.clone());
+        Ok(module)
+    }
+
+    /// The cubin, from disk if it was compiled before and that is welcome. The ranks of a node compile it once: the first
+    /// holds a lock.
+    fn image(&self, variant: Variant, kept: Kept) -> Result<(Vec<u8>, Origin)> {
+        let Some(folder) = &self.folder else { return Ok((compile(variant, &self.architecture)?, Origin::Compiler)) };
+        let path = folder.join(format!("{}.cubin", key(variant, &self.architecture)?));
+        let on_disk = || if kept == Kept::Welcome { unsealed(&fs::read(&path).ok()?) } else { None };
+        if let Some(image) = on_disk() {
+            return Ok((image, Origin::Disk));
+        }
+        let lock = user_dirs::lock_file(&path.with_extension("lock")).ok();
+        // A file system without locks costs a compilation, nothing else.
+        let _locked = lock.as_ref().is_some_and(|lock| lock.lock().is_ok());
+        if let Some(image) = on_disk() {
+            return Ok((image, Origin::Disk));
+        }
+        let image = compile(variant, &self.architecture)?;
+        keep(&path, &image).unwrap_or_else(|e| log::debug!("kernel not kept in {}: {e}", path.display()));
+        Ok((image, Origin::Compiler))
+    }
+}
+
+/// Whether a cubin that was kept may be used.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kept {
+    Welcome,
+    Refused,
+}
+
+/// Origin of a cubin.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Origin {
+    Disk,
+    Compiler,
+}
+
+/// Bytes of the SHA-256 that stands before a cubin on disk.
+const SEAL: usize = 32;
+
+/// Writes a file that appears whole: a cubin behind its hash.
+fn keep(path: &Path, image: &[u8]) -> std::io::Result<()> {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    let mut file = tempfile::NamedTempFile::new_in(folder)?;
+    file.write_all(&Sha256::digest(image))?;
+    file.write_all(image)?;
+    file.persist(path).map(drop).map_err(|e| e.error)
+}
+
+/// The cubin of a file, unless its hash differs: a crash may have cut it.
+fn unsealed(sealed: &[u8]) -> Option<Vec<u8>> {
+    let (seal, image) = sealed.split_at_checked(SEAL)?;
+    (Sha256::digest(image)[..] == *seal).then(|| image.to_vec())
+}
+
+/// Names a compilation by all that it depends on, the compiler's version aside.
+fn key(variant: Variant, architecture: &str) -> Result<String> {
+    let mut hash = Sha256::new();
+    for Source { name, text } in HEADERS.into_iter().chain([source(variant.source)?]) {
+        hash.update(name);
+        hash.update(text);
+    }
+    options(variant, architecture).iter().for_each(|option| hash.update(option));
+    Ok(hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// Folder of kernels compiled by this version of NVRTC, in a directory of the user's own, if there can be one.
+fn cache_folder(nvrtc: &str) -> Option<PathBuf> {
+    // Files with and without a seal are not of one kind.
+    let kernels = format!("sealed-kernels-{nvrtc}");
+    user_dirs::cache_roots().into_iter().find_map(|(root, name)| {
+        let folder =
+            user_dirs::below(&root, &[&name, &kernels]).inspect_err(|e| log::debug!("no kernels kept: {e}")).ok()?;
+        tempfile::tempfile_in(&folder).is_ok().then_some(folder)
+    })
+}

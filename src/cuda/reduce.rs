@@ -1,0 +1,69 @@
+//! Sums over rows and over all elements, in an order that depends on the lengths alone.
+
+use super::launch::Arg;
+use super::launch_dims::Grid;
+use super::memory::{View, ViewMut};
+use super::{Cuda, Scalar};
+
+use hpctrain_base::error::Result;
+use hpctrain_device::{Backend, MemoryKind};
+
+/// Rows that are added before the sums of chunks are: the order depends on nothing else.
+pub const CHUNK_ROWS: usize = 128;
+
+/// Elements that one block of `sum.cuh` adds.
+const SUM_CHUNK: usize = 16_384;
+
+impl Cuda {
+    /// `out += Σ` over rows of `x`.
+    pub(super) fn add_columns(&self, x: View<'_>, rows: usize, out: &ViewMut<'_>) -> Result<()> {
+        let width = out.len;
+        let chunks = rows.div_ceil(CHUNK_ROWS);
+        let partial = self.alloc_f32(MemoryKind::Activations, chunks * width)?;
+        let partial = Self::all(&partial);
+        let args = [x.into(), partial.into(), rows.into(), width.into()];
+        self.launch("column_sum.cu", "column_partial", self.row_chunks(chunks, width), &args)?;
+        self.finish_columns(partial, out, None, chunks, width)
+    }
+
+    /// `out += Σ` over chunks, each `stride` apart, of `partial`, and likewise `second` of the columns after those of `out`. So
+    /// many threads add parts of a column's chunks that each has one of them, up to 32: the order depends on the chunks alone.
+    pub(super) fn finish_columns(
+        &self,
+        partial: View<'_>,
+        out: &ViewMut<'_>,
+        second: Option<&ViewMut<'_>>,
+        chunks: usize,
+        stride: usize,
+    ) -> Result<()> {
+        let columns = out.len * (1 + usize::from(second.is_some()));
+        let parts = chunks.next_power_of_two().min(32) as u32;
+        let args = [partial.into(), out.into(), second.map_or(Arg::Pointer(0), Arg::from)];
+        let sizes = [chunks.into(), out.len.into(), stride.into()];
+        let grid = Grid::plane(columns.div_ceil(32), 1, (32, parts, 1));
+        self.launch("column_sum.cu", "column_finish", grid, &[args, sizes].concat())
+    }
+
+    /// The grid of `sum_rows` of `rows.cuh`.
+    pub(super) fn row_chunks(&self, chunks: usize, width: usize) -> Grid {
+        Grid::plane(chunks, width.div_ceil(32 * self.pack()), (32, 8, 1))
+    }
+
+    /// Elements of activations that a thread moves at a time: `Pack<elem>::SIZE` of `vector.cuh`.
+    pub(super) fn pack(&self) -> usize {
+        16 / self.element().size()
+    }
+
+    /// The sum of the numbers that `of_chunks(grid, partial)` writes: an f64 for every chunk of `len` elements.
+    pub(super) fn sum_chunks(&self, len: usize, of_chunks: impl FnOnce(Grid, Arg) -> Result<()>) -> Result<Scalar> {
+        let scalar = self.0.scalars.begin()?;
+        let blocks = len.div_ceil(SUM_CHUNK).max(1);
+        // An f64 takes the place of two elements.
+        let partial = self.alloc_f32(MemoryKind::Activations, 2 * blocks)?;
+        let partial = Arg::from(Self::all(&partial));
+        of_chunks(Grid::new(blocks, 256), partial)?;
+        let args = [partial, Arg::Pointer(scalar.pointer()), blocks.into()];
+        self.launch("sum.cu", "sum_finish", Grid::new(1, 256), &args)?;
+        Ok(scalar)
+    }
+}

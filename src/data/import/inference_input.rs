@@ -1,0 +1,141 @@
+//! Rows without targets, in any form that is imported, on their way to a network that is to predict them.
+
+use std::path::{Path, PathBuf};
+
+use super::csv::{Categories, ImportCsv, Missing, TableFormat, import_csv};
+use super::images::{ImportImages, file_names_of, import_images};
+use super::numpy::{Arrays, ImportNumpy, import_numpy};
+use super::row_writer::{ImportOptions, NotFinite};
+use crate::Preprocessing;
+use crate::spec::file_names;
+use hpctrain_base::error::{Error, Result};
+
+/// The form of rows without targets, by the name of their file or the contents of their folder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    /// A table of text.
+    Table,
+    /// An array of NumPy.
+    Array,
+    /// A folder of PNG and JPEG images.
+    Images,
+    /// An HDF5 file, or a directory of shards: read as they are.
+    Hdf5,
+}
+
+/// Rows without targets, and all that is needed to bring them into the form in which a network learned.
+#[derive(Debug, Clone)]
+pub struct Unlabelled {
+    /// The table, array or folder.
+    pub input: PathBuf,
+    /// The way in which a table is written.
+    pub format: TableFormat,
+    /// Treatment of a table's missing numbers; left out, that of the training table.
+    pub missing: Option<Missing>,
+    /// Preprocessing of the training data.
+    pub learned: Preprocessing,
+    /// Shape of a row of the network's inputs.
+    pub shape: Vec<usize>,
+}
+
+impl Form {
+    /// The form of the input at `path`.
+    ///
+    /// # Errors
+    /// Its name tells none.
+    pub fn of(path: &Path) -> Result<Self> {
+        if path.is_dir() {
+            let has_shards = file_names(path)?.iter().any(|name| name.ends_with(".h5"));
+            return Ok(if has_shards { Self::Hdf5 } else { Self::Images });
+        }
+        let extension = path.extension().map(|extension| extension.to_string_lossy().to_ascii_lowercase());
+        match extension.as_deref() {
+            Some("csv" | "tsv") => Ok(Self::Table),
+            Some("npy") => Ok(Self::Array),
+            Some("h5" | "hdf5") => Ok(Self::Hdf5),
+            // Missing ones are refused by those who open them.
+            _ if !path.exists() => Ok(Self::Hdf5),
+            _ => Err(Error::input(format!("{}: the form of a file with such a name is not known", path.display())).hint(
+                "name it FILE.csv or FILE.tsv (a table), FILE.npy (an array of NumPy) or FILE.h5 (HDF5), or give a folder of images",
+            )),
+        }
+    }
+}
+
+impl Unlabelled {
+    /// Writes the rows, in their order, as one shard in the directory `out`, which is made.
+    ///
+    /// # Errors
+    /// As for the import of that form; the network takes no images.
+    pub fn import(&self, form: Form, out: &Path) -> Result<()> {
+        let input = &self.input;
+        let kept = ImportOptions {
+            not_finite: NotFinite::Error,
+            every: 0,
+            shards: 1,
+            normalize: false,
+            out: out.to_path_buf(),
+        };
+        match form {
+            Form::Table => {
+                let categories = match self.learned.columns {
+                    Some(_) => Categories::Learned(Box::new(self.learned.clone())),
+                    // Those of the network have no names.
+                    None => Categories::NONE,
+                };
+                if self.missing == Some(Missing::Skip) {
+                    return Err(Error::input("--missing skip: every row gets a prediction")
+                        .hint("fill missing numbers up: --missing mean, or a number such as --missing 0"));
+                }
+                let (format, missing) = (self.format.clone(), self.missing);
+                import_csv(&ImportCsv { format, missing, categories, needs_all: true, ..ImportCsv::new(input, kept) })
+            }
+            Form::Array => {
+                let arrays = Arrays::Files { features: input.clone(), labels: None, weights: None };
+                import_numpy(&ImportNumpy { arrays, regression: false, kept })
+            }
+            Form::Images => {
+                let [height, width, channels @ (1 | 3)] = self.shape[..] else {
+                    let (input, shape) = (input.display(), &self.shape);
+                    return Err(Error::input(format!(
+                        "{input} is a folder, but the network takes rows of {shape:?}, not images"
+                    ))
+                    .hint("give a table (.csv), an array (.npy), an HDF5 file (.h5) or a directory of shards"));
+                };
+                let size = Some([height as u32, width as u32]);
+                import_images(&ImportImages { folder: input.clone(), no_target: true, size, grey: channels == 1, kept })
+            }
+            Form::Hdf5 => return Ok(()),
+        }
+        .map(drop)
+    }
+
+    /// Names of the images in the order of their rows.
+    ///
+    /// # Errors
+    /// The folder cannot be read.
+    pub fn images(&self) -> Result<Vec<String>> {
+        file_names_of(&self.input)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_form_is_told_by_names() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        for name in ["a.csv", "a.TSV", "a.npy", "a.h5", "a.txt"] {
+            std::fs::write(at(name), "").unwrap();
+        }
+        let of = |name: &str| Form::of(&at(name));
+        assert_eq!(["a.csv", "a.TSV"].map(|name| of(name).unwrap()), [Form::Table; 2]);
+        assert_eq!(["a.npy", "a.h5", "gone"].map(|name| of(name).unwrap()), [Form::Array, Form::Hdf5, Form::Hdf5]);
+        assert!(of("a.txt").unwrap_err().to_string().contains("is not known\nhint: name it FILE.csv"));
+        assert_eq!(Form::of(folder.path()).unwrap(), Form::Hdf5);
+        let images = tempfile::tempdir().unwrap();
+        assert_eq!(Form::of(images.path()).unwrap(), Form::Images);
+    }
+}

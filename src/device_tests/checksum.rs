@@ -1,0 +1,83 @@
+//! Operations of `hpctrain_device::ops`, file `digest.rs`.
+
+use crate::common::{Results, down, random, up, up_f32};
+use hpctrain_device::ops::checksum::{CHUNK, weight};
+use hpctrain_device::{AdamW, Audit, Elements, Elementwise, Kernels, Sgd};
+
+fn digest_of(x: &[f32]) -> f64 {
+    let of_chunk = |(number, chunk): (usize, &[f32])| {
+        let term = |(i, x): (usize, &f32)| x.to_bits().wrapping_mul(weight((number * CHUNK + i) as u32));
+        f64::from(chunk.iter().enumerate().map(term).fold(0, u32::wrapping_add))
+    };
+    x.chunks(CHUNK).enumerate().map(of_chunk).sum()
+}
+
+pub fn digests<B: Kernels>(b: &B) -> Results {
+    for len in [0, 1, 31, CHUNK, CHUNK + 33, 3 * CHUNK - 1] {
+        let x = random(b, 7, len);
+        let found = b.read(b.digest(B::all(&up_f32(b, &x))).unwrap()).unwrap();
+        assert_eq!(found, digest_of(&x), "{len} elements");
+        for (at, bit) in [(0, 0), (len / 2, 13), (len.saturating_sub(1), 31)] {
+            let mut changed = x.clone();
+            let Some(one) = changed.get_mut(at) else { continue };
+            *one = f32::from_bits(one.to_bits() ^ 1 << bit);
+            let other = b.read(b.digest(B::all(&up_f32(b, &changed))).unwrap()).unwrap();
+            assert_ne!(other, found, "bit {bit} of element {at} of {len}");
+        }
+        let swapped: Vec<f32> = x.iter().rev().copied().collect();
+        assert!(len < 2 || digest_of(&swapped) != digest_of(&x), "{len} elements the other way round");
+    }
+    updates(b)
+}
+
+/// Updates leave the same elements with an audit, whose digests are those of the buffers before and after.
+fn updates<B: Kernels>(b: &B) -> Results {
+    let mut results = Vec::new();
+    let len = CHUNK + 77;
+    let (g, p) = (up_f32(b, &random(b, 1, len)), random(b, 2, len));
+    let state: Vec<f32> = random(b, 3, len).iter().map(|x| x * x).collect();
+    let adamw = AdamW { lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.2, step: 3, grad_scale: 0.5 };
+    let sgd = Sgd { lr: 0.1, momentum: 0.9, nesterov: true, weight_decay: 0.2, grad_scale: 0.5 };
+    let of = |rule| Elements { rule, lr: 0.1, weight_decay: 0.2, step: 3, grad_scale: 0.5 };
+    let (two, one) = (
+        of(Elementwise::Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 }),
+        of(Elementwise::Lion { beta1: 0.9, beta2: 0.99 }),
+    );
+    for rule in 0..5 {
+        let update = |audit: Option<&mut Audit<B::Scalar>>| {
+            let second = if rule == 3 { &[][..] } else { &state };
+            let mut bufs = [&state[..], second, &p].map(|values| up_f32(b, values));
+            let mut copy = up(b, &p);
+            {
+                let [first, second, to] = &mut bufs;
+                let (first, second, to) = (B::all_mut(first), B::all_mut(second), B::all_mut(to));
+                let (g, copy) = (B::all(&g), Some(B::all_mut(&mut copy)));
+                match rule {
+                    0 => b.adamw(adamw, g, first, second, to, copy, audit),
+                    1 => b.sgd(sgd, g, first, to, copy, audit),
+                    2 => b.elements(two, g, first, second, to, copy, audit),
+                    3 => b.elements(one, g, first, second, to, copy, audit),
+                    _ => b.approach(0.3, g, to, copy, audit),
+                }
+                .unwrap();
+            }
+            bufs.map(|buf| down(b, &buf))
+        };
+        let plain = update(None);
+        let mut audit = Audit::default();
+        let audited = update(Some(&mut audit));
+        assert_eq!(plain, audited, "rule {rule}");
+        let changed: &[usize] = match rule {
+            0 | 2 => &[0, 1, 2],
+            4 => &[2],
+            _ => &[0, 2],
+        };
+        let before = [&state[..], &state, &p];
+        let sum = |digests: Vec<B::Scalar>| digests.into_iter().map(|one| b.read(one).unwrap()).sum::<f64>();
+        let found: f64 = changed.iter().map(|&i| digest_of(before[i])).sum();
+        let left: f64 = changed.iter().map(|&i| digest_of(&audited[i])).sum();
+        assert_eq!((sum(audit.found), sum(audit.left)), (found, left), "rule {rule}");
+        results.extend(audited);
+    }
+    results
+}

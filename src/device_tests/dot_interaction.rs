@@ -1,0 +1,38 @@
+//! Operations of `hpctrain_device::ops`, file `pairs.rs`.
+
+use crate::common::{Results, close, down, random, up, wide};
+use hpctrain_device::{DotInteraction, Kernels};
+
+pub fn pairs<B: Kernels>(b: &B) -> Results {
+    let mut results = Vec::new();
+    // Pairs counted from 0 where their square root is whole, or not quite.
+    for (samples, rows, width) in [(1, 2, 1), (3, 5, 7), (33, 27, 16), (2, 130, 3), (700, 3, 35)] {
+        let shape = DotInteraction { samples, rows, width };
+        let (inputs, outputs) = (rows * width, shape.outputs());
+        let (x, dy) = (random(b, 71, samples * inputs), random(b, 72, samples * outputs));
+        let (wx, wdy) = (wide(&x), wide(&dy));
+        let (mut want_y, mut want_dx) = (Vec::new(), vec![0.0; samples * inputs]);
+        for sample in 0..samples {
+            let (x, dy) = (&wx[sample * inputs..][..inputs], &wdy[sample * outputs..][..outputs]);
+            let dx = &mut want_dx[sample * inputs..][..inputs];
+            want_y.extend_from_slice(&x[..width]);
+            dx[..width].copy_from_slice(&dy[..width]);
+            let pairs = (1..rows).flat_map(|i| (0..i).map(move |j| (i, j)));
+            for ((i, j), slope) in pairs.zip(&dy[width..]) {
+                want_y.push((0..width).map(|k| x[i * width + k] * x[j * width + k]).sum());
+                for k in 0..width {
+                    dx[i * width + k] += slope * x[j * width + k];
+                    dx[j * width + k] += slope * x[i * width + k];
+                }
+            }
+        }
+        let (xb, dyb) = (up(b, &x), up(b, &dy));
+        let (mut y, mut dx) = (up(b, &vec![9.0; samples * outputs]), up(b, &vec![9.0; samples * inputs]));
+        b.pair_products(shape, B::all(&xb), B::all_mut(&mut y)).unwrap();
+        close(b, &y, &want_y, &format!("{shape:?}"));
+        b.pair_products_backward(shape, B::all(&xb), B::all(&dyb), B::all_mut(&mut dx)).unwrap();
+        close(b, &dx, &want_dx, &format!("{shape:?} backward"));
+        results.extend([down(b, &y), down(b, &dx)]);
+    }
+    results
+}

@@ -1,0 +1,295 @@
+//! Embedding tables on the host, whose rows a device takes as its input (`model.place.tables`).
+//!
+//! The network's first block is nothing but tables. The host computes it: it looks the rows of a micro-batch up and copies them to the
+//! device, and later takes the gradient of these rows and adds it to the tables' gradient. So the device has a micro-batch's rows in
+//! the place of tables, their gradients and the state of their optimizer, and the host does as much work as there are ids, but for
+//! the update. Sums over ranks go by the same collectives, of host memory.
+//!
+//! Rows go through one piece of page-locked memory, rounded there to the device's type as its own tables would be: so the device has
+//! the same bits. It orders copies and compute by itself; the host waits for a gradient alone.
+
+use std::sync::Arc;
+
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::spans::{Doing, span};
+use hpctrain_cpu::{Cpu, CpuBuf};
+use hpctrain_data::SampleFields;
+use hpctrain_device::{Backend, CommBuffer, ComputeOrderedCopies, Kernels, MemoryKind, Slot};
+use hpctrain_nn::{Block, Context, MicroBatch};
+use hpctrain_parallel::Sharded;
+
+/// The block of tables, and the way of their rows to the device and back.
+pub struct HostEmbedding<B: Kernels> {
+    backend: B,
+    cpu: Cpu,
+    block: Box<dyn Block<Cpu>>,
+    /// None where the device's buffers are host memory.
+    copies: Option<Arc<dyn ComputeOrderedCopies>>,
+    /// Made with the first rows, and anew for more of them.
+    slot: Option<Slot>,
+    /// Words of the slot.
+    words: usize,
+    /// Bytes, as they are counted.
+    bytes: usize,
+}
+
+impl<B: Kernels> HostEmbedding<B> {
+    /// `block`, which `cpu` computes beside `backend`.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn new(backend: &B, cpu: Cpu, block: Box<dyn Block<Cpu>>) -> Result<Self> {
+        let (backend, copies) = (backend.clone(), backend.copies()?);
+        Ok(Self { backend, cpu, block, copies, slot: None, words: 0, bytes: 0 })
+    }
+
+    /// The rows of a micro-batch, on their way to the device: work that compute requests from now on finds them. It is the tables' turn
+    /// in the pass of `sharded`.
+    ///
+    /// # Errors
+    /// Out of memory, the device failed, or a gather of parameters failed.
+    pub fn forward(&mut self, sharded: &mut Sharded<Cpu>, micro: &MicroBatch<B>) -> Result<B::Buf> {
+        let _span = span(Doing::Forward, Some(&sharded.name(0).clone()));
+        let rows = {
+            let micro = self.micro(micro)?;
+            let cx = Context { backend: &self.cpu, micro: &micro, training: None, tensor: None };
+            self.block.forward(&cx, sharded.params(0)?, &self.cpu.alloc(MemoryKind::Activations, 0)?)?.0
+        };
+        sharded.release();
+        let mut input = self.backend.alloc(MemoryKind::Activations, rows.len())?;
+        self.send(&rows, &mut input)?;
+        self.count();
+        Ok(input)
+    }
+
+    /// Adds the gradient of the rows of a micro-batch to that of the tables; at the end of a lane, of the `last` one or another, it is
+    /// final.
+    ///
+    /// # Errors
+    /// As [`HostEmbedding::forward`], or a reduction could not be started.
+    pub fn backward(
+        &mut self,
+        sharded: &mut Sharded<Cpu>,
+        micro: &MicroBatch<B>,
+        gradient: B::Buf,
+        lane_end: Option<bool>,
+    ) -> Result<()> {
+        let span = span(Doing::Backward, Some(&sharded.name(0).clone()));
+        let gradient = self.receive(gradient)?;
+        {
+            let micro = self.micro(micro)?;
+            let cx = Context { backend: &self.cpu, micro: &micro, training: None, tensor: None };
+            let (params, grads) = sharded.params_and_grads(0)?;
+            let none = self.cpu.alloc(MemoryKind::Activations, 0)?;
+            self.block.backward(&cx, params, grads, &none, vec![], gradient)?;
+        }
+        drop(span);
+        sharded.release();
+        if let Some(last) = lane_end {
+            sharded.lane_done(0, last)?;
+            sharded.start_reductions()?;
+        }
+        self.count();
+        Ok(())
+    }
+
+    /// The ids of a micro-batch alone, for the host.
+    fn micro(&self, of: &MicroBatch<B>) -> Result<MicroBatch<Cpu>> {
+        let parts = SampleFields { ids: &of.host_ids[..], ..SampleFields::default() };
+        MicroBatch::upload(&self.cpu, parts, of.samples, of.time, of.first)
+    }
+
+    fn copies(&self) -> Result<Arc<dyn ComputeOrderedCopies>> {
+        self.copies.clone().ok_or_else(|| Error::internal("a device that nothing copies to"))
+    }
+
+    /// A slot of so many words at least.
+    fn slot(&mut self, words: usize) -> Result<&mut Slot> {
+        if words > self.words || self.slot.is_none() {
+            // The old one's memory goes first.
+            self.slot = None;
+            self.slot = Some(match &self.copies {
+                Some(copies) => Slot::new(&**copies, words)?,
+                None => Slot::of(Box::new(vec![0.0; words])),
+            });
+            self.words = words;
+        }
+        self.slot.as_mut().ok_or_else(|| Error::internal("no way for rows"))
+    }
+
+    /// Starts to copy rows to the device, in its type.
+    fn send(&mut self, rows: &CpuBuf, to: &mut B::Buf) -> Result<()> {
+        let (cpu, is_narrow) = (self.cpu.clone(), self.backend.has_master_weights());
+        match B::comm_buffer(to, 0..rows.len())? {
+            CommBuffer::Host(to) => to.copy_from_slice(rows.as_slice()),
+            CommBuffer::Device(memory, _) => {
+                // Waits for the rows before, which were on their way long ago.
+                let words = self.slot(memory.words())?.memory()?;
+                match is_narrow {
+                    true => cpu.narrow(rows.as_slice(), words),
+                    false => words[..rows.len()].copy_from_slice(rows.as_slice()),
+                }
+                let copies = self.copies()?;
+                // The buffer's memory may have been another's, which kernels still use.
+                copies.after_compute()?;
+                self.slot(memory.words())?.upload(&*copies, &[(memory, 0)])?;
+                copies.before_compute()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The gradient of rows, as compute leaves it.
+    fn receive(&mut self, mut gradient: B::Buf) -> Result<CpuBuf> {
+        let len = B::len(&gradient);
+        let mut rows = self.cpu.alloc(MemoryKind::Activations, len)?;
+        let is_narrow = self.backend.has_master_weights();
+        match B::comm_buffer(&mut gradient, 0..len)? {
+            CommBuffer::Host(from) => rows.as_mut_slice().copy_from_slice(from),
+            CommBuffer::Device(memory, _) => {
+                let copies = self.copies()?;
+                copies.after_compute()?;
+                let slot = self.slot(memory.words())?;
+                slot.download(&*copies, &[(memory, 0)])?;
+                let words = slot.memory()?;
+                match is_narrow {
+                    true => widen(&bytemuck::cast_slice(words)[..len], rows.as_mut_slice()),
+                    false => rows.as_mut_slice().copy_from_slice(&words[..len]),
+                }
+            }
+        }
+        Ok(rows)
+    }
+
+    /// Enters the host's memory in the device's ledger. Its pool keeps all that it had once.
+    fn count(&mut self) {
+        let now = self.cpu.ledger().total_peak() + self.words * size_of::<f32>();
+        self.backend.ledger().resize(MemoryKind::Offloaded, self.bytes, now);
+        self.bytes = now;
+    }
+}
+
+impl<B: Kernels> Drop for HostEmbedding<B> {
+    fn drop(&mut self) {
+        self.backend.ledger().give(MemoryKind::Offloaded, self.bytes);
+    }
+}
+
+/// Numbers of bf16 as they are.
+fn widen(from: &[u16], to: &mut [f32]) {
+    to.iter_mut().zip(from).for_each(|(to, bits)| *to = f32::from_bits(u32::from(*bits) << 16));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{engine, micro_batches, on_threads, train_round};
+    use hpctrain_comm::Comm;
+    use hpctrain_config::{Environment, ResolvedConfig, Sources, load, resolve};
+    use hpctrain_data::Batch;
+    use hpctrain_parallel::ControlFlags;
+    use hpctrain_parallel::Progress;
+
+    const TABLES: &str = "{kind='embedding_tables', ids=[5, 3, 9], width=4";
+    const BEHIND: &str = "{kind='dot_interaction'}, {kind='dense', units=3}, {kind='tanh'}, {kind='dense', units=1}";
+
+    fn plan(ranks: usize, settings: &[&str]) -> ResolvedConfig {
+        let common = "model.kind=layers loss.kind=mse precision.compute=f32 batch.global=16 run.steps=3 schedule.warmup=0 \
+                      parallel.lanes=4 optimizer.lr=0.05 optimizer.ema=0.5 comm.algorithm=tree";
+        let overrides: Vec<String> = common.split(' ').chain(settings.iter().copied()).map(String::from).collect();
+        let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
+        resolve(config, &Environment { ranks, threads: 1, vocabulary: None, on_gpu: true }).unwrap()
+    }
+
+    /// Parameters and state of every tensor after three steps, by name and buffer; and the loss of each step.
+    type Outcome = (Vec<(String, usize, Vec<u32>)>, Vec<u64>);
+
+    fn outcome(ranks: usize, settings: &[&str]) -> Outcome {
+        let plan = plan(ranks, settings);
+        let rank = |comm: &Comm<Cpu>| {
+            let backend = Cpu::new(1);
+            let (mut engine, _) = engine(comm, &plan, backend.clone(), None)?;
+            let (stage, sizes) = (engine.model.sharded.stage().clone(), plan.samples.sizes(1));
+            let (mut progress, mut losses) = (Progress::default(), vec![]);
+            let lanes = plan.lanes_of(engine.model.sharded.data().rank())[0].clone();
+            for step in 0..3 {
+                let mut samples = (lanes.start as u64 * plan.lane_samples..).step_by(plan.micro as usize);
+                let next = || {
+                    let first = samples.next().unwrap_or_default();
+                    let of = first..first + plan.micro;
+                    let number = |i: u64| (i * 2_654_435_761 + step * 97) % 1009;
+                    let ids = of.clone().flat_map(|i| [number(i) % 5, 5 + number(i + 50) % 3, 8 + number(i + 90) % 9]);
+                    let features = of.clone().flat_map(|i| (0..sizes.features as u64).map(move |k| i * 7 + k));
+                    let parts = SampleFields {
+                        ids: ids.map(|id| id as u32).collect(),
+                        features: features.map(|i| number(i) as f32 / 1009.0).collect(),
+                        values: of.clone().map(|i| (i % 3) as f32).collect(),
+                        ..SampleFields::default()
+                    };
+                    micro_batches::micro(&backend, &Batch { positions: of, parts }, 1, 0, &stage)
+                };
+                let round = train_round(&plan, &mut engine, next, &mut progress, ControlFlags::empty)?;
+                losses.push(round.steps[0].loss.to_bits());
+            }
+            let mut tensors = vec![];
+            for unit in engine.model.sharded.owned()? {
+                for (part, values) in std::iter::once(unit.params).chain(unit.state).enumerate() {
+                    let mut host = vec![0.0; unit.range.len()];
+                    values.read(&mut host)?;
+                    for piece in unit.layout.pieces(unit.range.clone()) {
+                        let bits = host[piece.of_owned.clone()].iter().map(|x| x.to_bits()).collect();
+                        tensors.push((piece.tensor.name.clone(), part, piece.of_tensor.start, bits));
+                    }
+                }
+            }
+            Ok((tensors, losses))
+        };
+        let told = on_threads(ranks, rank).unwrap();
+        let losses = told[0].1.clone();
+        let mut all = std::collections::BTreeMap::<(String, usize), Vec<(usize, Vec<u32>)>>::new();
+        for (name, part, start, bits) in told.into_iter().flat_map(|(tensors, _)| tensors) {
+            all.entry((name, part)).or_default().push((start, bits));
+        }
+        let mut tensors = vec![];
+        for ((name, part), mut pieces) in all {
+            pieces.sort();
+            tensors.push((name, part, pieces.into_iter().flat_map(|(_, bits)| bits).collect()));
+        }
+        (tensors, losses)
+    }
+
+    /// Two hosts, one of which stands for a device, add in the same order.
+    #[test]
+    fn a_host_has_the_bits_of_its_device() {
+        let numbers =
+            format!("model.layers=[{TABLES}, dense=[{{kind='dense', units=4}}, {{kind='relu'}}]}}, {BEHIND}]");
+        let without = format!("model.layers=[{TABLES}}}, {BEHIND}]");
+        for (layers, input, clip) in [
+            (&without, "model.input=[0]", "optimizer.grad_clip=0.01"),
+            // Beside numbers the tables are a unit of their own, and the norm has other last bits.
+            (&numbers, "model.input=[2]", "optimizer.grad_clip=0"),
+        ] {
+            let network = [layers.as_str(), input, clip];
+            let here = outcome(1, &network);
+            assert_eq!(here.0.iter().filter(|(name, ..)| name.contains(".tables.")).count(), 3 * 4);
+            for (ranks, layout) in [
+                (1, &["batch.micro=2"][..]),
+                (1, &["batch.micro=4", "parallel.recompute=true"]),
+                (2, &["parallel.zero=0"]),
+                (2, &["parallel.zero=1"]),
+                (4, &["parallel.zero=2"]),
+                (4, &["parallel.zero=3", "batch.micro=1"]),
+                (4, &["parallel.zero=3", "parallel.shard=2", "parallel.prefetch=0"]),
+            ] {
+                let micro = layout.iter().copied().filter(|setting| setting.starts_with("batch."));
+                let want = match micro.collect::<Vec<_>>()[..] {
+                    [] => here.clone(),
+                    [micro] => outcome(1, &[&network[..], &[micro]].concat()),
+                    _ => unreachable!("one size of micro-batches"),
+                };
+                let got = outcome(ranks, &[&network[..], layout, &["model.place.tables=host"]].concat());
+                assert!(got == want, "{layers} on {ranks} ranks with {layout:?}: {:?} and {:?}", got.1, want.1);
+            }
+        }
+    }
+}

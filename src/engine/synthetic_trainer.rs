@@ -1,0 +1,100 @@
+//! Steps of a network on random data: the speed of training, independent of the data.
+
+use std::time::Instant;
+
+use super::memory::{self, Held};
+use super::warmup::random;
+use super::{Engine, engine, micro_batches, train_round, vocabulary};
+use hpctrain_base::error::Result;
+use hpctrain_comm::{self as comm, Comm};
+use hpctrain_config::topology::Topology;
+use hpctrain_config::{Config, Environment, ModelKind, ResolvedConfig, resolve};
+use hpctrain_data::Batch;
+use hpctrain_device::Kernels;
+use hpctrain_parallel::Progress;
+use hpctrain_parallel::{ControlFlags, PipelineSchedule};
+
+/// A network that trains on one micro-batch a rank, over and over.
+pub struct SyntheticTrainer<B: Kernels> {
+    /// The plan of the training.
+    pub plan: ResolvedConfig,
+    engine: Engine<B>,
+    batch: Batch,
+    progress: Progress,
+}
+
+impl<B: Kernels> SyntheticTrainer<B> {
+    /// The network of a configuration with so many samples a rank and step, or a micro-batch of its own. Collective over
+    /// the world of `comm`.
+    ///
+    /// # Errors
+    /// The configuration cannot be, or the memory does not suffice.
+    pub fn new(
+        comm: &Comm<B>,
+        config: Config,
+        samples: Option<u64>,
+        backend: impl FnOnce(&ResolvedConfig) -> Result<B>,
+    ) -> Result<Self> {
+        let world = comm.world();
+        let mut config = config.of_any_length();
+        let topology = Topology::gather(&world, comm.node().host)?;
+        // Ids of text are those of its tokenizer.
+        let wants_ids = config.model.kind != ModelKind::Layers && config.model.vocabulary.is_none();
+        let vocabulary = world.all_ok(wants_ids.then(|| vocabulary(&config)).transpose())?;
+        let facts = Environment { ranks: world.size(), threads: topology.threads(), vocabulary, on_gpu: !B::ON_HOST };
+        let samples = match samples {
+            Some(samples) => samples,
+            None => world.all_ok(resolve(config.clone(), &facts))?.micro,
+        };
+        // A pipeline is filled by several micro-batches for each of its stages.
+        let stages = config.parallel.pipeline.max(1);
+        let micros = if stages > 1 { 4 * stages } else { 1 };
+        let global = samples * (world.size() / stages * micros) as u64;
+        (config.batch.global, config.batch.micro) = (global, Some(samples));
+        config.parallel.lanes = None;
+        let plan = world.all_ok(resolve(config, &facts))?;
+        world.all_ok(memory::check::<B>(&plan, &topology, Held::now(comm, &[]), None))?;
+        let backend = world.all_ok(backend(&plan))?;
+        Self::of_plan(comm, plan, backend)
+    }
+
+    /// The network of a plan. Collective over the world of `comm`.
+    ///
+    /// # Errors
+    /// Out of memory, or a message between ranks failed.
+    pub fn of_plan(comm: &Comm<B>, plan: ResolvedConfig, backend: B) -> Result<Self> {
+        let comm = &comm.select_transport(plan.config.comm.path, comm::prove)?;
+        let (engine, _) = engine(comm, &plan, backend, None)?;
+        let batch = random(&plan, plan.micro as usize);
+        Ok(Self { plan, engine, batch, progress: Progress::default() })
+    }
+
+    /// Seconds of the next step on this rank; where replicas train apart, the mean of those to the next average.
+    ///
+    /// # Errors
+    /// The device or a message between ranks failed.
+    pub fn step(&mut self) -> Result<f64> {
+        let begun = Instant::now();
+        let (backend, batch) = (self.engine.model.backend.clone(), &self.batch);
+        let time = self.plan.network.context();
+        let stage = self.engine.model.sharded.stage().clone();
+        let next = || micro_batches::micro(&backend, batch, time, 0, &stage);
+        let round = train_round(&self.plan, &mut self.engine, next, &mut self.progress, ControlFlags::empty)?;
+        Ok(begun.elapsed().as_secs_f64() / round.steps.len() as f64)
+    }
+
+    /// From now on gradients of weights are computed apart from those of inputs, as in a late stage of a zero-bubble pipeline.
+    pub fn defer_wgrad(&mut self) {
+        self.engine.geometry.schedule.order = PipelineSchedule::ZeroBubble;
+    }
+
+    /// The device.
+    pub fn backend(&self) -> &B {
+        &self.engine.model.backend
+    }
+
+    /// Parameters of the network.
+    pub fn parameters(&self) -> u64 {
+        self.engine.model.sharded.parameters()
+    }
+}

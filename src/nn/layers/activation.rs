@@ -1,0 +1,32 @@
+//! A function of every element.
+
+use super::layer::{BackwardArgs, Op, Sizes};
+use crate::Context;
+use hpctrain_base::error::Result;
+use hpctrain_device::{Activation, Kernels, MemoryKind};
+
+/// An activation function.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Function {
+    pub f: Activation,
+    /// Of a sample.
+    pub elements: usize,
+}
+
+impl Op for Function {
+    fn sizes(&self) -> Sizes {
+        Sizes { input: self.elements, output: self.elements, ..Sizes::default() }
+    }
+
+    fn forward<B: Kernels>(&self, cx: &Context<'_, B>, _: &[B::View<'_>], x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
+        let mut y = cx.backend.alloc(MemoryKind::Activations, B::len(x))?;
+        cx.backend.activation(self.f, B::all(x), B::all_mut(&mut y))?;
+        Ok((y, vec![]))
+    }
+
+    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
+        let mut dy = back.dy;
+        cx.backend.activation_backward(self.f, B::all(back.x), B::all_mut(&mut dy))?;
+        Ok(dy)
+    }
+}

@@ -1,0 +1,87 @@
+//! Layers one after the other.
+
+use super::layer::{BackwardArgs, LayerOp, Op, Sizes, Slice};
+use crate::Context;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::Tensor;
+use hpctrain_device::Kernels;
+
+/// One layer or more.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sequence(pub Vec<LayerOp>);
+
+impl Op for Sequence {
+    fn tensors(&self) -> Vec<Tensor> {
+        self.0.iter().flat_map(LayerOp::tensors).collect()
+    }
+
+    fn slices(&self) -> Vec<Slice> {
+        self.0.iter().flat_map(LayerOp::slices).collect()
+    }
+
+    /// Buffers of every layer, and its input from the second layer on.
+    fn kept(&self) -> usize {
+        self.0.iter().map(LayerOp::kept).sum::<usize>() + self.0.len() - 1
+    }
+
+    fn sizes(&self) -> Sizes {
+        let all: Vec<Sizes> = self.0.iter().map(LayerOp::sizes).collect();
+        let between: usize = all[1..].iter().map(|sizes| sizes.input).sum();
+        Sizes {
+            input: all[0].input,
+            output: all[all.len() - 1].output,
+            kept: all.iter().map(|sizes| sizes.kept).sum::<usize>() + between,
+            exact: all.iter().map(|sizes| sizes.exact).sum(),
+            // A backward has the gradients of output and input at hand.
+            scratch: all.iter().map(|sizes| sizes.scratch + sizes.input + sizes.output).max().unwrap_or(0),
+        }
+    }
+
+    fn flops(&self) -> u64 {
+        self.0.iter().map(LayerOp::flops).sum()
+    }
+
+    fn forward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        params: &[B::View<'_>],
+        x: &B::Buf,
+    ) -> Result<(B::Buf, Vec<B::Buf>)> {
+        let (mut kept, mut rest) = (Vec::with_capacity(self.kept()), params);
+        let mut last: Option<B::Buf> = None;
+        for step in &self.0 {
+            let (own, others) = rest.split_at(step.slices().len());
+            rest = others;
+            let (y, of_step) = step.forward(cx, own, last.as_ref().unwrap_or(x))?;
+            kept.extend(of_step);
+            kept.extend(last.replace(y));
+        }
+        Ok((last.ok_or_else(|| Error::internal("a sequence of no layers"))?, kept))
+    }
+
+    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
+        let BackwardArgs { mut params, mut grads, first, x, mut kept, mut dy, wants_input } = back;
+        for (i, step) in self.0.iter().enumerate().rev() {
+            // In the order of the forward: the layer's kept buffers, then its input.
+            let input = if i > 0 { kept.pop() } else { None };
+            let of_step = kept.split_off(kept.len() - step.kept());
+            let own = params.len() - step.slices().len();
+            let (params_before, own_params) = params.split_at(own);
+            let (grads_before, own_grads) = grads.split_at_mut(own);
+            (params, grads) = (params_before, grads_before);
+            dy = step.backward(
+                cx,
+                BackwardArgs {
+                    params: own_params,
+                    grads: own_grads,
+                    first,
+                    x: input.as_ref().unwrap_or(x),
+                    kept: of_step,
+                    dy,
+                    wants_input: wants_input || i > 0,
+                },
+            )?;
+        }
+        Ok(dy)
+    }
+}

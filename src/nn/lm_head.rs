@@ -1,0 +1,227 @@
+//! The last block of language models: a norm, then logits against a table of its own or the token table.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::tensor_parallel::{Column, Places, TensorParallel};
+use super::wgrad::At;
+use super::{Block, Context, Grads, INIT, KvCache, Params, TiedParam, unpack};
+use hpctrain_base::error::Result;
+use hpctrain_base::layout::{Cut, Init, Tensor, TensorShards};
+use hpctrain_device::{Backend, Kernels, Linear, MemoryKind, Norm};
+
+/// The unit of the token table, which a tied head borrows.
+const EMBEDDING_UNIT: usize = 0;
+
+/// The matrix that logits are computed with, vocabulary × width.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Table {
+    /// The token table, borrowed from the first unit.
+    Tied,
+    /// A tensor of the head's own, of this name.
+    Own(&'static str),
+}
+
+/// Final norm and logits.
+pub struct Head {
+    /// Name of the norm, before `.weight` and `.bias`.
+    pub norm: &'static str,
+    /// Whether the norm has a bias.
+    pub bias: bool,
+    /// Whether the norm subtracts the mean.
+    pub centred: bool,
+    /// Added to the variance.
+    pub epsilon: f32,
+    /// Width of the stream.
+    pub width: usize,
+    /// Token ids.
+    pub vocabulary: usize,
+    /// The matrix of the logits.
+    pub table: Table,
+    /// The tensor lanes of this rank, each with some token ids.
+    pub slices: TensorShards,
+}
+
+impl Head {
+    fn shape(&self, rows: usize) -> Norm {
+        Norm { rows, width: self.width, epsilon: self.epsilon, centred: self.centred }
+    }
+
+    /// The map to a lane's logits. Their rows are padded: a vocabulary may be any number, and products are fast where rows are
+    /// aligned.
+    fn logits<B: Backend>(&self, rows: usize, lane: usize) -> Linear {
+        let classes = self.classes(lane);
+        Linear { stride: B::row_stride(classes), ..Linear::new(rows, self.width, classes) }
+    }
+
+    /// Elements of a row of the logits of all lanes of this rank, padding included.
+    fn logits_per_row<B: Backend>(&self) -> usize {
+        self.slices.held.clone().map(|lane| B::row_stride(self.classes(lane))).sum()
+    }
+
+    /// Token ids of a lane.
+    fn classes(&self, lane: usize) -> usize {
+        self.slices.share(self.vocabulary, lane).len()
+    }
+
+    /// Token ids of all lanes of this rank, at most.
+    fn all_classes(&self) -> usize {
+        self.slices.held.len() * self.classes(0)
+    }
+
+    /// Lengths of the tensors of a lane's section: table, norm's weight and bias.
+    fn lens(&self, lane: usize) -> [usize; 3] {
+        let own = if self.table == Table::Tied { 0 } else { self.classes(lane) * self.width };
+        [own, self.width, if self.bias { self.width } else { 0 }]
+    }
+
+    /// The table of each lane.
+    fn tables<'p, B: Kernels>(&self, params: &Params<'p, B>, own: Vec<B::View<'p>>) -> Result<Vec<B::View<'p>>> {
+        match self.table {
+            Table::Own(_) => Ok(own),
+            Table::Tied => {
+                let lanes = self.slices.held.clone().enumerate();
+                let table = |lane: usize, from: B::View<'p>| B::split_at(from, self.classes(lane) * self.width).0;
+                lanes.map(|(k, lane)| Ok(table(lane, params.lent_lane(k)?))).collect()
+            }
+        }
+    }
+
+    /// The place of each lane's gradient of the table.
+    fn places(&self, own: Vec<Range<usize>>) -> Vec<At> {
+        match self.table {
+            Table::Own(_) => At::own(own),
+            Table::Tied => {
+                let stride = self.classes(0) * self.width;
+                let lanes = self.slices.held.clone().enumerate();
+                lanes.map(|(k, lane)| At::Lent(k * stride..k * stride + self.classes(lane) * self.width)).collect()
+            }
+        }
+    }
+}
+
+impl<B: Kernels> Block<B> for Head {
+    fn name(&self) -> String {
+        "head".into()
+    }
+
+    fn tensors(&self) -> Vec<Tensor> {
+        let table = match self.table {
+            Table::Tied => None,
+            Table::Own(name) => {
+                let table = Tensor::new(name, &[self.vocabulary, self.width], Init::Normal(INIT));
+                Some(table.overwritten().cut(Cut::Rows { segments: 1 }))
+            }
+        };
+        let weight = Tensor::new(format!("{}.weight", self.norm), &[self.width], Init::Ones);
+        let bias = self.bias.then(|| Tensor::new(format!("{}.bias", self.norm), &[self.width], Init::Zeros));
+        table.into_iter().chain([weight]).chain(bias).collect()
+    }
+
+    fn tied_to(&self) -> Option<TiedParam> {
+        (self.table == Table::Tied).then_some(TiedParam { unit: EMBEDDING_UNIT, len: self.all_classes() * self.width })
+    }
+
+    fn input_per_row(&self) -> usize {
+        self.width
+    }
+
+    fn saved_elems_per_row(&self) -> usize {
+        self.slices.own(self.width)
+    }
+
+    fn saved_f32_per_row(&self) -> usize {
+        self.slices.own(2)
+    }
+
+    fn forward_scratch_per_row(&self) -> usize {
+        self.slices.gathered(self.width)
+    }
+
+    fn scratch_per_row(&self) -> usize {
+        // The logits' gradient, then the input's.
+        (self.logits_per_row::<B>() + self.slices.sums(self.width)).max(self.slices.own(self.width))
+    }
+
+    fn deferred_per_row(&self) -> usize {
+        // The logits' gradient, and the norm.
+        self.logits_per_row::<B>() + self.width
+    }
+
+    fn deferred_scratch_per_row(&self) -> usize {
+        // The logits' gradient, the norm's and the input's.
+        self.logits_per_row::<B>() + 2 * self.width + self.slices.sums(self.width)
+    }
+
+    fn pads_output(&self) -> bool {
+        true
+    }
+
+    fn is_row_by_row(&self) -> bool {
+        // Where ranks divide the rows of its input, others' come for each product.
+        !(self.slices.sequence && self.slices.ranks() > 1)
+    }
+
+    fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
+        let (b, rows, lanes) = (cx.backend, cx.micro.rows(), TensorParallel::new(cx, &self.slices));
+        let [own, weight, bias] = lanes.parameters(&params, |lane| self.lens(lane));
+        let tables = self.tables(&params, own)?;
+        let (no_bias, _) = B::split_at(params.own, 0);
+        let (norm, stats) = lanes.norm(self.shape(rows), x, weight[0], bias[0])?;
+        let all_rows = lanes.gather(&norm, self.width)?;
+        let of_lanes = self.slices.of_lanes(rows, self.vocabulary, B::row_stride);
+        let mut logits = b.alloc(MemoryKind::Activations, of_lanes.last().map_or(0, |last| last.end))?;
+        for ((lane, at), table) in self.slices.held.clone().zip(of_lanes).zip(tables) {
+            let x = B::all(all_rows.as_ref().unwrap_or(&norm));
+            b.linear(self.logits::<B>(rows, lane), x, table, no_bias, B::view_mut(&mut logits, at))?;
+        }
+        Ok((logits, vec![norm, stats]))
+    }
+
+    fn supports_kv_cache(&self) -> bool {
+        true
+    }
+
+    /// Every row by itself.
+    fn forward_cached(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        x: &B::Buf,
+        past: &mut KvCache<B>,
+    ) -> Result<B::Buf> {
+        past.pass(cx.micro.rows())?;
+        self.forward(cx, params, x).map(|(logits, _)| logits)
+    }
+
+    fn backward(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        mut grads: Grads<'_, B>,
+        x: &B::Buf,
+        saved: Vec<B::Buf>,
+        dlogits: B::Buf,
+    ) -> Result<B::Buf> {
+        let (b, rows, lanes) = (cx.backend, cx.micro.rows(), TensorParallel::new(cx, &self.slices));
+        let [own, weight, _] = lanes.parameters(&params, |lane| self.lens(lane));
+        let [a_table, a_weight, a_bias] = lanes.places(params.section, |lane| self.lens(lane));
+        let [norm, stats] = unpack(saved)?;
+        let map = Column {
+            shapes: self.slices.held.clone().map(|lane| self.logits::<B>(rows, lane)).collect(),
+            weights: self.tables(&params, own)?,
+            places: self.places(a_table),
+            biases: vec![0..0; self.slices.held.len()],
+        };
+        let dlogits = Arc::new(dlogits);
+        let of_lanes = self.slices.of_lanes(rows, self.vocabulary, B::row_stride);
+        let of_lanes = of_lanes.into_iter().map(|at| (dlogits.clone(), at)).collect();
+        drop(dlogits);
+        let dnorm = lanes.column_backward(&map, &mut grads, of_lanes, lanes.gathered(norm, self.width)?)?;
+        let mut dx = b.alloc(MemoryKind::Activations, lanes.own().len() * self.width)?;
+        b.zero(B::all_mut(&mut dx))?;
+        let places = Places { weights: &a_weight, biases: &a_bias };
+        lanes.norm_backward(self.shape(rows), &dnorm, x, weight[0], &stats, &mut dx, &mut grads, places)?;
+        Ok(dx)
+    }
+}

@@ -1,0 +1,222 @@
+//! One unit in memory: its full buffers, its shard, the gradients of its lanes.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use super::optimizer_shard::OptimizerShard;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::{Init, UnitLayout};
+use hpctrain_base::random;
+use hpctrain_base::tree_sum::Tree;
+use hpctrain_comm::{Group, Pending};
+use hpctrain_device::{Kernels, MemoryKind};
+use hpctrain_nn::optim::Part;
+
+/// A full buffer: at hand, on the wire, or given up.
+pub enum BufferState<T> {
+    Here(T),
+    InFlight(Pending<T>),
+    Gone,
+}
+
+impl<T: Send + 'static> BufferState<T> {
+    /// Waits until the buffer is here, unless it was given up.
+    pub fn wait(&mut self) -> Result<Option<&mut T>> {
+        *self = match std::mem::replace(self, BufferState::Gone) {
+            BufferState::InFlight(pending) => BufferState::Here(pending.wait()?),
+            settled => settled,
+        };
+        Ok(match self {
+            BufferState::Here(buf) => Some(buf),
+            _ => None,
+        })
+    }
+
+    /// The buffer, if it is here.
+    pub fn here(&self) -> Option<&T> {
+        match self {
+            BufferState::Here(buf) => Some(buf),
+            _ => None,
+        }
+    }
+}
+
+/// The sum of a unit's gradients: over the rank's lanes, then over all ranks.
+pub enum Reduction<B: Kernels> {
+    /// The sum over the lanes of this rank, not yet reduced.
+    Ended(B::Buf),
+    /// On its way: over the shard axis, then over the replica axis.
+    InFlight(Pending<B::Buf>),
+    /// Finished.
+    Done(Sum<B>),
+}
+
+/// A reduced gradient.
+pub struct Sum<B: Kernels> {
+    pub grad: B::Buf,
+    /// Range of the owned part in its buffer.
+    pub window: Range<usize>,
+    /// Squares of this rank's virtual shards.
+    pub squares: Vec<B::Scalar>,
+}
+
+/// A replica's part of a unit that waits for its turn.
+pub struct InactiveReplica<B: Kernels> {
+    pub owner: OptimizerShard<B>,
+    pub params: BufferState<B::Buf>,
+}
+
+/// A unit of a rank's stage.
+pub struct Unit<B: Kernels> {
+    pub layout: UnitLayout,
+    /// Settings of the update of each tensor.
+    pub tensors: Vec<Part>,
+    /// The shard of this rank.
+    pub owner: OptimizerShard<B>,
+    /// Full parameters.
+    pub params: BufferState<B::Buf>,
+    /// Shards and full parameters of the other replicas that this rank trains, in the order of their turns.
+    pub resting: VecDeque<InactiveReplica<B>>,
+    /// The full gradient of the current lane.
+    pub grads: Option<B::Buf>,
+    /// Whether `grads` holds this lane's sum; if not, `zeroed` is to be zeroed before use.
+    pub grads_open: bool,
+    /// Ranges that no backward overwrites.
+    pub zeroed: Vec<Range<usize>>,
+    /// The gradient of the current lane of parameters that the block borrows.
+    pub borrowed: Option<B::Buf>,
+    /// Of blocks that borrow this unit, gradients of the current lane: each of the unit's first elements.
+    pub returned: Vec<B::Buf>,
+    /// Finished lanes of this rank.
+    pub lanes: Tree<B::Buf>,
+    pub reduction: Option<Reduction<B>>,
+}
+
+impl<B: Kernels> Unit<B> {
+    /// Makes the gradient buffer ready for a backward; whether it is the first of the lane.
+    pub fn open_grads(&mut self, backend: &B) -> Result<bool> {
+        if self.grads.is_none() {
+            self.grads = Some(backend.alloc(MemoryKind::Gradients, self.layout.padded)?);
+        }
+        let first = !std::mem::replace(&mut self.grads_open, true);
+        if let (true, Some(grads)) = (first, &mut self.grads) {
+            self.zeroed.iter().try_for_each(|range| backend.zero(B::view_mut(grads, range.clone())))?;
+        }
+        Ok(first)
+    }
+
+    /// As [`Unit::open_grads`], for `len` elements that the block borrows.
+    pub fn open_borrowed(&mut self, backend: &B, len: usize) -> Result<bool> {
+        let first = self.borrowed.is_none();
+        if first {
+            self.borrowed = Some(backend.alloc(MemoryKind::Gradients, len)?);
+        }
+        Ok(first)
+    }
+
+    /// Adds the gradients that each tensor lane has of whole tensors, here and on the other ranks of `tensor`, and gives the
+    /// sum to all.
+    pub fn add_copies(&mut self, backend: &B, tensor: &Group<B>) -> Result<()> {
+        let copies: Vec<Range<usize>> = self.layout.copies().filter(|copy| !copy.is_empty()).collect();
+        let Some(len) = copies.first().map(Range::len) else { return Ok(()) };
+        let grads = self.grads.as_mut().ok_or_else(|| Error::internal("a lane ended before it began"))?;
+        let add = |into: &mut B::Buf, from: B::Buf| backend.add(B::all(&from), B::all_mut(into));
+        let mut tree = Tree::default();
+        for copy in &copies {
+            let mut part = backend.alloc(MemoryKind::Gradients, len)?;
+            backend.copy(B::view(grads, copy.clone()), B::all_mut(&mut part))?;
+            tree.push(part, add)?;
+        }
+        let sum = tree.finish(add)?.ok_or_else(|| Error::internal("a unit without sections"))?;
+        let sum = tensor.with_label(&self.layout.name).all_reduce(sum, 0..len).wait()?;
+        copies.into_iter().try_for_each(|copy| backend.copy(B::all(&sum), B::view_mut(grads, copy)))
+    }
+
+    /// The lane's gradient is final, those of borrowers included: it joins the rank's tree of lanes. After the `last` lane
+    /// their sum is ready to be reduced.
+    pub fn lane_done(&mut self, backend: &B, last: bool) -> Result<()> {
+        let mut lane = self.grads.take().ok_or_else(|| Error::internal("a lane ended before it began"))?;
+        self.grads_open = false;
+        for part in self.returned.drain(..) {
+            // Equally many elements for each section, of which the last lanes may want fewer.
+            let of_section = B::len(&part) / self.layout.slices().held.len();
+            for (k, range) in self.layout.first_tensor().enumerate() {
+                let from = k * of_section..k * of_section + range.len();
+                backend.add(B::view(&part, from), B::view_mut(&mut lane, range))?;
+            }
+        }
+        // A merged buffer is free again: it serves the next lane.
+        let mut spare = None;
+        let mut add = |into: &mut B::Buf, from: B::Buf| {
+            backend.add(B::all(&from), B::all_mut(into))?;
+            spare = Some(from);
+            Ok::<_, Error>(())
+        };
+        self.lanes.push(lane, &mut add)?;
+        if last {
+            let sum = self.lanes.finish(&mut add)?.ok_or_else(|| Error::internal("no lane to reduce"))?;
+            self.reduction = Some(Reduction::Ended(sum));
+        } else {
+            self.grads = spare;
+        }
+        Ok(())
+    }
+
+    /// The next replica takes its turn.
+    pub fn next_replica(&mut self) {
+        if let Some(mut other) = self.resting.pop_front() {
+            std::mem::swap(&mut self.owner, &mut other.owner);
+            std::mem::swap(&mut self.params, &mut other.params);
+            self.resting.push_back(other);
+        }
+    }
+
+    /// A full buffer with this rank's part of the parameters, to be gathered; none if they are here or on their way. If this rank
+    /// is `alone` with it, they may still be on their way from the host.
+    pub fn contribution(&mut self, backend: &B, alone: bool) -> Result<Option<B::Buf>> {
+        let BufferState::Gone = self.params else { return Ok(None) };
+        let mut full = backend.alloc(MemoryKind::Parameters, self.layout.padded)?;
+        let range = self.owner.range();
+        if alone {
+            self.owner.begin_copy_into(&mut full, range)?
+        } else {
+            self.owner.copy_into(&mut full, range)?
+        }
+        Ok(Some(full))
+    }
+
+    /// Whether the reduction is over, so that nothing need be waited for.
+    pub fn has_arrived(&mut self) -> bool {
+        match &mut self.reduction {
+            Some(Reduction::InFlight(pending)) => pending.is_done(),
+            _ => false,
+        }
+    }
+}
+
+/// The initial values of a unit: each tensor a stream of its own, named by the tensor, of which a rank takes its part. Without a
+/// seed, zero.
+pub fn initial(layout: &UnitLayout, seed: Option<u64>) -> Vec<f32> {
+    let mut values = vec![0.0; layout.padded];
+    let Some(seed) = seed else { return values };
+    let mut pieces: Vec<_> = layout.stored(0..layout.padded).collect();
+    pieces.sort_by_key(|piece| piece.index);
+    for of_tensor in pieces.chunk_by(|one, other| one.index == other.index) {
+        let tensor = of_tensor[0].tensor;
+        let whole = match tensor.init {
+            Init::Zeros => continue,
+            Init::Ones => vec![1.0; tensor.len()],
+            Init::Normal(std) => {
+                let stream = random::Stream::new(random::derive(seed, &[random::name(&tensor.name)]));
+                let mut whole = vec![0.0; tensor.len()];
+                stream.fill_normal(&mut whole);
+                whole.iter_mut().for_each(|x| *x *= std);
+                whole
+            }
+        };
+        for (start, to) in of_tensor.iter().flat_map(|piece| piece.runs()) {
+            values[to.clone()].copy_from_slice(&whole[start..start + to.len()]);
+        }
+    }
+    values
+}

@@ -1,0 +1,368 @@
+//! The order of a rank's work in a step: the one list that the step runs, and from which the order of gathers and the
+//! estimate of memory follow. Integers in, integers out.
+//!
+//! Receives are posted one computation ahead, so that a message arrives beside the computation before the one that
+//! needs it. Only collectives hold up later requests of a rank, and all ranks of a stage make them at the same places of the
+//! same list; so no rank waits for another that waits for it, if the list of every stage ends when each message comes
+//! after its send. A test plays that through.
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// The messages between neighbouring stages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Flow {
+    /// Outputs of a stage's last block, to the next stage.
+    Activations,
+    /// Gradients of a stage's input, to the stage before.
+    Gradients,
+}
+
+/// The order of computations in a pipeline.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub enum PipelineSchedule {
+    /// One forward, one backward (Narayanan et al., "PipeDream", 2019).
+    #[default]
+    #[serde(rename = "1f1b")]
+    OneForwardOneBackward,
+    /// The same with gradients of weights put off into what would be idle time: ZB-H1 (Qi et al., "Zero bubble pipeline
+    /// parallelism", 2023).
+    #[serde(rename = "zero-bubble")]
+    ZeroBubble,
+}
+
+impl fmt::Display for PipelineSchedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.serialize(f)
+    }
+}
+
+/// One piece of a step's work on this rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Action {
+    /// Get ready to receive the message for micro-batch `k`.
+    Receive(Flow, usize),
+    /// Forward of micro-batch `k`.
+    Forward(usize),
+    /// Backward of micro-batch `k`.
+    Backward(usize),
+    /// The same, of which the products that make gradients of weights are put off.
+    BackwardInput(usize),
+    /// Those products of micro-batch `k`.
+    BackwardWeight(usize),
+    /// Send the result of the computation before.
+    Send(Flow, usize),
+}
+
+/// A rank's micro-batches of a step, by lanes, and its place in the pipeline.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepSchedule {
+    /// Lanes of this rank.
+    pub lanes: usize,
+    /// Micro-batches a lane.
+    pub micros_per_lane: usize,
+    /// Number of the stage.
+    pub stage: usize,
+    /// Stages.
+    pub stages: usize,
+    /// The order of computations, where there are several stages.
+    pub order: PipelineSchedule,
+}
+
+impl StepSchedule {
+    /// Without a pipeline.
+    pub fn alone(lanes: usize, micros_per_lane: usize) -> Self {
+        Self { lanes, micros_per_lane, stage: 0, stages: 1, order: PipelineSchedule::default() }
+    }
+
+    /// Micro-batches of the step.
+    pub fn micros(self) -> usize {
+        self.lanes * self.micros_per_lane
+    }
+
+    /// The work of the step in order.
+    pub fn actions(self) -> Vec<Action> {
+        self.with_messages(self.computations())
+    }
+
+    fn computations(self) -> Vec<Action> {
+        let computations = one_forward_one_backward(self.stage, self.stages, self.micros());
+        match self.order {
+            PipelineSchedule::OneForwardOneBackward => computations,
+            PipelineSchedule::ZeroBubble => self.with_deferred_wgrad(computations),
+        }
+    }
+
+    /// The lane of micro-batch `k`.
+    pub fn lane(self, k: usize) -> usize {
+        k / self.micros_per_lane
+    }
+
+    /// Whether micro-batch `k` is the first of its lane.
+    pub fn lane_start(self, k: usize) -> bool {
+        k.is_multiple_of(self.micros_per_lane)
+    }
+
+    /// Whether the backward of micro-batch `k` ends its lane, and if so, whether it is the rank's last lane.
+    pub fn lane_end(self, k: usize) -> Option<bool> {
+        let next = k + 1;
+        next.is_multiple_of(self.micros_per_lane).then_some(next == self.micros())
+    }
+
+    /// A shorter step in which the same buffers are alive: all micro-batches of a lane after the first find the same, once
+    /// the stages behind are at work and as many gradients of weights are put off as ever.
+    pub fn representative(self) -> Self {
+        Self { micros_per_lane: self.micros_per_lane.min(2 * self.stages), ..self }
+    }
+
+    /// Part of the step in which a stage has nothing to do, where every stage takes as long, a forward as long as the gradients of
+    /// inputs and as those of weights, and messages no time. Of p stages and m micro-batches it is (p − 1) / (m + p − 1)
+    /// (Narayanan et al., 2021); with weights put off, in one lane of at least p micro-batches, (p − 1) / (3·m + p − 1)
+    /// (Qi et al., 2023).
+    pub fn bubble_fraction(self) -> f64 {
+        // Stages that wait for each other are idle for ever.
+        self.length().map_or(1.0, |length| 1.0 - 3.0 * self.micros() as f64 / length as f64)
+    }
+
+    /// The time until all stages are done, in forwards; each stops at a computation until the message that it needs is there. None
+    /// if they stand still.
+    fn length(self) -> Option<usize> {
+        let of_stage = |stage| Self { stage, ..self };
+        let mut lists: Vec<VecDeque<Action>> = (0..self.stages).map(|i| of_stage(i).computations().into()).collect();
+        let mut clocks = vec![0; self.stages];
+        // When a message is there, by its receiver.
+        let mut there = HashMap::new();
+        while lists.iter().any(|list| !list.is_empty()) {
+            let mut moved = false;
+            for stage in 0..self.stages {
+                while let Some(&computation) = lists[stage].front() {
+                    if let Some(Action::Receive(flow, k)) = of_stage(stage).needs(computation) {
+                        let Some(time) = there.remove(&(stage, flow, k)) else { break };
+                        clocks[stage] = clocks[stage].max(time);
+                    }
+                    clocks[stage] += if matches!(computation, Action::Backward(_)) { 2 } else { 1 };
+                    if let Some(Action::Send(flow, k)) = of_stage(stage).gives(computation) {
+                        let to = if flow == Flow::Activations { stage + 1 } else { stage - 1 };
+                        there.insert((to, flow, k), clocks[stage]);
+                    }
+                    lists[stage].pop_front();
+                    moved = true;
+                }
+            }
+            if !moved {
+                return None;
+            }
+        }
+        clocks.into_iter().max()
+    }
+
+    /// The message that a computation needs from another stage.
+    fn needs(self, computation: Action) -> Option<Action> {
+        match computation {
+            Action::Forward(k) if self.stage > 0 => Some(Action::Receive(Flow::Activations, k)),
+            Action::Backward(k) | Action::BackwardInput(k) if self.stage + 1 < self.stages => {
+                Some(Action::Receive(Flow::Gradients, k))
+            }
+            _ => None,
+        }
+    }
+
+    /// The message that another stage needs from a computation.
+    fn gives(self, computation: Action) -> Option<Action> {
+        match computation {
+            Action::Forward(k) if self.stage + 1 < self.stages => Some(Action::Send(Flow::Activations, k)),
+            Action::Backward(k) | Action::BackwardInput(k) if self.stage > 0 => Some(Action::Send(Flow::Gradients, k)),
+            _ => None,
+        }
+    }
+
+    /// Computations whose gradients of weights come later by as many backwards as there are stages before this one, so that
+    /// those get the gradients of their outputs sooner. A lane's are all done before its sum leaves this rank.
+    fn with_deferred_wgrad(self, computations: Vec<Action>) -> Vec<Action> {
+        let mut actions = Vec::with_capacity(computations.len() + self.micros());
+        let mut put_off = VecDeque::with_capacity(self.stage + 1);
+        for computation in computations {
+            match computation {
+                // Nobody waits for the first of several stages. One alone computes them apart so that they can be timed.
+                Action::Backward(k) if self.stage > 0 || self.stages == 1 => {
+                    actions.push(Action::BackwardInput(k));
+                    put_off.push_back(k);
+                    let waiting = if self.lane_end(k).is_some() { 0 } else { self.stage };
+                    let due = put_off.len().saturating_sub(waiting);
+                    actions.extend(put_off.drain(..due).map(Action::BackwardWeight));
+                }
+                other => actions.push(other),
+            }
+        }
+        actions
+    }
+
+    /// Computations with the messages between stages.
+    fn with_messages(self, computations: Vec<Action>) -> Vec<Action> {
+        let mut actions = Vec::with_capacity(3 * computations.len());
+        actions.extend(computations.first().and_then(|first| self.needs(*first)));
+        for (i, computation) in computations.iter().enumerate() {
+            actions.extend(computations.get(i + 1).and_then(|next| self.needs(*next)));
+            actions.push(*computation);
+            actions.extend(self.gives(*computation));
+        }
+        actions
+    }
+}
+
+/// One forward, one backward (Narayanan et al., "PipeDream", 2019): stage `stage` of `stages` runs ahead by the
+/// number of stages behind it, then alternates. With one stage this is plain gradient accumulation.
+fn one_forward_one_backward(stage: usize, stages: usize, micros: usize) -> Vec<Action> {
+    let ahead = (stages - 1 - stage).min(micros);
+    let mut actions: Vec<Action> = (0..ahead).map(Action::Forward).collect();
+    for k in 0..micros - ahead {
+        actions.extend([Action::Forward(ahead + k), Action::Backward(k)]);
+    }
+    actions.extend((micros - ahead..micros).map(Action::Backward));
+    actions
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use Action::{Backward as B, BackwardInput as I, BackwardWeight as W, Forward as F, Receive as R, Send as S};
+    use Flow::{Activations as X, Gradients as G};
+
+    #[test]
+    fn one_stage_alternates() {
+        assert_eq!(StepSchedule::alone(1, 3).actions(), [F(0), B(0), F(1), B(1), F(2), B(2)]);
+        assert_eq!(one_forward_one_backward(0, 1, 0), []);
+    }
+
+    #[test]
+    fn earlier_stages_run_ahead() {
+        assert_eq!(one_forward_one_backward(0, 3, 4), [F(0), F(1), F(2), B(0), F(3), B(1), B(2), B(3)]);
+        assert_eq!(one_forward_one_backward(0, 4, 2), [F(0), F(1), B(0), B(1)]);
+    }
+
+    #[test]
+    fn messages_are_awaited_one_computation_ahead() {
+        let stage = |stage| StepSchedule { stage, stages: 2, ..StepSchedule::alone(1, 2) }.actions();
+        assert_eq!(stage(0), [F(0), S(X, 0), R(G, 0), F(1), S(X, 1), R(G, 1), B(0), B(1)]);
+        assert_eq!(stage(1), [R(X, 0), F(0), R(X, 1), B(0), S(G, 0), F(1), B(1), S(G, 1)]);
+    }
+
+    #[test]
+    fn lanes_end_with_their_last_micro_batch() {
+        let step = StepSchedule::alone(2, 3);
+        let ends: Vec<Option<bool>> = (0..step.micros()).map(|k| step.lane_end(k)).collect();
+        assert_eq!(ends, [None, None, Some(false), None, None, Some(true)]);
+        assert_eq!((0..6).map(|k| step.lane(k)).collect::<Vec<_>>(), [0, 0, 0, 1, 1, 1]);
+        assert_eq!(step.representative().micros(), 4);
+    }
+
+    #[test]
+    fn gradients_of_weights_wait_until_their_lane_ends() {
+        let stage = |stage, lanes, micros| {
+            let order = PipelineSchedule::ZeroBubble;
+            StepSchedule { stage, stages: 3, order, ..StepSchedule::alone(lanes, micros) }
+        };
+        let computations = |step: StepSchedule| -> Vec<Action> {
+            step.actions().into_iter().filter(|action| !matches!(action, R(..) | S(..))).collect()
+        };
+        assert_eq!(computations(stage(0, 1, 3)), [F(0), F(1), F(2), B(0), B(1), B(2)]);
+        assert_eq!(computations(stage(1, 1, 3)), [F(0), F(1), I(0), F(2), I(1), W(0), I(2), W(1), W(2)]);
+        assert_eq!(
+            computations(stage(2, 1, 4)),
+            [F(0), I(0), F(1), I(1), F(2), I(2), W(0), F(3), I(3), W(1), W(2), W(3)]
+        );
+        assert_eq!(
+            computations(stage(2, 2, 2)),
+            [F(0), I(0), F(1), I(1), W(0), W(1), F(2), I(2), F(3), I(3), W(2), W(3)]
+        );
+        // A message does not wait for them.
+        assert_eq!(stage(2, 1, 1).actions(), [R(X, 0), F(0), I(0), S(G, 0), W(0)]);
+    }
+
+    /// Checks the order of a stage's actions. Returns the most forwards whose backwards are yet to come, and backwards whose weights'
+    /// gradients are.
+    fn waiting(step: StepSchedule) -> (usize, usize) {
+        let (mut forwards, mut backwards, mut weights, mut most) = (0, 0, 0, (0, 0));
+        for action in step.actions() {
+            match action {
+                F(k) => {
+                    assert_eq!(k, forwards, "{step:?}");
+                    forwards += 1;
+                }
+                B(k) | I(k) => {
+                    assert_eq!(k, backwards, "{step:?}: gradients are added in the order of micro-batches");
+                    assert_eq!(weights / step.micros_per_lane, k / step.micros_per_lane, "{step:?}: two lanes in one");
+                    backwards += 1;
+                }
+                W(_) | R(..) | S(..) => {}
+            }
+            most = (most.0.max(forwards - backwards), most.1.max(backwards - weights));
+            if let B(k) | W(k) = action {
+                assert_eq!(k, weights, "{step:?}: gradients are added in the order of micro-batches");
+                weights += 1;
+            }
+        }
+        assert_eq!([forwards, backwards, weights], [step.micros(); 3], "{step:?}");
+        most
+    }
+
+    /// Messages of one kind arrive in the order in which they leave: each is the one that its receiver awaits.
+    fn assert_messages_meet(step: StepSchedule) {
+        let of = |stage, wanted: fn(Action) -> Option<(Flow, usize)>, flow| -> Vec<usize> {
+            let messages = StepSchedule { stage, ..step }.actions().into_iter().filter_map(wanted);
+            messages.filter(|(kind, _)| *kind == flow).map(|(_, k)| k).collect()
+        };
+        let sent = |action| if let S(flow, k) = action { Some((flow, k)) } else { None };
+        let received = |action| if let R(flow, k) = action { Some((flow, k)) } else { None };
+        for stage in 1..step.stages {
+            assert_eq!(of(stage - 1, sent, X), of(stage, received, X), "{step:?}");
+            assert_eq!(of(stage, sent, G), of(stage - 1, received, G), "{step:?}");
+        }
+        for (end, flow) in [(0, G), (step.stages - 1, X)] {
+            assert!(of(end, sent, flow).is_empty(), "{step:?}: a message that nobody takes");
+        }
+    }
+
+    #[test]
+    fn every_pipeline_ends_with_the_known_bubble_and_memory() {
+        for order in [PipelineSchedule::OneForwardOneBackward, PipelineSchedule::ZeroBubble] {
+            for (stages, micros) in (1..=8).flat_map(|p| (1..=16).chain([31, 64]).map(move |m| (p, m))) {
+                let step = StepSchedule { stages, order, ..StepSchedule::alone(1, micros) };
+                assert_messages_meet(step);
+                for stage in 0..stages {
+                    let put_off = if order == PipelineSchedule::ZeroBubble { micros.min(stage + 1) } else { 1 };
+                    assert_eq!(
+                        waiting(StepSchedule { stage, ..step }),
+                        (micros.min(stages - stage), put_off),
+                        "{step:?}"
+                    );
+                }
+                // Fewer micro-batches than stages leave less to put off.
+                let idle = match order {
+                    PipelineSchedule::OneForwardOneBackward => 3 * (stages - 1),
+                    PipelineSchedule::ZeroBubble => stages - 1 + stages.saturating_sub(micros),
+                };
+                assert_eq!(step.length(), Some(3 * micros + idle), "{step:?}");
+            }
+        }
+        let two = StepSchedule { stages: 2, ..StepSchedule::alone(1, 8) };
+        assert!((two.bubble_fraction() - 0.111).abs() < 1e-3);
+        assert!((StepSchedule { order: PipelineSchedule::ZeroBubble, ..two }.bubble_fraction() - 0.04).abs() < 1e-9);
+    }
+
+    #[test]
+    fn each_lane_lengthens_a_step_whose_weights_are_put_off() {
+        let order = PipelineSchedule::ZeroBubble;
+        for (stages, lanes, micros) in [(2, 2, 4), (2, 8, 1), (4, 2, 8), (4, 4, 4), (8, 2, 16), (8, 3, 5)] {
+            let step = StepSchedule { stages, order, ..StepSchedule::alone(lanes, micros) };
+            assert_messages_meet(step);
+            (0..stages).for_each(|stage| assert!(waiting(StepSchedule { stage, ..step }).1 <= stage + 1));
+            let one = StepSchedule { order, stages, ..StepSchedule::alone(1, lanes * micros) };
+            let alternating = StepSchedule { order: PipelineSchedule::OneForwardOneBackward, ..step };
+            let lengths = [one, step, alternating].map(|step| step.length().unwrap());
+            assert!(lengths.is_sorted(), "{step:?}: {lengths:?}");
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! The part of a network that a pipeline stage has: consecutive units, and *guests*, copies of the parameters of another
+//! stage's units that its blocks borrow. Integers in, integers out.
+//!
+//! A slot is a unit of the stage, counted from its first, or after these a guest.
+
+use std::ops::Range;
+
+use hpctrain_nn::TiedParam;
+
+/// A pipeline stage: with one stage, the whole network.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stage {
+    /// Its number.
+    pub index: usize,
+    /// Stages in all.
+    pub count: usize,
+    /// Its units, counted in the network.
+    pub units: Range<usize>,
+    /// Units of other stages that its blocks borrow.
+    pub guests: Vec<TiedUnit>,
+    /// Its own units that blocks of other stages borrow.
+    pub lent: Vec<TiedExport>,
+    /// For each of its own units, the loan of its block.
+    pub borrowed: Vec<Option<TiedImport>>,
+}
+
+/// A unit of another stage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TiedUnit {
+    /// The unit, counted in the network.
+    pub unit: usize,
+    /// The stage that trains it.
+    pub stage: usize,
+}
+
+/// A unit that a block of another stage borrows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TiedExport {
+    /// The unit, counted in its stage.
+    pub slot: usize,
+    /// The stage of the block.
+    pub to: usize,
+    /// Elements that the block uses: the first of the unit.
+    pub len: usize,
+}
+
+/// A loan within a stage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TiedImport {
+    /// Place of the parameters.
+    pub slot: usize,
+    /// The stage that trains them, if it is another one.
+    pub from: Option<usize>,
+    /// Elements that the block uses: the first of the unit.
+    pub len: usize,
+}
+
+impl Stage {
+    /// Stage `index` of a network that is cut into `stages`, whose blocks have these `loans`.
+    pub fn new(stages: &[Range<usize>], index: usize, loans: &[Option<TiedParam>]) -> Self {
+        let units = stages[index].clone();
+        let stage_of = |unit: usize| stages.iter().position(|stage| stage.contains(&unit)).unwrap_or(index);
+        let mut guests: Vec<TiedUnit> = Vec::new();
+        let mut borrow = |loan: &TiedParam| match stage_of(loan.unit) {
+            stage if stage == index => TiedImport { slot: loan.unit - units.start, from: None, len: loan.len },
+            stage => {
+                let known = guests.iter().position(|guest| guest.unit == loan.unit);
+                let number = known.unwrap_or_else(|| {
+                    guests.push(TiedUnit { unit: loan.unit, stage });
+                    guests.len() - 1
+                });
+                TiedImport { slot: units.len() + number, from: Some(stage), len: loan.len }
+            }
+        };
+        let borrowed = loans[units.clone()].iter().map(|loan| loan.as_ref().map(&mut borrow)).collect();
+        let others = loans.iter().enumerate().filter_map(|(block, loan)| Some((stage_of(block), loan.as_ref()?)));
+        let lent = others.filter(|(to, loan)| *to != index && units.contains(&loan.unit));
+        let lent = lent.map(|(to, loan)| TiedExport { slot: loan.unit - units.start, to, len: loan.len }).collect();
+        Self { index, count: stages.len(), units, guests, lent, borrowed }
+    }
+
+    /// The only stage of a network.
+    pub fn whole(loans: &[Option<TiedParam>]) -> Self {
+        Self::new(std::slice::from_ref(&(0..loans.len())), 0, loans)
+    }
+
+    /// The only stage of a network whose first block is tables that the host keeps: the blocks behind it.
+    pub fn behind_tables(loans: &[Option<TiedParam>]) -> Self {
+        Self::new(std::slice::from_ref(&(1..loans.len())), 0, loans)
+    }
+
+    /// The tables before that stage.
+    pub fn of_tables(loans: &[Option<TiedParam>]) -> Self {
+        Self::new(std::slice::from_ref(&(0..1)), 0, loans)
+    }
+
+    /// Whether its input is rows of tables that the host keeps, so that the ids of the data are the host's.
+    pub fn takes_rows(&self) -> bool {
+        self.is_first() && self.units.start > 0
+    }
+
+    /// Whether it takes the data.
+    pub fn is_first(&self) -> bool {
+        self.index == 0
+    }
+
+    /// Whether it computes the loss.
+    pub fn is_last(&self) -> bool {
+        self.index + 1 == self.count
+    }
+
+    /// For each of its own units, the slot that its block borrows.
+    pub fn borrows(&self) -> Vec<Option<usize>> {
+        self.borrowed.iter().map(|loan| loan.map(|loan| loan.slot)).collect()
+    }
+
+    /// The units of all slots, counted in the network.
+    pub fn slots(&self) -> impl Iterator<Item = usize> + '_ {
+        self.units.clone().chain(self.guests.iter().map(|guest| guest.unit))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Five blocks; the last borrows the unit of the first.
+    fn stage(stages: &[Range<usize>], index: usize) -> Stage {
+        Stage::new(stages, index, &[None, None, None, None, Some(TiedParam { unit: 0, len: 7 })])
+    }
+
+    #[test]
+    fn one_stage_has_everything() {
+        let whole = stage(std::slice::from_ref(&(0..5)), 0);
+        assert_eq!(whole.borrowed[4], Some(TiedImport { slot: 0, from: None, len: 7 }));
+        assert!(whole.guests.is_empty() && whole.lent.is_empty() && whole.is_first() && whole.is_last());
+    }
+
+    #[test]
+    fn loans_between_stages_have_guests() {
+        let cut = [0..2, 2..3, 3..5];
+        let first = stage(&cut, 0);
+        assert_eq!((first.lent, first.guests), (vec![TiedExport { slot: 0, to: 2, len: 7 }], vec![]));
+        let middle = stage(&cut, 1);
+        assert_eq!((middle.lent, middle.guests, middle.borrowed), (vec![], vec![], vec![None]));
+        let last = stage(&cut, 2);
+        assert_eq!(last.guests, [TiedUnit { unit: 0, stage: 0 }]);
+        assert_eq!(last.borrows(), [None, Some(2)]);
+        assert_eq!(last.slots().collect::<Vec<_>>(), [3, 4, 0]);
+    }
+}

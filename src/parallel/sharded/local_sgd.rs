@@ -1,0 +1,102 @@
+//! Replicas that train apart: the turns of those that a rank trains, and the average of all.
+
+use super::Sharded;
+use crate::Lifetime;
+use crate::local_sgd::RoundSummary;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::tree_sum::Tree;
+use hpctrain_comm::Pending;
+use hpctrain_device::Kernels;
+
+impl<B: Kernels> Sharded<B> {
+    /// Replicas that this rank trains in turn.
+    pub fn replicas_here(&self) -> usize {
+        self.averaging.map_or(1, |averaging| averaging.replicas / self.groups.replica.size())
+    }
+
+    /// The first of them, among all.
+    pub fn first_replica(&self) -> usize {
+        self.replicas_here() * self.groups.replica.rank()
+    }
+
+    /// The next replica of this rank takes its turn. After as many turns as there are it is the first one's again.
+    pub fn next_replica(&mut self) {
+        self.units.iter_mut().for_each(|unit| unit.next_replica());
+        self.guests.iter_mut().for_each(|guest| guest.next_replica());
+    }
+
+    /// Averages parameters and optimizer state over the replicas, on all ranks, and takes the outer step, if there is one: after it
+    /// all replicas are equal. One message a unit, on the replica axis. It is the first replica's turn, before and after.
+    ///
+    /// # Errors
+    /// The device, or a message between ranks, failed.
+    pub fn average(&mut self) -> Result<()> {
+        let mut in_flight = None;
+        for index in 0..self.units.len() {
+            let sum = self.sum_of_replicas(index)?;
+            // While one unit is added between ranks, the one before is taken over.
+            if let Some((before, mean)) = in_flight.replace((index, sum)) {
+                self.apply_average(before, mean)?;
+            }
+        }
+        if let Some((last, mean)) = in_flight {
+            self.apply_average(last, mean)?;
+        }
+        for _ in 0..self.replicas_here() {
+            for index in 0..self.units.len() {
+                self.lend(index)?;
+                if self.keep.params == Lifetime::Step {
+                    self.spread(index);
+                }
+            }
+            self.borrow()?;
+            self.next_replica();
+        }
+        Ok(())
+    }
+
+    /// Starts the sum of the replicas' shares of a unit: over those of this rank, then over all ranks.
+    fn sum_of_replicas(&mut self, index: usize) -> Result<Pending<B::Buf>> {
+        let replicas = self.averaging.ok_or_else(|| Error::internal("an average of one replica"))?.replicas;
+        let (backend, here) = (&self.backend, self.replicas_here());
+        let unit = &mut self.units[index];
+        let add = |into: &mut B::Buf, from: B::Buf| backend.add(B::all(&from), B::all_mut(into));
+        let mut tree = Tree::default();
+        for _ in 0..here {
+            unit.params.wait()?;
+            tree.push(unit.owner.scaled_state(backend, 1.0 / replicas as f32, unit.params.here())?, add)?;
+            unit.next_replica();
+        }
+        let sum = tree.finish(add)?.ok_or_else(|| Error::internal("a rank without replica"))?;
+        let range = 0..B::len(&sum);
+        Ok(self.groups.replica.with_label(&unit.layout.name).all_reduce(sum, range))
+    }
+
+    /// Gives the mean of a unit to all replicas of this rank.
+    fn apply_average(&mut self, index: usize, mean: Pending<B::Buf>) -> Result<()> {
+        let (mean, here) = (mean.wait()?, self.replicas_here());
+        let unit = &mut self.units[index];
+        for _ in 0..here {
+            // Where full parameters live for their use, those that were gathered ahead are the old ones.
+            match self.keep.params {
+                Lifetime::Step => unit.owner.apply_average(&mean, unit.params.wait()?)?,
+                Lifetime::Use => {
+                    unit.params.wait()?;
+                    unit.params = super::BufferState::Gone;
+                    unit.owner.apply_average(&mean, None)?;
+                }
+            }
+            unit.next_replica();
+        }
+        Ok(())
+    }
+
+    /// The messages of all ranks at an average.
+    ///
+    /// # Errors
+    /// A message failed.
+    pub fn tell(&self, mine: &RoundSummary) -> Result<Vec<RoundSummary>> {
+        let told = self.groups.world.gather_bytes(mine.encode()).wait()?;
+        told.iter().map(|one| RoundSummary::decode(one)).collect()
+    }
+}

@@ -1,0 +1,63 @@
+//! A checkpoint that is being written: each server its file, then the coordinator the manifest.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use super::coordinator_service::SessionError;
+use super::protocol::{ServerRequest, ServerResponse};
+use super::server_clients::ServerClients;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_checkpoint::{Progress, Published, SaveContext, SaveThread, Task};
+
+/// A save that is under way.
+pub struct Saving(Task<Result<Published, SessionError>>);
+
+/// Begins to write the servers' cut `cut` as the checkpoint of `progress` on `thread`, by the connections of `fleet`, which no other
+/// save uses.
+pub fn begin(
+    thread: &SaveThread,
+    job: &Arc<SaveContext>,
+    fleet: &Arc<Mutex<ServerClients>>,
+    generation: u64,
+    cut: u64,
+    progress: Progress,
+) -> Saving {
+    let (job, fleet, begun) = (job.clone(), fleet.clone(), Instant::now());
+    let write = move || {
+        let mut fleet = fleet.lock().unwrap_or_else(PoisonError::into_inner);
+        let staging = job.create(progress.step)?;
+        let answers = fleet.all(|_| ServerRequest::Save { generation, cut, staging: staging.clone() });
+        let published = answers.and_then(|answers| {
+            let table = |answer| match answer {
+                ServerResponse::Saved(written) => {
+                    serde_json::to_vec(&written).map_err(|e| Error::internal(e.to_string()))
+                }
+                other => Err(Error::internal(format!("a server answered {other:?}"))),
+            };
+            let tables: Vec<Vec<u8>> = answers.into_iter().map(table).collect::<Result<_>>()?;
+            Ok(job.publish(progress, &tables, &staging)?)
+        });
+        if published.is_err() {
+            job.checkpoints.abandon(&staging);
+        }
+        published?;
+        job.retain(None);
+        Ok(Published { progress, took: begun.elapsed() })
+    };
+    Saving(thread.begin(write))
+}
+
+impl Saving {
+    /// Whether it has ended.
+    pub fn is_done(&self) -> bool {
+        self.0.is_finished()
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Errors
+    /// A server is gone, or the file system refused.
+    pub fn wait(self) -> Result<Published, SessionError> {
+        self.0.join()?
+    }
+}

@@ -1,0 +1,506 @@
+//! The ranges of one server: parameters, optimizer state, and their updates.
+//!
+//! Each range has a lock of its own: pushes are applied in the order of their arrival, those of different ranges side by side.
+
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use super::codec;
+use super::partitioner::ParamRange;
+use super::protocol::{Assignment, Load, Pushed, Values};
+use super::run_spec::{RunSpec, layouts};
+use super::tree_reducer::TreeReducer;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::UnitLayout;
+use hpctrain_checkpoint::{Ranged, Reader, ShardFileInfo, write_ranges};
+use hpctrain_config::{ResolvedConfig, StaleRate};
+use hpctrain_cpu::{Cpu, add_serial};
+use hpctrain_device::ops::ElementwiseOps as _;
+use hpctrain_device::{Backend as _, readable};
+use hpctrain_engine::memory::available;
+use hpctrain_nn::optim::AVERAGE;
+use hpctrain_parallel::{self as parallel, Hyper, OptimizerShard, Storage as Place, Updates, initial, state_names};
+
+/// The ranges of a server.
+pub struct ParamStore {
+    terms: RunSpec,
+    /// The number of this server.
+    server: usize,
+    plan: ResolvedConfig,
+    layouts: Vec<UnitLayout>,
+    backend: Cpu,
+    ranges: Vec<RangeSlot>,
+    cut: Mutex<Option<Arc<Cut>>>,
+    revoked: Mutex<HashSet<u64>>,
+    /// The last push on each connection: by worker, and number of the connection.
+    pushers: Mutex<HashMap<Pusher, Arc<Mutex<Last>>>>,
+    counts: Counts,
+}
+
+/// A range.
+struct RangeSlot {
+    piece: ParamRange,
+    state: Mutex<State>,
+}
+
+/// The changing part of a range.
+struct State {
+    owner: OptimizerShard<Cpu>,
+    /// Updates since the start.
+    version: u64,
+    /// Where all workers take each step together: the step whose gradients are awaited, and those that have come.
+    step: u64,
+    sums: TreeReducer<Vec<f32>>,
+}
+
+/// A copy of parameters and state at one moment.
+struct Cut {
+    number: u64,
+    /// Of each range: the parameters, then each buffer of state.
+    ranges: Vec<Vec<Vec<f32>>>,
+}
+
+/// A worker, and the number of one of its connections.
+type Pusher = (u64, usize);
+
+/// The last push on a connection of a worker.
+#[derive(Default)]
+struct Last {
+    number: u64,
+    staleness: u64,
+}
+
+#[derive(Default)]
+struct Counts {
+    pulls: AtomicU64,
+    pulled: AtomicU64,
+    pushes: AtomicU64,
+    pushed: AtomicU64,
+    refused: AtomicU64,
+    updating: AtomicU64,
+}
+
+impl Counts {
+    fn add(to: &AtomicU64, count: usize) {
+        to.fetch_add(count as u64, Ordering::Relaxed);
+    }
+}
+
+impl ParamStore {
+    /// The ranges of an assignment, with the values of its checkpoint or of the seed.
+    ///
+    /// # Errors
+    /// The configuration is invalid, or the checkpoint cannot be read.
+    pub fn new(assignment: &Assignment, threads: usize) -> Result<Self> {
+        let absent = || Error::comm("the coordinator assigns ranges that do not exist");
+        let terms = assignment.terms.clone();
+        let plan = RunSpec::plan(&terms.config, terms.workers, terms.vocabulary, threads)?;
+        let (layouts, backend) = (layouts(&plan), Cpu::new(plan.threads).with_all_threads()?);
+        let updates = Updates {
+            rule: plan.rule,
+            groups: plan.config.optimizer.groups.clone(),
+            average: plan.average,
+            averaging: None,
+            storage: Place::Ranks,
+            audit_every: plan.config.run.audit_every,
+            host: None,
+        };
+        let names = state_names(Some(plan.rule), plan.average, None);
+        let pieces = assignment.pieces().ok_or_else(absent)?;
+        let is_there = |piece: &ParamRange| {
+            let range = &piece.range;
+            range.start <= range.end && layouts.get(piece.unit).is_some_and(|layout| range.end <= layout.padded)
+        };
+        if terms.workers == 0 || !pieces.iter().all(is_there) {
+            return Err(absent());
+        }
+        let elements = pieces.iter().map(|piece| piece.range.len()).fold(0, usize::saturating_add);
+        check_memory(&plan, &terms, elements, 1 + names.len())?;
+        let mut reader = assignment.from.as_deref().map(Reader::open).transpose()?;
+        if let Some(reader) = &mut reader {
+            reader.manifest().check(reader.dir(), &layouts, assignment.with_state.then_some(&names[..]))?;
+            if terms.addresses.is_empty() || assignment.part > reader.manifest().state.len() {
+                return Err(absent());
+            }
+            reader.share_checks(assignment.server, terms.addresses.len());
+            reader.check_files()?;
+        }
+        let mut held = Vec::new();
+        for piece in pieces {
+            let layout = &layouts[piece.unit];
+            let values = &initial(layout, Some(plan.config.run.seed))[piece.range.clone()];
+            let mut owner =
+                OptimizerShard::new(&backend, None, Some(&updates), layout, piece.range.clone(), values, false)?;
+            if let Some(reader) = &mut reader {
+                owner.restore(|part, range| {
+                    let part = match part {
+                        _ if assignment.with_state => Some(part),
+                        // A new average begins at the parameters; other fresh state is zero.
+                        0 => Some(assignment.part),
+                        part => (names[part - 1] == AVERAGE).then_some(assignment.part),
+                    };
+                    read(reader, layout, part, range)
+                })?;
+            }
+            let state = State { owner, version: 0, step: terms.start.step, sums: TreeReducer::new(plan.lanes) };
+            held.push(RangeSlot { piece: piece.clone(), state: Mutex::new(state) });
+        }
+        Ok(Self {
+            terms,
+            server: assignment.server,
+            plan,
+            layouts,
+            backend,
+            ranges: held,
+            cut: Mutex::default(),
+            revoked: Mutex::default(),
+            pushers: Mutex::default(),
+            counts: Counts::default(),
+        })
+    }
+
+    /// The generation of the run that it belongs to.
+    pub fn generation(&self) -> u64 {
+        self.terms.generation
+    }
+
+    /// Whether all record events, for a trace.
+    pub fn is_traced(&self) -> bool {
+        self.terms.trace
+    }
+
+    /// Elements of all ranges.
+    pub fn elements(&self) -> usize {
+        self.ranges.iter().map(|held| held.piece.range.len()).sum()
+    }
+
+    /// The first and the last step that a range has come to, where all workers take each step together.
+    pub fn at(&self) -> (u64, u64) {
+        let steps = || self.ranges.iter().map(|held| locked(&held.state).step);
+        let start = self.terms.start.step;
+        (steps().min().unwrap_or(start), steps().max().unwrap_or(start))
+    }
+
+    /// The work so far.
+    pub fn load(&self) -> Load {
+        let Counts { pulls, pulled, pushes, pushed, refused, updating } = &self.counts;
+        let [pulls, pulled, pushes, pushed, refused, updating] =
+            [pulls, pulled, pushes, pushed, refused, updating].map(|count| count.load(Ordering::Relaxed));
+        let bytes = (self.elements() * size_of::<f32>()) as u64;
+        Load { ranges: self.ranges.len(), bytes, pulls, pulled, pushes, pushed, refused, updating }
+    }
+
+    /// Values of those of the ranges `pieces` whose version is not the known one, into `body`; returns the versions of all.
+    ///
+    /// # Errors
+    /// There is no such cut, or range.
+    pub fn pull(
+        &self,
+        of: Values,
+        pieces: Range<usize>,
+        known: &[Option<u64>],
+        body: &mut Vec<u8>,
+    ) -> Result<Vec<u64>> {
+        body.clear();
+        let format = self.plan.config.servers.wire;
+        let cut = match of {
+            Values::Live => None,
+            Values::Cut(number) => Some(self.cut(number)?),
+        };
+        let used = self.used();
+        let ranges = self.some(&pieces)?;
+        let mut versions = Vec::with_capacity(ranges.len());
+        for (index, (number, held)) in pieces.clone().zip(ranges).enumerate() {
+            let known = known.get(index).copied().flatten();
+            match &cut {
+                Some(cut) => {
+                    versions.push(0);
+                    codec::encode(format, &cut.ranges[number][used], body);
+                }
+                None => {
+                    let state = locked(&held.state);
+                    versions.push(state.version);
+                    if known != Some(state.version) {
+                        let (params, _) = state.owner.values(held.piece.range.clone(), None)?;
+                        codec::encode(format, slice(&params), body);
+                    }
+                }
+            }
+        }
+        Counts::add(&self.counts.pulls, usize::from(self.is_last(&pieces)));
+        Counts::add(&self.counts.pulled, body.len());
+        Ok(versions)
+    }
+
+    /// The part of parameters and state that evaluations take: the running average, if one is kept.
+    fn used(&self) -> usize {
+        let names = state_names(Some(self.plan.rule), self.plan.average, None);
+        names.iter().position(|name| *name == AVERAGE).map_or(0, |at| at + 1)
+    }
+
+    /// Takes the gradients of the ranges `pieces` from a connection of a worker, once; returns the most updates that came between pull and push.
+    ///
+    /// # Errors
+    /// The body has another length than the ranges, or the update failed.
+    pub fn push(&self, pusher: Pusher, number: u64, of: &Pushed, pieces: Range<usize>, body: &[u8]) -> Result<u64> {
+        let pusher = locked(&self.pushers).entry(pusher).or_default().clone();
+        // Pushes of a connection come one after the other; one that comes twice waits here for the first.
+        let mut last = locked(&pusher);
+        if number <= last.number {
+            return Ok(last.staleness);
+        }
+        let ranges = self.some(&pieces)?;
+        let elements = ranges.iter().map(|held| held.piece.range.len()).sum();
+        let gradient = codec::decode(self.plan.config.servers.wire, body, elements)?;
+        Counts::add(&self.counts.pushed, body.len());
+        let staleness = match of {
+            Pushed::Lanes { step, lanes } => self.add(*step, lanes, ranges, &gradient).map(|()| Some(0)),
+            Pushed::Batch { ticket, scale, versions } => {
+                self.apply(*ticket, f32::from_bits(*scale), ranges, versions, &gradient)
+            }
+        }?;
+        // Of a push in several messages the last one counts.
+        let counted = if staleness.is_some() { &self.counts.pushes } else { &self.counts.refused };
+        Counts::add(counted, usize::from(self.is_last(&pieces)));
+        let staleness = staleness.unwrap_or(0);
+        *last = Last { number, staleness };
+        Ok(staleness)
+    }
+
+    /// Ranges by their place.
+    fn some(&self, pieces: &Range<usize>) -> Result<&[RangeSlot]> {
+        self.ranges.get(pieces.clone()).ok_or_else(|| Error::comm("a worker asks for ranges that do not exist"))
+    }
+
+    /// Whether the ranges of a message are those with which a pull or push ends.
+    fn is_last(&self, pieces: &Range<usize>) -> bool {
+        pieces.end == self.ranges.len()
+    }
+
+    /// Adds the gradients of lanes to those of the step under way.
+    fn add(&self, step: u64, lanes: &Range<usize>, ranges: &[RangeSlot], gradient: &[f32]) -> Result<()> {
+        let mut rest = gradient;
+        for held in ranges {
+            let of_range;
+            (of_range, rest) = rest.split_at(held.piece.range.len());
+            let mut state = locked(&held.state);
+            if !state.sums.is_group(lanes) {
+                return Err(Error::comm(format!("lanes {lanes:?} are no group of {}", self.plan.lanes)));
+            }
+            // Others have computed the lanes of a worker that was taken for gone: theirs are the same.
+            if state.step == step {
+                state.sums.put(lanes.clone(), of_range.to_vec(), |into, from| add_serial(&from, into));
+            }
+        }
+        Ok(())
+    }
+
+    /// Updates ranges by a gradient at once; returns the most updates that came between pull and push, or none if the gradient is
+    /// refused.
+    fn apply(
+        &self,
+        ticket: u64,
+        scale: f32,
+        ranges: &[RangeSlot],
+        versions: &[u64],
+        gradient: &[f32],
+    ) -> Result<Option<u64>> {
+        if locked(&self.revoked).contains(&ticket) || versions.len() != ranges.len() {
+            return Ok(None);
+        }
+        let began = Instant::now();
+        let (mut rest, mut most) = (gradient, 0);
+        for (held, pulled) in ranges.iter().zip(versions) {
+            let of_range;
+            (of_range, rest) = rest.split_at(held.piece.range.len());
+            let mut state = locked(&held.state);
+            let staleness = state.version.saturating_sub(*pulled);
+            most = most.max(staleness);
+            let start = self.terms.start;
+            let rate = self.plan.schedule.rate(start.step + state.version / self.terms.workers as u64);
+            let rate = match self.plan.config.servers.stale_lr {
+                StaleRate::None => rate,
+                StaleRate::Inverse => rate / (1 + staleness) as f64,
+            };
+            let hyper = Hyper {
+                lr: rate as f32,
+                weight_decay: self.plan.config.optimizer.weight_decay,
+                step: start.updates + state.version + 1,
+                grad_scale: scale,
+            };
+            state.owner.update(hyper, &[], of_range, None)?;
+            state.version += 1;
+        }
+        Counts::add(&self.counts.updating, began.elapsed().as_micros() as usize);
+        Ok(Some(most))
+    }
+
+    /// Pushes of this ticket are not to count any more.
+    pub fn revoke(&self, ticket: u64) {
+        locked(&self.revoked).insert(ticket);
+    }
+
+    /// Squares of the gradient of step `step`, whose lanes have all come: of each range, bits of one number a virtual shard.
+    ///
+    /// # Errors
+    /// Some have not.
+    pub fn squares(&self, step: u64) -> Result<Vec<Vec<u64>>> {
+        let of_range = |held: &RangeSlot| {
+            let (layout, lanes) = (&self.layouts[held.piece.unit], self.plan.lanes);
+            let state = locked(&held.state);
+            let sum = state.sums.whole().filter(|_| state.step == step);
+            let sum = sum.ok_or_else(|| Error::comm(format!("gradients of step {step} are missing")))?;
+            let start = held.piece.range.start;
+            let of_shard = |shard: usize| {
+                let counted = layout.counted(layout.part(shard, lanes));
+                let square = self.backend.sum_squares(&sum[counted.start - start..counted.end - start])?;
+                self.backend.read(square).map(f64::to_bits)
+            };
+            shards(layout, &held.piece, lanes).map(of_shard).collect()
+        };
+        self.ranges.iter().map(of_range).collect()
+    }
+
+    /// Squares that scale the steps of tensors, of the gradient of the step under way: virtual shard, tensor counted over all units, bits of both
+    /// squares.
+    ///
+    /// # Errors
+    /// Lanes have not all come.
+    pub fn norms(&self, hyper: Hyper) -> Result<Vec<(usize, usize, [u64; 2])>> {
+        let mut all = Vec::new();
+        for held in &self.ranges {
+            let ParamRange { unit, range } = &held.piece;
+            let (layout, lanes) = (&self.layouts[*unit], self.plan.lanes);
+            let before: usize = self.layouts[..*unit].iter().map(|layout| layout.tensors.len()).sum();
+            let mut state = locked(&held.state);
+            let State { owner, sums, .. } = &mut *state;
+            let sum = sums.whole().ok_or_else(|| Error::comm("gradients are missing"))?;
+            for shard in shards(layout, &held.piece, lanes) {
+                let part = layout.part(shard, lanes);
+                debug_assert!(part.start >= range.start && part.end <= range.end);
+                for (tensor, pair) in owner.squares(hyper, part, sum, None)? {
+                    let [norm, compared] = pair;
+                    let pair = [norm.read(&self.backend)?.to_bits(), compared.read(&self.backend)?.to_bits()];
+                    all.push((shard, before + tensor, pair));
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    /// Ends step `step`, unless it has ended: updates every range by its gradient, if it is not left out. `trust` has a factor for
+    /// every tensor of every unit where steps are scaled.
+    ///
+    /// # Errors
+    /// The update failed.
+    pub fn update(&self, ended: u64, hyper: Option<Hyper>, trust: &[Vec<f32>]) -> Result<()> {
+        let began = Instant::now();
+        for held in &self.ranges {
+            let mut state = locked(&held.state);
+            let State { owner, version, step, sums } = &mut *state;
+            if *step != ended {
+                continue;
+            }
+            if let Some(hyper) = hyper {
+                let sum = sums.whole().ok_or_else(|| Error::comm("gradients are missing"))?;
+                owner.update(hyper, trust.get(held.piece.unit).map_or(&[], Vec::as_slice), sum, None)?;
+                *version += 1;
+            }
+            *step += 1;
+            sums.clear();
+        }
+        Counts::add(&self.counts.updating, began.elapsed().as_micros() as usize);
+        Ok(())
+    }
+
+    /// Copies all ranges as they are now, in the place of an earlier copy; returns the most updates that one has had.
+    ///
+    /// # Errors
+    /// No buffer holds the parameters.
+    pub fn take_cut(&self, number: u64) -> Result<u64> {
+        let mut updates = 0;
+        let copy = |held: &RangeSlot| {
+            let state = locked(&held.state);
+            updates = state.version.max(updates);
+            let (params, buffers) = state.owner.values(held.piece.range.clone(), None)?;
+            Ok(std::iter::once(&params).chain(&buffers).map(|values| slice(values).to_vec()).collect())
+        };
+        let ranges = self.ranges.iter().map(copy).collect::<Result<_>>()?;
+        *locked(&self.cut) = Some(Arc::new(Cut { number, ranges }));
+        Ok(updates)
+    }
+
+    fn cut(&self, number: u64) -> Result<Arc<Cut>> {
+        let cut = locked(&self.cut).clone().filter(|cut| cut.number == number);
+        cut.ok_or_else(|| Error::comm(format!("there is no cut {number}")))
+    }
+
+    /// Writes a cut into the directory of a checkpoint, as the file of this server.
+    ///
+    /// # Errors
+    /// There is no such cut, or the file system refused.
+    pub fn save(&self, number: u64, staging: &Path) -> Result<ShardFileInfo> {
+        let cut = self.cut(number)?;
+        let ranges: Vec<Ranged<'_>> = self
+            .ranges
+            .iter()
+            .zip(&cut.ranges)
+            .map(|(held, parts)| Ranged {
+                layout: &self.layouts[held.piece.unit],
+                range: held.piece.range.clone(),
+                parts: parts.iter().map(Vec::as_slice).collect(),
+            })
+            .collect();
+        let names = state_names(Some(self.plan.rule), self.plan.average, None);
+        write_ranges(staging, self.server, &names, &ranges)
+    }
+}
+
+/// Refuses ranges for which this host has not the memory: parameters and state, which are `buffers` together, their copy for
+/// checkpoints, and gradients on their way.
+fn check_memory(plan: &ResolvedConfig, terms: &RunSpec, elements: usize, buffers: usize) -> Result<()> {
+    // Sums of lanes wait for each other in a tree; without, each worker's gradient is applied by itself.
+    let gradients = if terms.is_synchronous() { 2 + plan.lanes.ilog2() as usize } else { terms.workers };
+    let need = elements * size_of::<f32>() * (2 * buffers + gradients);
+    let limit = plan.config.run.memory_limit.map(|limit| limit.0);
+    let room = available().into_iter().chain(limit).min().unwrap_or(usize::MAX);
+    if need <= room {
+        return Ok(());
+    }
+    let told = format!("a server needs {} for its ranges, and may take {}", readable(need), readable(room));
+    Err(Error::input(told).hint("start more servers, on other hosts"))
+}
+
+/// Virtual shards that lie in a range.
+fn shards(layout: &UnitLayout, piece: &ParamRange, lanes: usize) -> Range<usize> {
+    let size = layout.padded / lanes;
+    piece.range.start / size..piece.range.end / size
+}
+
+/// Values of a range from a checkpoint; none are zeros.
+fn read(reader: &mut Reader, layout: &UnitLayout, part: Option<usize>, range: Range<usize>) -> Result<Vec<f32>> {
+    let mut values = vec![0.0; range.len()];
+    if let Some(part) = part {
+        for piece in layout.stored(range) {
+            let to = &mut values[piece.of_owned];
+            reader.read(&piece.tensor.name, part, piece.columns.as_ref(), piece.of_tensor, to)?;
+        }
+    }
+    Ok(values)
+}
+
+/// Values as they lie in memory.
+fn slice<'a>(values: &parallel::Values<'a, Cpu>) -> &'a [f32] {
+    match values {
+        parallel::Values::Device(_, values) | parallel::Values::Host(_, values) => values,
+    }
+}
+
+/// A lock whose holder cannot have left it broken: an update that panics ends the process.
+fn locked<T>(lock: &Mutex<T>) -> MutexGuard<'_, T> {
+    lock.lock().unwrap_or_else(PoisonError::into_inner)
+}

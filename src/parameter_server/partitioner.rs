@@ -1,0 +1,92 @@
+//! The ranges of all units, and the server that holds each.
+
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::UnitLayout;
+use hpctrain_config::Partition;
+
+/// A range of a unit.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ParamRange {
+    /// The unit.
+    pub unit: usize,
+    /// Its elements.
+    pub range: Range<usize>,
+}
+
+/// The ranges of each server, in the order of the network. Units are cut at multiples of one in `granules` of them, and the
+/// largest range goes to the server that has least so far.
+///
+/// # Errors
+/// There are more servers than ranges.
+pub fn divide(
+    layouts: &[UnitLayout],
+    granules: impl Fn(&UnitLayout) -> usize,
+    partition: Partition,
+    servers: usize,
+) -> Result<Vec<Vec<ParamRange>>> {
+    let mut pieces = Vec::new();
+    for (unit, layout) in layouts.iter().enumerate() {
+        let granules = granules(layout);
+        let count = partition.count(layout.padded * size_of::<f32>(), servers).clamp(1, granules);
+        let at = |part: usize| layout.padded / granules * (part * granules / count);
+        pieces.extend((0..count).map(|part| ParamRange { unit, range: at(part)..at(part + 1) }));
+    }
+    if pieces.len() < servers {
+        return Err(Error::input(format!("{servers} servers, but servers.partition = {partition} cuts the network into {} ranges", pieces.len()))
+            .hint("start fewer servers, or cut it into more: servers.partition = \"fixed:N\"; with servers.staleness = 0 a unit has at most parallel.lanes ranges"));
+    }
+    pieces.sort_by_key(|piece| std::cmp::Reverse(piece.range.len()));
+    let mut of_servers = vec![(0, Vec::new()); servers];
+    for piece in pieces {
+        if let Some((held, of_server)) = of_servers.iter_mut().min_by_key(|(held, _)| *held) {
+            *held += piece.range.len();
+            of_server.push(piece);
+        }
+    }
+    Ok(of_servers
+        .into_iter()
+        .map(|(_, mut pieces)| {
+            pieces.sort_by_key(|piece| (piece.unit, piece.range.start));
+            pieces
+        })
+        .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hpctrain_base::layout::{Init, Tensor};
+
+    fn unit(elements: usize, lanes: usize) -> UnitLayout {
+        UnitLayout::new("unit", vec![Tensor::new("w", &[elements], Init::Zeros)], lanes)
+    }
+
+    #[test]
+    fn every_element_has_one_server_and_servers_have_like_amounts() {
+        let layouts = [unit(1000, 4), unit(64, 4), unit(4000, 4), unit(500, 4)];
+        for (servers, partition) in [(1, "min:1KiB"), (2, "fixed:1"), (3, "min:1KiB"), (3, "max:4KiB"), (2, "fixed:9")]
+        {
+            let divided = divide(&layouts, |_| 4, partition.parse().unwrap(), servers).unwrap();
+            assert_eq!(divided.len(), servers);
+            let mut all: Vec<&ParamRange> = divided.iter().flatten().collect();
+            all.sort_by_key(|piece| (piece.unit, piece.range.start));
+            for (unit, layout) in layouts.iter().enumerate() {
+                let of_unit: Vec<_> = all.iter().filter(|piece| piece.unit == unit).collect();
+                assert_eq!((of_unit[0].range.start, of_unit[of_unit.len() - 1].range.end), (0, layout.padded));
+                assert!(of_unit.windows(2).all(|pair| pair[0].range.end == pair[1].range.start));
+                assert!(
+                    of_unit.iter().all(|piece| piece.range.start % (layout.padded / 4) == 0 && !piece.range.is_empty())
+                );
+            }
+        }
+        let held = |of_server: &Vec<ParamRange>| of_server.iter().map(|piece| piece.range.len()).sum::<usize>();
+        let fine: Vec<usize> = divide(&layouts, |_| 4, Partition::Fixed(4), 2).unwrap().iter().map(held).collect();
+        assert!(fine[0].abs_diff(fine[1]) <= 1024, "{fine:?}");
+        let error = divide(&layouts, |_| 4, Partition::Fixed(1), 5).unwrap_err().to_string();
+        assert!(error.contains("5 servers, but servers.partition = fixed:1 cuts the network into 4 ranges"), "{error}");
+    }
+}

@@ -1,0 +1,150 @@
+//! The place where the processes of a run find their coordinator: the directory `servers` in that of the run.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use super::wal::Journal;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::own_files;
+use hpctrain_base::signals;
+use hpctrain_base::user_dirs;
+use hpctrain_checkpoint::run_dir::REQUEUE;
+use hpctrain_checkpoint::run_dir::markers::{Markers, Status};
+use hpctrain_comm::{Credentials, Secret, write_secret};
+
+/// Name of the file with the coordinator's address.
+const COORDINATOR: &str = "coordinator";
+
+/// Interval at which a file is looked for.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// The coordinator's address, and the settings that a process needs before it has those of the run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Contact {
+    /// Host and port.
+    pub address: String,
+    /// `comm.encrypt`
+    pub encrypt: bool,
+    /// `comm.interface`
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub interface: Option<String>,
+}
+
+/// The directory.
+#[derive(Debug, Clone)]
+pub struct PsRendezvous {
+    run: PathBuf,
+    dir: PathBuf,
+}
+
+impl PsRendezvous {
+    /// That of the run in `run`.
+    pub fn of(run: &Path) -> Self {
+        Self { run: run.into(), dir: run.join("servers") }
+    }
+
+    /// The exit code of the run, if it has ended: its coordinator may be gone before all have heard of that.
+    pub fn ended(&self) -> Option<i32> {
+        Markers::new(&self.run).ended().map(|end| match end.status {
+            Status::Finished => 0,
+            Status::Preempted => REQUEUE,
+            Status::Failed => 1,
+        })
+    }
+
+    /// Makes it, with a secret of its own, unless it is there; returns the secret.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn open(&self) -> Result<Secret> {
+        fs::create_dir_all(&self.dir).map_err(|e| Error::io("create", &self.dir, e))?;
+        user_dirs::directory(&self.dir)?;
+        if !Secret::path(&self.dir).exists() {
+            write_secret(&self.dir)?;
+        }
+        self.secret()
+    }
+
+    /// The coordinator's journal.
+    pub fn journal(&self) -> Journal {
+        Journal::at(&self.dir)
+    }
+
+    /// The run's secret.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn secret(&self) -> Result<Secret> {
+        let hint = "it is the run's secret, which only the user of the coordinator can read";
+        Secret::read(&self.dir).map_err(|e| if e.advice().is_some() { e } else { e.hint(hint) })
+    }
+
+    /// Returns the secret, with the policy of a contact on encryption.
+    ///
+    /// # Errors
+    /// Returns an error if the secret cannot be read.
+    pub fn credentials(&self, contact: &Contact) -> Result<Credentials> {
+        Ok(Credentials { secret: self.secret()?, encrypt: contact.encrypt })
+    }
+
+    /// Publishes the coordinator's address.
+    ///
+    /// # Errors
+    /// Returns an error if the file system refuses.
+    pub fn publish(&self, contact: &Contact) -> Result<()> {
+        let (path, new) = (self.dir.join(COORDINATOR), self.dir.join("coordinator.new"));
+        let text = serde_json::to_string(contact).map_err(|e| Error::internal(e.to_string()))?;
+        own_files::write(&new, text + "\n")
+            .and_then(|()| fs::rename(&new, &path))
+            .map_err(|e| Error::io("write", &path, e))
+    }
+
+    /// Returns the coordinator's address, once it is published.
+    ///
+    /// # Errors
+    /// Returns an error if it is not for this time, or a signal asks the process to end.
+    pub fn coordinator(&self, patience: Duration) -> Result<Contact> {
+        let (path, since) = (self.dir.join(COORDINATOR), Instant::now());
+        loop {
+            match fs::read_to_string(&path) {
+                Ok(text) => {
+                    return serde_json::from_str(&text).map_err(|e| {
+                        Error::comm(format!("{} holds no address: {e}", path.display()))
+                            .hint("start all processes of a run with the same program")
+                    });
+                }
+                Err(_) if since.elapsed() < patience && signals::came().is_none() => std::thread::sleep(POLL_INTERVAL),
+                Err(e) => {
+                    return Err(Error::io("read", &path, e)
+                        .hint("start hpctrain coordinate for the run, and give its directory"));
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_coordinator_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let site = PsRendezvous::of(folder.path());
+        assert!(site.coordinator(Duration::ZERO).unwrap_err().to_string().contains("hpctrain coordinate"));
+        site.open().unwrap();
+        site.open().unwrap();
+        for interface in [None, Some("ib0".to_owned())] {
+            let contact = Contact { address: "node7:2222".into(), encrypt: interface.is_none(), interface };
+            site.publish(&contact).unwrap();
+            assert_eq!(site.coordinator(Duration::ZERO).unwrap(), contact);
+            assert_eq!(site.credentials(&contact).unwrap().encrypt, contact.encrypt);
+        }
+        fs::write(folder.path().join("servers/coordinator"), "node7:2222").unwrap();
+        let error = site.coordinator(Duration::ZERO).unwrap_err().to_string();
+        assert!(error.contains("holds no address") && error.contains("the same program"), "{error}");
+    }
+}

@@ -1,0 +1,190 @@
+//! The terms of a run on servers: all that a worker or a server needs to know to be one of it.
+
+use serde::{Deserialize, Serialize};
+
+use super::partitioner::{ParamRange, divide};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::UnitLayout;
+use hpctrain_checkpoint::Progress;
+use hpctrain_config::{Config, Environment, ResolvedConfig, Staleness, resolve};
+use hpctrain_data::Preprocessing;
+use hpctrain_parallel::{Storage, Zero};
+
+/// Terms of a run, from its coordinator.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RunSpec {
+    /// The number of this start of the run's servers: messages of earlier ones do not count.
+    pub generation: u64,
+    /// The configuration as it was given: number formats are those of each worker's device.
+    #[serde(deserialize_with = "hpctrain_config::deserialize_json")]
+    pub config: Config,
+    /// Workers that the run is meant for.
+    pub workers: usize,
+    /// Token ids of the training data, if it has some.
+    pub vocabulary: Option<usize>,
+    /// The preprocessing that the network learned its samples by.
+    pub preprocessing: Option<Preprocessing>,
+    /// Progress at which this start of the servers began.
+    pub start: Progress,
+    /// The ranges of each server.
+    pub pieces: Vec<Vec<ParamRange>>,
+    /// Host and port of each.
+    pub addresses: Vec<String>,
+    /// Whether all record events, for a trace.
+    pub trace: bool,
+}
+
+impl RunSpec {
+    /// The plan of the run: that of one rank with the lanes of all workers, or where workers do not wait for each other, with
+    /// the samples of all.
+    ///
+    /// # Errors
+    /// As [`resolve`], or the configuration asks for something that servers cannot do.
+    pub fn plan(config: &Config, workers: usize, vocabulary: Option<usize>, threads: usize) -> Result<ResolvedConfig> {
+        check(config)?;
+        let is_synchronous = config.servers.staleness == Staleness::Bound(0);
+        let mut config = config.clone();
+        if is_synchronous {
+            config.parallel.lanes.get_or_insert(workers);
+        } else {
+            config.parallel.lanes = Some(1);
+            // A batch of a worker's own must be possible, too.
+            resolve(of_worker(&config, workers), &Environment { ranks: 1, threads, vocabulary, on_gpu: false })?;
+            config.batch.global = batch_of_worker(&config, workers) * workers as u64;
+        }
+        (config.precision, config.parallel.replica) = Default::default();
+        let plan = resolve(config, &Environment { ranks: 1, threads, vocabulary, on_gpu: false })?;
+        let has_statistics =
+            layouts(&plan).iter().flat_map(|unit| &unit.tensors).any(|tensor| tensor.average.is_some());
+        if is_synchronous && has_statistics {
+            return Err(Error::input(
+                "servers.staleness = 0, but the network has batch normalisation, whose samples see each other",
+            )
+            .hint("set servers.staleness = \"none\" or a number, or train without --servers"));
+        }
+        if !is_synchronous && plan.rule.is_layerwise() {
+            return Err(Error::input(
+                "optimizer.kind = lamb and lars scale steps by norms of whole matrices, which no server has",
+            )
+            .hint("set servers.staleness = 0, or take another optimizer"));
+        }
+        Ok(plan)
+    }
+
+    /// The configuration with its epochs counted in steps of so many workers, of training data with so many samples.
+    pub fn counted(config: &Config, workers: usize, samples: u64) -> Config {
+        let mut config = config.clone();
+        let given = config.batch.global;
+        if config.servers.staleness != Staleness::Bound(0) {
+            config.batch.global = batch_of_worker(&config, workers) * workers as u64;
+        }
+        config.count_epochs(samples);
+        config.batch.global = given;
+        config
+    }
+
+    /// Whether all workers take each step together.
+    pub fn is_synchronous(&self) -> bool {
+        self.config.servers.staleness == Staleness::Bound(0)
+    }
+
+    /// Parts of a step that are given out: lanes, or batches of workers' own.
+    pub fn shares(&self, plan: &ResolvedConfig) -> u64 {
+        if self.is_synchronous() { plan.lanes as u64 } else { self.workers as u64 }
+    }
+
+    /// The plan of one worker by itself: of all lanes of a step, or of a batch of its own.
+    ///
+    /// # Errors
+    /// As [`Terms::plan`].
+    pub fn worker_plan(&self, threads: usize, on_gpu: bool) -> Result<ResolvedConfig> {
+        let config = if self.is_synchronous() {
+            let of_run = Self::plan(&self.config, self.workers, self.vocabulary, threads)?;
+            let mut config = self.config.clone();
+            (config.parallel.lanes, config.batch.micro) = (Some(of_run.lanes), Some(of_run.micro));
+            config.parallel.replica = None;
+            config
+        } else {
+            of_worker(&self.config, self.workers)
+        };
+        resolve(config, &Environment { ranks: 1, threads, vocabulary: self.vocabulary, on_gpu })
+    }
+}
+
+/// The configuration of a worker that takes batches of its own.
+fn of_worker(config: &Config, workers: usize) -> Config {
+    let mut config = config.clone();
+    config.batch.global = batch_of_worker(&config, workers);
+    (config.parallel.lanes, config.parallel.replica) = (Some(1), None);
+    config
+}
+
+/// Samples of a worker's own batch.
+pub fn batch_of_worker(config: &Config, workers: usize) -> u64 {
+    let share = (config.batch.global as f64 / workers as f64).round() as u64;
+    config.batch.worker.unwrap_or(share).max(1)
+}
+
+/// The units of a plan's network, as servers and workers lay them out.
+pub fn layouts(plan: &ResolvedConfig) -> Vec<UnitLayout> {
+    let slices = plan.slices(0);
+    let blocks = plan.network.cpu_blocks(&slices);
+    let lanes = if plan.config.servers.staleness == Staleness::Bound(0) { plan.lanes } else { 1 };
+    blocks.iter().map(|block| UnitLayout::sliced(block.name(), block.tensors(), lanes, &slices)).collect()
+}
+
+/// The ranges of each of so many servers.
+///
+/// # Errors
+/// As [`divide`].
+pub fn division(plan: &ResolvedConfig, servers: usize) -> Result<Vec<Vec<ParamRange>>> {
+    // Norms are sums over virtual shards, of which a unit has as many as lanes; without them a range begins on a cache line.
+    let is_synchronous = plan.config.servers.staleness == Staleness::Bound(0);
+    let granules = |layout: &UnitLayout| if is_synchronous { plan.lanes } else { layout.padded / 16 };
+    divide(&layouts(plan), granules, plan.config.servers.partition, servers)
+}
+
+/// Layouts that have no meaning beside servers are refused.
+fn check(config: &Config) -> Result<()> {
+    let parallel = &config.parallel;
+    let refused = |what: String| {
+        Err(Error::input(format!("{what}, but servers hold the parameters"))
+            .hint("leave it out, or train without --servers"))
+    };
+    if parallel.zero != Zero::Zero {
+        return refused(format!("parallel.zero = {}", u8::from(parallel.zero)));
+    }
+    if parallel.storage != Storage::Ranks {
+        return refused("parallel.storage = central".into());
+    }
+    let positive = [
+        ("servers.timeout", Some(config.servers.timeout)),
+        ("servers.lease", Some(config.servers.lease)),
+        ("servers.connections", Some(config.servers.connections as u64)),
+        ("servers.workers", config.servers.workers.map(|workers| workers as u64)),
+        ("batch.worker", config.batch.worker),
+    ];
+    if let Some((key, _)) = positive.into_iter().find(|(_, value)| *value == Some(0)) {
+        return Err(Error::input(format!("{key} = 0")).hint("it is at least 1"));
+    }
+    let average = parallel.average_every != hpctrain_config::Interval::Steps(0);
+    let is_given = |value: Option<usize>| value.is_some_and(|value| value > 1);
+    let counts = [
+        ("parallel.tensor", parallel.tensor > 1),
+        ("parallel.tensor_lanes", is_given(parallel.tensor_lanes)),
+        ("parallel.pipeline", parallel.pipeline > 1),
+        ("parallel.shard", is_given(parallel.shard)),
+        ("parallel.average_every", average),
+        ("parallel.layout = auto", parallel.layout == hpctrain_config::LayoutMode::Auto),
+        ("optimizer.offload", config.optimizer.offload),
+        ("model.place.tables = host", config.model.place.tables == hpctrain_config::EmbeddingPlacement::Host),
+        ("parallel.offload_shards", parallel.offload_shards),
+        ("parallel.offload_activations", parallel.offload_activations),
+        ("log.histograms", config.log.histograms > 0),
+        ("device.matmul = timed", config.device.matmul == hpctrain_config::MatmulChoice::Timed),
+    ];
+    match counts.into_iter().find(|(_, is_set)| *is_set) {
+        Some((key, _)) => refused(format!("{key} is set")),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,127 @@
+//! Cuts of the parameters, and checkpoints of them.
+
+use std::sync::PoisonError;
+
+use super::Session;
+use crate::checkpoint_task::begin;
+use crate::coordinator_service::SessionError;
+use crate::protocol::{ServerRequest, ServerResponse};
+use hpctrain_base::error::Result;
+use hpctrain_base::spans::now;
+use hpctrain_checkpoint::Published;
+use hpctrain_config::telemetry::evaluations::Evaluation;
+use hpctrain_config::{Checkpoint, WhenBusy};
+use hpctrain_train::{Records, is_outage};
+
+impl Session<'_> {
+    /// The number of a cut of the parameters as they are now.
+    pub(super) fn cut(&mut self) -> Result<u64, SessionError> {
+        if let Some((step, number)) = self.cut
+            && step == self.progress.step
+            && self.terms.is_synchronous()
+        {
+            return Ok(number);
+        }
+        let (generation, number) = (self.terms.generation, self.cut.map_or(1, |(_, number)| number + 1));
+        let copied = self.fleet.all(|_| ServerRequest::Cut { generation, cut: number })?;
+        // Where workers go on meanwhile, it has updates of steps to come.
+        let updates = copied.iter().filter_map(|answer| match answer {
+            ServerResponse::Copied { updates } => Some(self.terms.start.updates + updates),
+            _ => None,
+        });
+        self.progress.updates = updates.max().unwrap_or(self.progress.updates);
+        self.cut = Some((self.progress.step, number));
+        Ok(number)
+    }
+
+    /// Begins to save if that is due, and notes the end of a save.
+    pub(super) fn save_if_due(&mut self) -> Result<(), SessionError> {
+        self.note_saved(false)?;
+        let Checkpoint { every, every_epochs, .. } = self.plan.config.checkpoint;
+        let due = self.is_due(every, every_epochs) || std::mem::take(&mut self.save_now);
+        // The end of training saves by itself.
+        if !due || self.ending.is_some() {
+            return Ok(());
+        }
+        let start = now();
+        self.save()?;
+        self.trace("checkpoint", start);
+        Ok(())
+    }
+
+    /// Begins to save the parameters and the state as they are now.
+    pub(super) fn save(&mut self) -> Result<(), SessionError> {
+        let step = self.progress.step;
+        if self.saving.is_some() {
+            if self.plan.config.checkpoint.when_busy == WhenBusy::Skip {
+                log::warn!("step {step}: not saved: an earlier checkpoint is still being written");
+                return Ok(());
+            }
+            self.await_saving()?;
+        }
+        self.record_epoch_loss()?;
+        let cut = self.cut()?;
+        self.saving =
+            Some(begin(&self.save_thread, &self.job, &self.save_fleet, self.terms.generation, cut, self.progress));
+        (self.saved, self.save_now) = (Some(step), false);
+        self.stop_requests.save_begun();
+        if !self.plan.config.checkpoint.asynchronous {
+            self.await_saving()?;
+        }
+        Ok(())
+    }
+
+    /// Without validation data, notes the loss by which the checkpoint of this step is compared with others.
+    fn record_epoch_loss(&mut self) -> Result<()> {
+        let step = self.progress.step;
+        let Records { epoch_loss: Some(epoch), .. } = &self.records else { return Ok(()) };
+        // A save that failed is tried again at the same step.
+        if self.epoch_recorded.replace(step) == Some(step) {
+            return Ok(());
+        }
+        let evaluation = Evaluation::of_epoch(step, epoch.mean());
+        let written = self.records.evaluated(evaluation);
+        self.recorded(written)
+    }
+
+    /// Goes on if the file system has refused a record for a short time: opens the files anew, while the run is this
+    /// process's.
+    pub(super) fn recorded(&mut self, written: Result<()>) -> Result<()> {
+        if written.is_err() && self.directory.check().is_ok() {
+            // A file that cannot be opened fails with the next write, too.
+            let _ = self.records.reopen().and_then(|()| self.tally.reopen());
+        }
+        self.outages.record(written)
+    }
+
+    pub(super) fn await_saving(&mut self) -> Result<(), SessionError> {
+        self.note_saved(true)
+    }
+
+    /// Notes the end of the save under way, for which it may wait. One that the file system has refused is due again.
+    fn note_saved(&mut self, waits: bool) -> Result<(), SessionError> {
+        if self.saving.is_none() {
+            let mut fleet = self.save_fleet.lock().unwrap_or_else(PoisonError::into_inner);
+            return fleet.keep_alive(self.terms.generation);
+        }
+        let Some(saving) = self.saving.take_if(|saving| waits || saving.is_done()) else { return Ok(()) };
+        let Published { took, progress } = match saving.wait() {
+            Ok(published) => published,
+            Err(SessionError::Failed(e)) if is_outage(&e) => {
+                self.outages.save_refused(e)?;
+                self.saved = None;
+                self.stop_requests.save_failed(self.outages.pause());
+                return Ok(());
+            }
+            Err(halt) => return Err(halt),
+        };
+        self.outages.published();
+        self.stop_requests.published(took);
+        log::info!(
+            "saved {} in {:.2} s",
+            self.directory.checkpoints().path(progress.step).display(),
+            took.as_secs_f64()
+        );
+        Ok(())
+    }
+}

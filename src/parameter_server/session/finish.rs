@@ -1,0 +1,121 @@
+//! The end of a run: the last evaluation and checkpoint, and the reports to people and programs.
+
+use std::collections::BTreeMap;
+
+use super::Session;
+use crate::coordinator_service::SessionError;
+use crate::run_spec::layouts;
+use hpctrain_base::layout::UnitLayout;
+use hpctrain_base::signals;
+use hpctrain_checkpoint::run_dir::RunOutcome;
+use hpctrain_checkpoint::run_dir::markers::{End, Status};
+use hpctrain_config::telemetry::run_card::RunCard;
+use hpctrain_config::telemetry::{say, unix_time};
+use hpctrain_engine::memory::resident;
+
+impl Session<'_> {
+    /// Last evaluation, last checkpoint, the end on record.
+    pub(super) fn finish(&mut self, ending: RunOutcome) -> Result<RunOutcome, SessionError> {
+        let step = self.progress.step;
+        let is_evaluated = self.evaluated.is_some_and(|(at, _)| at == step);
+        if self.plan.config.eval.inline && !is_evaluated && !matches!(ending, RunOutcome::Preempted(_)) {
+            self.evaluate()?;
+        }
+        self.await_saving()?;
+        loop {
+            if self.saved != Some(step) {
+                self.save()?;
+                self.await_saving()?;
+            }
+            let written = self.records.flush().and_then(|()| self.tally.flush());
+            let is_recorded = written.is_ok();
+            self.recorded(written)?;
+            if is_recorded && self.saved == Some(step) {
+                break;
+            }
+            if self.stop_requests.must_end() {
+                self.outages.give_up()?;
+            }
+            signals::pause(self.outages.pause());
+        }
+        self.outages.at_end(self.directory.check())?;
+        self.records.progress.finish();
+        let (status, why) = match &ending {
+            RunOutcome::Finished => (Status::Finished, None),
+            RunOutcome::Stopped(why) => (Status::Finished, Some(why.clone())),
+            RunOutcome::Preempted(why) => (Status::Preempted, Some(why.clone())),
+        };
+        if let Some(why) = &why {
+            say(format_args!("\nended at step {step}: {why}"));
+        }
+        if let (Some((_, loss)), Some(evaluator)) = (self.evaluated.filter(|(at, _)| *at == step), &self.evaluator) {
+            say(format_args!("\nvalidation loss {loss:.4} over {} samples at step {step}", evaluator.samples()));
+        }
+        if !self.terms.is_synchronous() {
+            say(format_args!("staleness  {}", self.hub.with(|state| told(state.pool.histogram()))));
+        }
+        let latest = self.directory.checkpoints().latest();
+        if latest.exists() {
+            say(format_args!("checkpoint in {}", latest.display()));
+        }
+        if status == Status::Preempted {
+            say(format_args!("continue with --resume auto --set run.name={}", self.directory.name()));
+        } else if let Some(median_ms) = self.tally.median_ms() {
+            // A finished run that was resumed had nothing left to measure.
+            self.outages.at_end(self.card(median_ms).write(&self.directory.card_path()))?;
+        }
+        // Servers end with the run.
+        self.outages.at_end(self.journal.clear())?;
+        self.outages.at_end(self.directory.marks().end(&End { step, status, why }))?;
+        log::info!("ended at step {step}: {ending:?}");
+        Ok(ending)
+    }
+
+    fn card(&self, median_ms: f64) -> RunCard {
+        let (times, job) = (self.tally.times(), &self.job);
+        let parameters = |unit: &UnitLayout| unit.tensors.iter().map(|tensor| tensor.len() as u64).sum::<u64>();
+        RunCard {
+            version: env!("CARGO_PKG_VERSION").into(),
+            mpi: job.origin.mpi.clone(),
+            device_path: None,
+            device_path_reason: None,
+            ranks: self.terms.workers,
+            threads: self.plan.threads,
+            hosts: self.tally.hosts(),
+            parameters: layouts(&self.plan).iter().map(parameters).sum(),
+            steps: self.progress.step,
+            skipped: self.tally.skipped(),
+            data: job.data.as_ref().map(|data| data.fingerprint.digest()),
+            data_changes: job.data.as_ref().map_or(vec![], |data| data.changes.clone()),
+            validation_loss: self.evaluated.map(|(_, loss)| loss),
+            tokens_per_second: self.plan.tokens_per_step() as f64 / (median_ms * 1e-3),
+            tflops_per_rank: None,
+            mfu: None,
+            energy: None,
+            seconds: self.started.elapsed().as_secs_f64(),
+            step_seconds: times,
+            loader_wait_seconds: times.loader,
+            comm_wait_seconds: times.comm_exposed,
+            comm_sent_bytes: None,
+            comm_rounds: None,
+            peak_gpu_bytes: None,
+            peak_bytes: BTreeMap::new(),
+            stages: vec![],
+            peak_resident_bytes: resident().1,
+            time: unix_time(),
+            goodput: None,
+        }
+    }
+}
+
+/// A histogram of staleness for people: mean, and the share of each.
+fn told(histogram: &BTreeMap<u64, u64>) -> String {
+    let all: u64 = histogram.values().sum();
+    if all == 0 {
+        return "of no push".into();
+    }
+    let mean = histogram.iter().map(|(staleness, count)| staleness * count).sum::<u64>() as f64 / all as f64;
+    let share = |(staleness, count): (&u64, &u64)| format!("{staleness}: {:.1} %", 100.0 * *count as f64 / all as f64);
+    let most: Vec<String> = histogram.iter().take(8).map(share).collect();
+    format!("{mean:.2} updates in the mean ({})", most.join(", "))
+}

@@ -1,0 +1,526 @@
+//! A run on one set of servers, as its coordinator takes it: its steps and evaluations.
+
+mod checkpoints;
+mod finish;
+
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+
+use super::checkpoint_task::Saving;
+use super::coordinator_service::{CoordinatorService, SessionError};
+use super::protocol::{ServerRequest, ServerResponse};
+use super::run_spec::{RunSpec, layouts};
+use super::scheduler::{Batch, Done, WorkScheduler};
+use super::server_clients::ServerClients;
+use super::wal::{CommittedStep, Entry, Journal, Update};
+use super::worker_metrics::WorkerMetrics;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::layout::Tensor;
+use hpctrain_base::spans::now;
+use hpctrain_checkpoint::run_dir::{RunDirectory, RunOutcome};
+use hpctrain_checkpoint::{Origin, Progress, SaveContext, SaveThread};
+use hpctrain_config::telemetry::epoch_loss::EpochLoss;
+use hpctrain_config::telemetry::evaluations;
+use hpctrain_config::telemetry::metrics::Step;
+use hpctrain_config::telemetry::{say, unix_time};
+use hpctrain_config::{Eval, ResolvedConfig};
+use hpctrain_cpu::Cpu;
+use hpctrain_data::{Mix, TrainedOn};
+use hpctrain_engine::{Splits, clip};
+use hpctrain_nn::loss::Objective;
+use hpctrain_nn::optim::Part;
+use hpctrain_parallel::{AllFlags, ControlFlags, Hyper, Norms, Squares, state_names, sum_of_squares, whole_norms};
+use hpctrain_train::evaluate::Evaluator;
+use hpctrain_train::{IoFailureTolerance, Records, StopRequests, TimeLimit, fresh_id};
+
+/// The parts of a run that outlive its servers.
+pub struct SessionContext<'a> {
+    pub hub: &'a CoordinatorService,
+    pub directory: &'a RunDirectory,
+    pub splits: &'a Splits,
+    pub trained_on: Option<TrainedOn>,
+    pub started: Instant,
+    pub journal: &'a Journal,
+}
+
+/// The place at which a course begins.
+#[derive(Clone, Copy)]
+pub enum StartPoint<'a> {
+    /// The seed's values.
+    Seed,
+    /// A checkpoint.
+    Checkpoint(&'a Path),
+    /// The last step of a coordinator before this one, on servers that have their ranges.
+    Journal(&'a Entry),
+}
+
+/// The run on one set of servers.
+pub struct Session<'a> {
+    hub: &'a CoordinatorService,
+    directory: &'a RunDirectory,
+    plan: ResolvedConfig,
+    terms: RunSpec,
+    fleet: ServerClients,
+    /// Connections for saves, which go on beside training.
+    save_fleet: Arc<Mutex<ServerClients>>,
+    save_thread: SaveThread,
+    records: Records,
+    tally: WorkerMetrics,
+    started: Instant,
+    stop_requests: StopRequests,
+    outages: IoFailureTolerance,
+    job: Arc<SaveContext>,
+    journal: &'a Journal,
+    evaluator: Option<Evaluator>,
+    objective: Objective<Cpu>,
+    train_samples: u64,
+    progress: Progress,
+    /// Step and number of the last cut, and of the last evaluation and checkpoint.
+    cut: Option<(u64, u64)>,
+    evaluated: Option<(u64, f64)>,
+    saved: Option<u64>,
+    /// Step of the last loss of an epoch that was recorded.
+    epoch_recorded: Option<u64>,
+    saving: Option<Saving>,
+    /// Whether a checkpoint is due by the clock.
+    save_now: bool,
+    skipped_in_a_row: u64,
+    ending: Option<RunOutcome>,
+}
+
+impl<'a> Session<'a> {
+    /// The course from a place on, with servers that have their ranges: workers may come.
+    ///
+    /// # Errors
+    /// The file system refused, no time is left, or a server is gone.
+    pub fn begin(
+        of: SessionContext<'a>,
+        plan: ResolvedConfig,
+        terms: RunSpec,
+        fleet: ServerClients,
+        from: StartPoint<'_>,
+    ) -> Result<Self, SessionError> {
+        let SessionContext { hub, directory, splits, trained_on, started, journal } = of;
+        // The step of the journal is made once more; its workers have their lines.
+        let (progress, told, done) = match from {
+            StartPoint::Journal(entry) => {
+                (entry.before, entry.before.step + 1, entry.batches.clone().unwrap_or_default())
+            }
+            _ => (terms.start, terms.start.step, Done::default()),
+        };
+        let samples = splits.train.samples();
+        let epoch_loss = splits.validation.is_none().then(|| EpochLoss::new(samples, plan.config.batch.global));
+        let records = Records::open(directory, &plan, progress.step, None, epoch_loss)?;
+        let (shares, is_synchronous) = (terms.shares(&plan), terms.is_synchronous());
+        let predictions = if is_synchronous { plan.tokens_per_step() / shares } else { 0 };
+        let of_share = plan.config.batch.global / shares;
+        let tally = WorkerMetrics::open(&directory.workers_path(), told, &plan.config.log, of_share, predictions)?;
+        let parameters: u64 = layouts(&plan).iter().map(|unit| unit.padded as u64).sum();
+        let budget = TimeLimit::new(plan.config.run.time_limit, started, 12 * parameters);
+        budget.check()?;
+        let stop_requests = StopRequests::new(true, budget, directory.marks(), plan.config.checkpoint.every_seconds);
+        let job = SaveContext {
+            checkpoints: directory.checkpoints(),
+            config: plan.config.clone(),
+            preprocessing: Some(splits.train.preprocessing()),
+            data: trained_on,
+            origin: Origin {
+                ranks: terms.addresses.len(),
+                hosts: terms.addresses.clone(),
+                mpi: "servers over TCP".into(),
+                ..Origin::default()
+            },
+            id: fresh_id(),
+            records: vec![directory.metrics_path()],
+            state: state_names(Some(plan.rule), plan.average, None),
+        };
+        let (of_eval, chunk) = (plan.config.eval.samples, plan.config.eval.batch);
+        // The workers read the samples; here they are counted.
+        let evaluator = splits.validation.as_ref().map(|validation| Evaluator::counting(&**validation, of_eval, chunk));
+        let evaluator = evaluator.map(|evaluator| evaluator.naming(Mix::names(&plan.config.data.mix)));
+        let outages = IoFailureTolerance::new(plan.config.checkpoint.tolerate, progress.step > 0);
+        let first_ticket = (unix_time() * 1e3) as u64;
+        let mut pool = WorkScheduler::new(plan.config.servers.staleness, plan.config.servers.lease, first_ticket);
+        if !terms.is_synchronous() {
+            pool.begin_batches(done, (plan.config.run.steps - terms.start.step) * terms.workers as u64);
+        }
+        let digest = splits.train.fingerprint().map(|fingerprint| fingerprint.digest());
+        hub.with(|state| {
+            state.digest = digest;
+            state.open(terms.clone(), pool);
+        });
+        let save_fleet = Arc::new(Mutex::new(fleet.with_long_timeout(terms.generation)?));
+        let found = evaluations::read(&directory.evaluations_path())?;
+        let evaluated = evaluations::validation_loss(found.known(), progress.step).map(|loss| (progress.step, loss));
+        Ok(Self {
+            hub,
+            directory,
+            objective: plan.objective(),
+            plan,
+            terms,
+            fleet,
+            save_fleet,
+            save_thread: SaveThread::start()?,
+            records,
+            tally,
+            started,
+            stop_requests,
+            outages,
+            job: Arc::new(job),
+            journal,
+            evaluator,
+            train_samples: samples,
+            progress,
+            cut: None,
+            evaluated,
+            saved: Some(progress.step),
+            epoch_recorded: None,
+            saving: None,
+            save_now: false,
+            skipped_in_a_row: 0,
+            ending: None,
+        })
+    }
+
+    /// Runs to the end of training, from the place at which it begins.
+    ///
+    /// # Errors
+    /// A server was lost, a worker failed, or the run diverged.
+    pub fn run(mut self, from: StartPoint<'_>) -> Result<RunOutcome, SessionError> {
+        self.banner(from);
+        let begun = match from {
+            StartPoint::Journal(entry) => self.end_step(&entry.decided, now()),
+            StartPoint::Seed | StartPoint::Checkpoint(_) => Ok(()),
+        };
+        let ended = begun.and_then(|()| self.steps()).and_then(|ending| self.finish(ending));
+        if let Some(saving) = self.saving.take() {
+            // It ends by itself, and leaves nothing unfinished behind.
+            saving.wait().map_or_else(|_| log::warn!("a checkpoint was given up"), drop);
+        }
+        ended
+    }
+
+    fn banner(&self, from: StartPoint<'_>) {
+        let RunSpec { workers, addresses, pieces, .. } = &self.terms;
+        let ranges: usize = pieces.iter().map(Vec::len).sum();
+        let staleness = &self.plan.config.servers.staleness;
+        say(format_args!("run        {}", self.directory.path().display()));
+        say(format_args!("servers    {}, {ranges} ranges, on {}", addresses.len(), addresses.join(", ")));
+        let lanes =
+            if self.terms.is_synchronous() { format!(", {} lanes a step", self.plan.lanes) } else { String::new() };
+        say(format_args!("workers    {workers}, staleness {staleness}{lanes}"));
+        let step = self.progress.step;
+        match from {
+            StartPoint::Seed => {}
+            StartPoint::Checkpoint(path) => say(format_args!("resumed    step {step} of {}", path.display())),
+            StartPoint::Journal(_) => say(format_args!("resumed    step {step}, on servers that have it still")),
+        }
+        say("");
+    }
+
+    /// Takes steps until training is to end.
+    fn steps(&mut self) -> Result<RunOutcome, SessionError> {
+        while self.ending.is_none() && self.progress.step < self.plan.config.run.steps {
+            let (began, start) = (Instant::now(), now());
+            let decided = if self.terms.is_synchronous() { self.sync_step()? } else { self.async_step()? };
+            let Some(decided) = decided else { break };
+            let decided = CommittedStep { seconds: began.elapsed().as_secs_f64(), ..decided };
+            self.append_to_wal(&decided);
+            self.end_step(&decided, start)?;
+        }
+        Ok(self.ending.take().unwrap_or(RunOutcome::Finished))
+    }
+
+    /// Keeps a step before its update, so that a coordinator after this one can go on from it.
+    fn append_to_wal(&self, decided: &CommittedStep) {
+        let batches = self.hub.with(|state| state.pool.done_batches());
+        let (generation, before, decided) = (self.terms.generation, self.progress, decided.clone());
+        let kept = self.journal.decide(&Entry { generation, before, decided, batches });
+        // An earlier step must not be taken for the last one.
+        if let Err(e) = kept {
+            log::warn!("{e}: a coordinator that is started again begins at the last checkpoint");
+            self.journal.clear().unwrap_or_else(|e| log::warn!("{e}"));
+        }
+    }
+
+    /// Updates the parameters by a step, records it, and does all that is due after it.
+    fn end_step(&mut self, decided: &CommittedStep, start: u64) -> Result<(), SessionError> {
+        let began = Instant::now();
+        let (generation, step) = (self.terms.generation, self.progress.step);
+        if let Some(Update { hyper, trust }) = &decided.update {
+            self.fleet.all(|_| ServerRequest::Update { generation, step, hyper: *hyper, trust: trust.clone() })?;
+            self.progress.updates += u64::from(hyper.is_some());
+        }
+        self.progress.position = decided.position;
+        self.progress.step += 1;
+        self.trace("step", start);
+        self.record(decided, Duration::from_secs_f64(decided.seconds) + began.elapsed())?;
+        self.apply_control_flags(decided)?;
+        self.evaluate_if_due()?;
+        self.save_if_due()
+    }
+
+    /// A step that all workers take together; none if the run is to end before.
+    fn sync_step(&mut self) -> Result<Option<CommittedStep>, SessionError> {
+        let (step, lanes) = (self.progress.step, self.plan.lanes);
+        self.hub.with(|state| state.pool.begin_step(step, lanes));
+        let stop_requests = &self.stop_requests;
+        let done = self.hub.wait(|state| match state.pool.step_result() {
+            Some(result) => Some(Some(result)),
+            None => (state.pool.members().is_empty() && stop_requests.must_end()).then_some(None),
+        })?;
+        let Some((loss, compute)) = done else { return Ok(self.interrupted()) };
+        let loss = loss / self.plan.tokens_per_step() as f64;
+        let norm = self.norm(step)?;
+        let lr = self.plan.schedule.rate(step);
+        let skipped = !(loss.is_finite() && norm.is_finite());
+        let hyper = (!skipped).then(|| Hyper {
+            lr: lr as f32,
+            weight_decay: self.plan.config.optimizer.weight_decay,
+            step: self.progress.updates + 1,
+            grad_scale: clip(self.plan.config.optimizer.grad_clip, norm) as f32,
+        });
+        let trust = match hyper {
+            Some(hyper) if self.plan.rule.is_layerwise() => self.trust(hyper)?,
+            _ => vec![],
+        };
+        let update = Some(Update { hyper: hyper.map(Into::into), trust });
+        let position = self.progress.position + self.samples();
+        Ok(Some(CommittedStep { loss, norm, lr, skipped, compute, seconds: 0.0, position, update }))
+    }
+
+    /// The norm of the gradient of a step, whose lanes have all come.
+    fn norm(&mut self, step: u64) -> Result<f64, SessionError> {
+        let generation = self.terms.generation;
+        let (answers, lanes) = (self.fleet.all(|_| ServerRequest::Squares { generation, step })?, self.plan.lanes);
+        let layouts = layouts(&self.plan);
+        let mut told = Vec::new();
+        for (pieces, answer) in self.terms.pieces.iter().zip(answers) {
+            let ServerResponse::Squares(squares) = answer else { return Err(unexpected(&answer)) };
+            for (piece, bits) in pieces.iter().zip(squares) {
+                let size = layouts[piece.unit].padded / lanes;
+                let values: Vec<f64> = bits.into_iter().map(f64::from_bits).collect();
+                let (first_unit, first_shard, shards) = (piece.unit, piece.range.start / size, values.len());
+                told.push(Squares { first_unit, first_shard, shards, values });
+            }
+        }
+        Ok(sum_of_squares(told.iter(), layouts.len(), lanes)?.sqrt())
+    }
+
+    /// The factor on the step of every tensor of every unit, where the rule scales them by norms: bits.
+    fn trust(&mut self, hyper: Hyper) -> Result<Vec<Vec<u32>>, SessionError> {
+        let (generation, lanes) = (self.terms.generation, self.plan.lanes);
+        let answers = self.fleet.all(|_| ServerRequest::Norms { generation, hyper: hyper.into() })?;
+        let layouts = layouts(&self.plan);
+        let tensors: usize = layouts.iter().map(|layout| layout.tensors.len()).sum();
+        let mut norms = Norms::new(0..lanes, tensors);
+        for answer in answers {
+            let ServerResponse::Norms(of_server) = answer else { return Err(unexpected(&answer)) };
+            for (shard, tensor, squares) in of_server {
+                norms.set(shard, tensor, squares.map(f64::from_bits));
+            }
+        }
+        let mut squares = whole_norms(&[norms.encode()], lanes, tensors)?.into_iter();
+        let groups = &self.plan.config.optimizer.groups;
+        let mut factor = |tensor: &Tensor| {
+            let part = Part::of(tensor, groups);
+            let of_tensor = squares.next().unwrap_or_default();
+            self.plan.rule.trust(of_tensor, part.decay(hyper.weight_decay), hyper.grad_scale).to_bits()
+        };
+        Ok(layouts.iter().map(|layout| layout.tensors.iter().map(&mut factor).collect()).collect())
+    }
+
+    /// As many batches as there are workers: a step, where each goes on by itself. None if the run is to end before.
+    fn async_step(&mut self) -> Result<Option<CommittedStep>, SessionError> {
+        let (workers, generation) = (self.terms.workers, self.terms.generation);
+        let batches = loop {
+            let stop_requests = &self.stop_requests;
+            let found = self.hub.wait(|state| {
+                let revoked = state.pool.take_revoked();
+                if !revoked.is_empty() {
+                    return Some(Err(revoked));
+                }
+                match state.pool.take_batches(workers) {
+                    Some(batches) => Some(Ok(Some(batches))),
+                    None => (state.pool.members().is_empty() && stop_requests.must_end()).then_some(Ok(None)),
+                }
+            })?;
+            match found {
+                Ok(batches) => break batches,
+                Err(tickets) => {
+                    for ticket in tickets {
+                        self.fleet.all(|_| ServerRequest::Revoke { generation, ticket })?;
+                    }
+                }
+            }
+        };
+        let Some(batches) = batches else { return Ok(self.interrupted()) };
+        let mean = |of: fn(&Batch) -> f64| batches.iter().map(of).sum::<f64>() / workers as f64;
+        let skips = batches.iter().filter(|batch| batch.staleness.is_none()).count();
+        let of_batch = self.samples() / workers as u64;
+        Ok(Some(CommittedStep {
+            loss: mean(|batch| batch.loss),
+            norm: mean(|batch| batch.norm),
+            lr: self.plan.schedule.rate(self.progress.step),
+            skipped: skips > 0,
+            compute: mean(|batch| batch.compute),
+            seconds: 0.0,
+            position: self.terms.start.position + self.hub.with(|state| state.pool.low()) * of_batch,
+            update: None,
+        }))
+    }
+
+    /// Nobody is left to take a step, and the run was asked to end.
+    fn interrupted(&mut self) -> Option<CommittedStep> {
+        self.ending = Some(self.stop_requests.preempted());
+        None
+    }
+
+    /// Samples of a step.
+    fn samples(&self) -> u64 {
+        self.plan.config.batch.global
+    }
+
+    /// Keeps an event since `start`, for the trace. The run does not end if the trace cannot be written.
+    fn trace(&self, name: &str, start: u64) {
+        let Some(trace) = &self.hub.trace else { return };
+        let kept = trace.own(name, start, json!({ "step": self.progress.step }));
+        kept.unwrap_or_else(|e| log::warn!("{e}"));
+    }
+
+    fn record(&mut self, taken: &CommittedStep, took: Duration) -> Result<()> {
+        let (step, trained) = (self.progress.step, self.trained());
+        let context = self.plan.network.context() as u64;
+        let seconds = took.as_secs_f64();
+        let record = Step {
+            step,
+            epoch: trained as f64 / self.train_samples as f64,
+            tokens: trained * context,
+            loss: taken.loss,
+            lr: taken.lr,
+            grad_norm: taken.norm,
+            skipped: taken.skipped,
+            step_ms: seconds * 1e3,
+            compute_ms: taken.compute * 1e3,
+            tokens_per_second: (self.samples() * context) as f64 / seconds,
+            time: unix_time(),
+            ..Step::default()
+        };
+        let written = self.records.stepped(&record);
+        let contributions = self.hub.with(|state| state.pool.take_contributions());
+        if let Some(board) = &mut self.records.tensorboard {
+            board.staleness(step, &contributions.iter().filter_map(|one| one.staleness).collect::<Vec<_>>());
+        }
+        let tallied = self.tally.step(step, took, taken.skipped, &contributions);
+        self.recorded(written.and(tallied))?;
+        self.records.progress.step(&record, self.outages.told().as_deref());
+        self.stop_requests.stepped(took);
+        let told = [
+            ("step", json!(step)),
+            ("steps", json!(self.plan.config.run.steps)),
+            ("loss", json!(taken.loss)),
+            ("samples_per_second", json!(self.samples() as f64 / seconds)),
+        ];
+        self.hub.with(|state| state.told.extend(told));
+        Ok(())
+    }
+
+    /// Acts on requests to end, and on steps that are not finite.
+    fn apply_control_flags(&mut self, taken: &CommittedStep) -> Result<()> {
+        let step = self.progress.step;
+        self.skipped_in_a_row = if taken.skipped { self.skipped_in_a_row + 1 } else { 0 };
+        if taken.skipped {
+            log::warn!("step {step}: loss {}, gradient norm {}: update skipped", taken.loss, taken.norm);
+        }
+        if self.skipped_in_a_row >= self.plan.config.run.max_skipped {
+            let message = format!("step {step}: {} steps in a row were not finite", self.skipped_in_a_row);
+            return Err(Error::numeric(message)
+                .hint("lower optimizer.lr, lengthen schedule.warmup, or lower optimizer.grad_clip"));
+        }
+        self.directory.check_often()?;
+        let flags = self.stop_requests.flags(false);
+        if flags.contains(ControlFlags::DUE) {
+            self.save_now = true;
+        }
+        self.ending = self.stop_requests.ending(&AllFlags(vec![flags]));
+        Ok(())
+    }
+
+    /// Samples of the steps so far.
+    fn trained(&self) -> u64 {
+        self.terms.start.position + (self.progress.step - self.terms.start.step) * self.samples()
+    }
+
+    /// Whether something that is wanted every so many steps or epochs is due now; 0 wants it never.
+    fn is_due(&self, steps: u64, epochs: u64) -> bool {
+        let step = self.progress.step;
+        self.plan.is_due(steps, step) || self.plan.is_due_by_epochs(epochs, step, self.trained(), self.train_samples)
+    }
+
+    fn evaluate_if_due(&mut self) -> Result<(), SessionError> {
+        let Eval { every, every_epochs, .. } = self.plan.config.eval;
+        let due = self.ending.is_none() && self.is_due(every, every_epochs);
+        if !(due && self.plan.config.eval.inline) {
+            return Ok(());
+        }
+        let start = now();
+        self.evaluate()?;
+        self.trace("evaluation", start);
+        Ok(())
+    }
+
+    /// Lets the workers evaluate the parameters as they are now.
+    fn evaluate(&mut self) -> Result<(), SessionError> {
+        let Some(chunks) = self.evaluator.as_ref().map(Evaluator::chunks) else { return Ok(()) };
+        // A cut that is being written must not be replaced.
+        self.await_saving()?;
+        let cut = self.cut()?;
+        self.hub.with(|state| state.pool.begin_evaluation(cut, chunks));
+        let stop_requests = &self.stop_requests;
+        let found = self.hub.wait(|state| match state.pool.take_evaluation() {
+            Some(sums) => Some(Some(sums)),
+            None if stop_requests.must_end() => {
+                state.pool.drop_evaluation();
+                Some(None)
+            }
+            None => None,
+        })?;
+        let Some(sums) = found else {
+            self.ending = Some(self.stop_requests.preempted());
+            return Ok(());
+        };
+        let Some(evaluator) = &self.evaluator else { return Ok(()) };
+        let measures = evaluator.measures(&self.objective, &sums)?;
+        let (step, told) = (self.progress.step, measures.to_string());
+        self.evaluated = Some((step, measures.loss));
+        log::info!("step {step}: {told}");
+        self.outages.held(self.directory.check())?;
+        let evaluation = measures.evaluation(step).on(evaluator.digest(), evaluator.samples());
+        let written = self.records.evaluated(evaluation);
+        self.records.progress.say(&format!("step {step:>6}  {told}"));
+        let all = match written.and_then(|()| evaluations::read(&self.directory.evaluations_path())) {
+            Ok(all) => all,
+            Err(e) => return Ok(self.outages.record(Err(e))?),
+        };
+        let best = self.directory.checkpoints().point_to_best(&all);
+        best.unwrap_or_else(|e| log::warn!("the link to the best checkpoint stays: {e}"));
+        let config = &self.plan.config.eval;
+        let all = evaluations::until(all.known(), step);
+        let why = evaluations::stop_reason(&all, config.patience, config.min_delta);
+        if step < self.plan.config.run.steps && self.ending.is_none() {
+            // The evaluation just made is the last one.
+            self.ending = why.map(RunOutcome::Stopped);
+        }
+        Ok(())
+    }
+}
+
+fn unexpected(answer: &ServerResponse) -> SessionError {
+    match answer {
+        ServerResponse::Stale => SessionError::Lost("a server has begun anew".into()),
+        other => SessionError::Failed(Error::internal(format!("a server answered {other:?}"))),
+    }
+}

@@ -1,0 +1,178 @@
+//! Files of JSON lines as a run leaves them: one that is still written ends within a line, and a disk may damage another.
+
+use std::io::{BufRead, BufReader, ErrorKind, Read as _};
+use std::path::Path;
+
+use serde::Deserialize;
+use serde::de::{DeserializeOwned, IgnoredAny};
+
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::safe_open;
+use hpctrain_config::telemetry::evaluations::is_torn;
+
+/// The longest line that is read; of a longer one only its place is known.
+const LONGEST: u64 = 64 << 20;
+
+/// A line that cannot be read although it is whole.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Damage {
+    /// Its number, from 1.
+    pub line: u64,
+    /// Records before it in the file.
+    pub after: usize,
+    /// The reason.
+    pub why: String,
+    /// Whether it is JSON all the same, so of another version of the program rather than damaged.
+    pub is_json: bool,
+}
+
+/// The records of a file.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Lines<T> {
+    /// Those that can be read, in the order of the file.
+    pub records: Vec<T>,
+    /// Lines that cannot.
+    pub damaged: Vec<Damage>,
+}
+
+impl<T> Default for Lines<T> {
+    fn default() -> Self {
+        Self { records: Vec::new(), damaged: Vec::new() }
+    }
+}
+
+impl<T> Lines<T> {
+    /// One line for people about the damage, if there is any: the first damaged line of `file`, and the number of the others.
+    pub fn told(&self, file: &str) -> Option<String> {
+        let Damage { line, why, .. } = self.damaged.first()?;
+        let others = match self.damaged.len() - 1 {
+            0 => String::new(),
+            others => format!(", and {others} more"),
+        };
+        Some(format!("{file}: line {line} cannot be read ({why}){others}"))
+    }
+}
+
+/// Reads the records of a file; none where there is no file. A last line without its end is left out unless it is whole, and
+/// lines that a kill has torn before another process has added its own are left out too.
+///
+/// # Errors
+/// The file cannot be read.
+pub fn read<T: DeserializeOwned>(path: &Path) -> Result<Lines<T>> {
+    let file = match safe_open::open(path) {
+        Ok(file) => file,
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Lines::default()),
+        Err(e) => return Err(Error::io("read", path, e)),
+    };
+    read_from(BufReader::with_capacity(1 << 18, file), LONGEST).map_err(|e| Error::io("read", path, e))
+}
+
+fn read_from<T: DeserializeOwned>(mut from: impl BufRead, longest: u64) -> std::io::Result<Lines<T>> {
+    let mut found = Lines::default();
+    let mut bytes = Vec::new();
+    for line in 1.. {
+        bytes.clear();
+        if from.by_ref().take(longest).read_until(b'\n', &mut bytes)? == 0 {
+            break;
+        }
+        let mut is_whole = bytes.ends_with(b"\n");
+        let too_long = !is_whole && bytes.len() as u64 == longest;
+        if too_long {
+            is_whole = skip_line(&mut from)?;
+        }
+        let text = bytes.trim_ascii();
+        if text.is_empty() {
+            continue;
+        }
+        let why = match parse(text) {
+            _ if too_long => format!("it is longer than {longest} bytes"),
+            Ok(record) => {
+                found.records.push(record);
+                continue;
+            }
+            Err(why) => why,
+        };
+        let is_json = !too_long && parse::<IgnoredAny>(text).is_ok();
+        let is_beginning = !too_long && is_torn(text);
+        // Bytes that are right as far as they go are the beginning of a line.
+        if is_whole && !is_beginning {
+            found.damaged.push(Damage { line, after: found.records.len(), why, is_json });
+        }
+    }
+    Ok(found)
+}
+
+fn parse<T: for<'de> Deserialize<'de>>(text: &[u8]) -> std::result::Result<T, String> {
+    // A text is checked for its encoding as a whole: strings that are not looked at count, too.
+    let text = std::str::from_utf8(text).map_err(|e| e.to_string())?;
+    serde_json::from_str(text).map_err(|e| e.to_string())
+}
+
+/// Skips the rest of a line; whether it has an end.
+fn skip_line(from: &mut impl BufRead) -> std::io::Result<bool> {
+    loop {
+        let there = from.fill_buf()?;
+        if there.is_empty() {
+            return Ok(false);
+        }
+        let end = there.iter().position(|byte| *byte == b'\n');
+        let read = end.map_or(there.len(), |end| end + 1);
+        from.consume(read);
+        if end.is_some() {
+            return Ok(true);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, PartialEq, Deserialize)]
+    struct Numbered {
+        step: u64,
+    }
+
+    fn of(text: &[u8]) -> Lines<Numbered> {
+        read_from(text, 64).unwrap()
+    }
+
+    fn steps(lines: &Lines<Numbered>) -> Vec<u64> {
+        lines.records.iter().map(|one| one.step).collect()
+    }
+
+    #[test]
+    fn an_unfinished_last_line_is_normal() {
+        assert_eq!(of(b""), Lines::default());
+        let lines = of(b"{\"step\":1}\n{\"step\":2}\n{\"st");
+        assert_eq!((steps(&lines), lines.damaged.len()), (vec![1, 2], 0));
+        // Whole but for its end, or torn within a character.
+        assert_eq!(steps(&of(b"{\"step\":1}\n{\"step\":2}")), [1, 2]);
+        assert_eq!(
+            of(b"{\"step\":1}\n{\"why\":\"\xe2\x82"),
+            Lines { records: vec![Numbered { step: 1 }], damaged: vec![] }
+        );
+        // Another process has gone on behind it.
+        let lines = of(b"{\"step\":1}\n{\"st\n{\"step\":3}\n");
+        assert_eq!((steps(&lines), lines.damaged.len()), (vec![1, 3], 0));
+    }
+
+    #[test]
+    fn a_bad_byte_costs_its_line_and_is_told() {
+        let lines = of(b"{\"step\":1}\n{\"st\xffep\":2}\n{\"step\":3}\n{\"epoch\":4}\n");
+        assert_eq!(steps(&lines), [1, 3]);
+        let seen: Vec<_> = lines.damaged.iter().map(|one| (one.line, one.after, one.is_json)).collect();
+        assert_eq!(seen, [(2, 1, false), (4, 2, true)]);
+        let told = lines.told("metrics.jsonl").unwrap();
+        assert!(told.starts_with("metrics.jsonl: line 2 cannot be read (invalid utf-8"), "{told}");
+        assert!(told.ends_with(", and 1 more"), "{told}");
+    }
+
+    #[test]
+    fn a_line_without_end_takes_no_memory() {
+        let long = [&b"{\"step\":1}\n"[..], &[b'x'; 200], b"\n{\"step\":2}\n", &[b'x'; 200]].concat();
+        let lines = of(&long);
+        assert_eq!((steps(&lines), lines.damaged.len()), (vec![1, 2], 1));
+        assert!(lines.damaged[0].why.contains("longer than 64"), "{lines:?}");
+    }
+}

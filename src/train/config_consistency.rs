@@ -1,0 +1,90 @@
+//! Whether all ranks were started with the same configuration: a file may be old on one node, or a script may give each rank its own.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use hpctrain_base::error::{Error, Result};
+use hpctrain_checkpoint::run_dir::differences;
+use hpctrain_comm::Group;
+use hpctrain_config::Config;
+use hpctrain_device::Backend;
+
+/// Keys that ranks may have each to themselves: they change no number.
+const OWN: [&str; 5] = ["run.threads", "run.memory_limit", "data.stage", "servers.address", "log.level"];
+
+/// Compares the configurations of all ranks: collective.
+///
+/// # Errors
+/// A rank has another value than rank 0; the error names the first such rank and key.
+pub fn check_alike<B: Backend>(world: &Group<B>, config: &Config) -> Result<()> {
+    let text = shared_keys(config)?;
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    let hashes = world.all_gather_u64(&[hasher.finish()])?;
+    let Some(rank) = hashes.iter().position(|hash| *hash != hashes[0]) else { return Ok(()) };
+    let all = world.gather_bytes(text.into_bytes()).wait()?;
+    let of = |rank: usize| {
+        let config = String::from_utf8_lossy(&all[rank]).parse::<Config>();
+        config.map_err(|e| Error::comm(format!("rank {rank} sent a malformed configuration: {}", e.message())))
+    };
+    let first = differences(&of(0)?, &of(rank)?, |_, _| true).into_iter().next();
+    let first = first.ok_or_else(|| Error::internal("equal configurations of different texts").shared())?;
+    let message = format!("ranks differ in {}: {} on rank 0, {} on rank {rank}", first.key, first.before, first.now);
+    let own = OWN.join(", ");
+    Err(Error::input(message)
+        .hint(format!("start all ranks with the same configuration; only {own} may differ"))
+        .shared())
+}
+
+/// The file of a configuration without the keys of a rank's own.
+fn shared_keys(config: &Config) -> Result<String> {
+    let mut file = config.to_table()?;
+    for (section, key) in OWN.iter().filter_map(|own| own.split_once('.')) {
+        file.get_mut(section).and_then(toml::Value::as_table_mut).map(|section| section.remove(key));
+    }
+    Ok(file.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hpctrain_comm::{Algorithm, start_threads};
+    use hpctrain_config::{Sources, load};
+    use hpctrain_cpu::Cpu;
+
+    /// The outcomes of ranks with these settings.
+    fn outcomes(settings: &[&str]) -> Vec<Result<()>> {
+        let configs: Vec<Config> = settings
+            .iter()
+            .map(|setting| {
+                let overrides: Vec<String> = setting.split(' ').map(String::from).collect();
+                load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap().0
+            })
+            .collect();
+        let comms = start_threads::<Cpu>(configs.len(), Algorithm::Tree).unwrap();
+        std::thread::scope(|scope| {
+            let ranks = comms.into_iter().zip(&configs);
+            let ranks: Vec<_> =
+                ranks.map(|(comm, config)| scope.spawn(move || check_alike(&comm.world(), config))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn ranks_may_differ_in_nothing_that_changes_numbers() {
+        let alike = ["run.threads=1 run.steps=9", "run.steps=9 run.threads=2 run.memory_limit=1GiB"];
+        assert!(outcomes(&alike).into_iter().all(|outcome| outcome.is_ok()));
+        for (settings, says) in [
+            (
+                &["optimizer.lr=0.1", "optimizer.lr=0.1", "optimizer.lr=0.2"][..],
+                "ranks differ in optimizer.lr: 0.1 on rank 0, 0.2 on rank 2",
+            ),
+            (&["run.name=a", "run.steps=2500"], "ranks differ in run.name: \"a\" on rank 0, left out on rank 1"),
+            (&["model.layers=[{kind='relu'}]", "run.steps=1"], "ranks differ in model.layers: [{ "),
+        ] {
+            for outcome in outcomes(settings) {
+                let error = outcome.unwrap_err();
+                assert!(error.is_shared() && error.to_string().contains(says), "{error}");
+            }
+        }
+    }
+}

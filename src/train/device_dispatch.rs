@@ -1,0 +1,72 @@
+//! Training on the device of `run.device`.
+
+use super::run::{Customization, GpuPlace, Request, train_on};
+use crate::planner::{Here, choose_here};
+use hpctrain_base::error::{Error, Result};
+use hpctrain_checkpoint::run_dir::RunOutcome;
+use hpctrain_comm::Comm;
+use hpctrain_config::gpu_assignment::{cpu, cpu_can, place};
+use hpctrain_config::telemetry::say;
+use hpctrain_config::{LayoutMode, ResolvedConfig};
+use hpctrain_cpu::Cpu;
+use hpctrain_device::Kernels;
+
+/// A whole run on the device of `run.device`, as by `hpctrain train`: collective over the world of `comm`. The ranks of
+/// `beside` are told the directory, as by [`train`].
+///
+/// Signals end the process at once unless [`signals::listen`](hpctrain_base::signals::listen) was called before; then the run
+/// saves first.
+///
+/// # Errors
+/// As [`train`], or there are no such devices.
+pub fn train(
+    comm: &Comm<Cpu>,
+    request: &Request,
+    own: Customization<'_>,
+    beside: Option<&Comm<Cpu>>,
+) -> Result<RunOutcome> {
+    let request = &Request { config: own.configured(&request.config), ..request.clone() };
+    let vocabulary = own.data.as_ref().map(|splits| splits.train.vocabulary()).filter(|ids| *ids > 0);
+    let threads = request.threads;
+    match place(comm, &request.config)? {
+        None => {
+            comm.world().all_ok(cpu_can(&request.config))?;
+            let request = laid_out(request, &Here { comm, backend: cpu, gpu: None, threads, vocabulary })?;
+            train_on(comm, &request, own, beside.map(Comm::world).as_ref(), cpu)
+        }
+        Some(gpu) => {
+            let (comm, backend) = (&gpu.beside(comm), |plan: &ResolvedConfig| gpu.backend(plan));
+            let place = GpuPlace {
+                memory: gpu.memory,
+                table: gpu.table.clone(),
+                id: gpu.device().id.clone(),
+                sharers: gpu.sharers,
+            };
+            let here = Here { comm, backend, gpu: Some(gpu.memory), threads, vocabulary };
+            let request = Request { gpu: Some(place), ..laid_out(request, &here)? };
+            let beside = beside.map(|beside| beside.on().world());
+            train_on(comm, &request, own, beside.as_ref(), backend)
+        }
+    }
+}
+
+/// The request with the layout that is fastest here, if it leaves the choice: collective.
+fn laid_out<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
+    request: &Request,
+    here: &Here<'_, B, F>,
+) -> Result<Request> {
+    if request.config.parallel.layout == LayoutMode::Given {
+        return Ok(request.clone());
+    }
+    let (choice, _) = choose_here(&request.config, here)?;
+    let fitting = choice.proposals.len();
+    let best = choice.proposals.into_iter().next().ok_or_else(|| Error::internal("a choice without a layout"))?;
+    if here.comm.rank() == 0 {
+        let step = 1e3 * best.time.step;
+        say(format_args!(
+            "parallel.layout = auto: {} of {fitting} that fit, {step:.2} ms a step as measured\n",
+            best.keys
+        ));
+    }
+    Ok(Request { config: best.keys.config(&request.config), ..request.clone() })
+}

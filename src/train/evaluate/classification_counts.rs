@@ -1,0 +1,272 @@
+//! Counts of a classifier's predictions, from which an evaluation tells class by class. They are whole numbers, and so the same in
+//! whatever order they are added: on any number of ranks, in any layout.
+
+use hpctrain_base::error::{Error, Result};
+use hpctrain_config::telemetry::classes::Classes;
+use hpctrain_nn::loss::Classifier;
+
+/// Most samples whose scores are compared with each other: each rank keeps 4 bytes for each.
+pub const MOST_RANKED: u64 = 1 << 24;
+
+/// The key of a score that is not a number: no other score has it.
+const UNORDERED: u32 = u32::MAX;
+
+/// Counts of the predictions of some samples.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ClassificationCounts {
+    classes: usize,
+    /// By class, then by predicted class.
+    confusion: Vec<u64>,
+    /// Of two classes, the keys of the scores of the samples of each.
+    scores: Option<[Vec<u32>; 2]>,
+    /// Whether the target of a sample is no class.
+    is_void: bool,
+}
+
+impl ClassificationCounts {
+    /// No counts yet, for `samples` samples in all.
+    pub fn new(classifier: Classifier, samples: u64) -> Self {
+        let classes = classifier.classes();
+        let is_ranked = classes == 2 && samples <= MOST_RANKED;
+        let scores = is_ranked.then(Default::default);
+        Self { classes, confusion: vec![0; classes * classes], scores, is_void: false }
+    }
+
+    /// Counts samples by their codes.
+    pub fn add(&mut self, codes: &[f64]) {
+        let cells = (self.classes * self.classes) as u64;
+        for code in codes {
+            if code.is_nan() {
+                self.is_void = true;
+                continue;
+            }
+            let (key, cell) = (*code as u64 / cells, *code as u64 % cells);
+            self.confusion[cell as usize] += 1;
+            if let Some(scores) = &mut self.scores {
+                scores[cell as usize / 2].push(key as u32);
+            }
+        }
+    }
+
+    /// Adds the counts of other samples, as [`ClassificationCounts::encode`] has written them.
+    ///
+    /// # Errors
+    /// They are counts of other classes.
+    pub fn merge(&mut self, message: &[u8]) -> Result<()> {
+        let malformed = || Error::comm("a rank told counts of other classes");
+        let (counts, rest) = message.split_at_checked(8 * self.confusion.len()).ok_or_else(malformed)?;
+        for (into, bytes) in self.confusion.iter_mut().zip(counts.as_chunks().0) {
+            *into += u64::from_le_bytes(*bytes);
+        }
+        let (head, rest) = rest.split_first_chunk::<9>().ok_or_else(malformed)?;
+        let [is_void, first @ ..] = *head;
+        self.is_void |= is_void > 0;
+        if let Some(scores) = &mut self.scores {
+            let keys = rest.as_chunks().0;
+            let (first, second) = keys.split_at_checked(u64::from_le_bytes(first) as usize).ok_or_else(malformed)?;
+            for (into, keys) in scores.iter_mut().zip([first, second]) {
+                into.extend(keys.iter().map(|bytes| u32::from_le_bytes(*bytes)));
+            }
+        }
+        Ok(())
+    }
+
+    /// The counts as a message: of cells, whether a target is no class, scores of the first class, and all keys.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut message: Vec<u8> = self.confusion.iter().flat_map(|count| count.to_le_bytes()).collect();
+        message.push(u8::from(self.is_void));
+        let keys = self.scores.as_ref().map_or([&[][..]; 2], |scores| scores.each_ref().map(Vec::as_slice));
+        message.extend((keys[0].len() as u64).to_le_bytes());
+        message.extend(keys.iter().flat_map(|keys| keys.iter()).flat_map(|key| key.to_le_bytes()));
+        message
+    }
+
+    /// The results class by class; none if the target of a sample is no class.
+    pub fn classes(mut self, names: &[String]) -> Option<Classes> {
+        if self.is_void {
+            return None;
+        }
+        let roc_auc = self.scores.as_mut().and_then(|[first, second]| area(first, second));
+        let confusion = self.confusion.chunks(self.classes.max(1)).map(<[u64]>::to_vec).collect();
+        Some(Classes::of(confusion, names, roc_auc))
+    }
+}
+
+/// The codes of samples with these outputs, a row each; not a number where the target is no class.
+pub fn codes(classifier: Classifier, outputs: &[f32], targets: &Targets<'_>) -> Vec<f64> {
+    let classes = classifier.classes();
+    let width = classifier.outputs();
+    let one = |(sample, row): (usize, &[f32])| {
+        let Some(class) = targets.class(sample) else { return f64::NAN };
+        let (predicted, score) = match classifier {
+            Classifier::Logit => (usize::from(row[0] > 0.0), row[0]),
+            Classifier::Softmax(2) => (likeliest(row), row[1] - row[0]),
+            Classifier::Softmax(_) => (likeliest(row), 0.0),
+        };
+        let cell = class as usize * classes + predicted;
+        let key = if classes == 2 { key(score) } else { 0 };
+        (u64::from(key) * (classes * classes) as u64 + cell as u64) as f64
+    };
+    outputs.chunks(width).enumerate().map(one).collect()
+}
+
+/// The targets of samples.
+pub enum Targets<'a> {
+    /// Classes.
+    Classes(&'a [u32]),
+    /// Numbers: 0 and 1 are classes.
+    Values(&'a [f32]),
+}
+
+impl Targets<'_> {
+    fn class(&self, sample: usize) -> Option<u32> {
+        match self {
+            Targets::Classes(classes) => classes.get(sample).copied(),
+            Targets::Values(values) => {
+                let value = values.get(sample)?;
+                [0.0, 1.0].iter().position(|class| class == value).map(|class| class as u32)
+            }
+        }
+    }
+}
+
+/// The place of the largest, the first of several.
+pub fn likeliest(row: &[f32]) -> usize {
+    let mut best = 0;
+    for (i, x) in row.iter().enumerate() {
+        if *x > row[best] {
+            best = i;
+        }
+    }
+    best
+}
+
+/// A whole number for each score, in the order of the scores; equal ones have the same.
+fn key(score: f32) -> u32 {
+    if score.is_nan() {
+        return UNORDERED;
+    }
+    // Both zeros are one number.
+    let bits = (score + 0.0).to_bits();
+    if bits >> 31 == 1 { !bits } else { bits | 1 << 31 }
+}
+
+/// The part of the pairs in which the sample of the first class has the lower score, equal ones counting half: in whole numbers to
+/// the last division. None if there is no pair, or a score is not a number.
+fn area(first: &mut [u32], second: &mut [u32]) -> Option<f64> {
+    first.sort_unstable();
+    second.sort_unstable();
+    let is_ordered = |keys: &[u32]| keys.last().is_some_and(|key| *key != UNORDERED);
+    if !is_ordered(first) || !is_ordered(second) {
+        return None;
+    }
+    let (mut lower, mut not_higher, mut halves) = (0, 0, 0u128);
+    for score in second.iter() {
+        while first.get(lower).is_some_and(|other| other < score) {
+            lower += 1;
+        }
+        while first.get(not_higher).is_some_and(|other| other <= score) {
+            not_higher += 1;
+        }
+        halves += (lower + not_higher) as u128;
+    }
+    Some(halves as f64 / (2 * first.len() as u128 * second.len() as u128) as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_of_the_largest_counts() {
+        assert_eq!([likeliest(&[1.0]), likeliest(&[1.0, 3.0, 3.0]), likeliest(&[f32::NAN, 1.0])], [0, 1, 0]);
+    }
+
+    #[test]
+    fn keys_are_in_the_order_of_scores() {
+        let scores = [f32::NEG_INFINITY, f32::MIN, -1.0, -1e-45, 0.0, 1e-45, 2.0, f32::MAX, f32::INFINITY];
+        assert!(scores.map(key).windows(2).all(|pair| pair[0] < pair[1]));
+        assert!(key(-0.0) == key(0.0) && key(f32::INFINITY) < key(f32::NAN));
+    }
+
+    #[test]
+    fn the_area_is_the_part_of_the_pairs_in_order() {
+        let of = |first: &[f32], second: &[f32]| {
+            let [mut first, mut second] =
+                [first, second].map(|scores| scores.iter().map(|x| key(*x)).collect::<Vec<_>>());
+            area(&mut first, &mut second)
+        };
+        assert_eq!(of(&[0.1, 0.4], &[0.35, 0.8]), Some(0.75));
+        assert_eq!(of(&[1.0, 1.0], &[1.0]), Some(0.5));
+        assert_eq!(of(&[-1.0, 2.0], &[2.0, 3.0, 0.0]), Some((2.0 + 1.5) / 6.0 + 1.0 / 6.0));
+        assert_eq!([of(&[], &[1.0]), of(&[1.0], &[]), of(&[f32::NAN], &[1.0])], [None; 3]);
+    }
+
+    #[test]
+    fn ranks_add_up_to_one() {
+        let (classes, values) = ([0, 1, 1, 0, 1], [-0.5f32, 0.25, -1.0, 0.25, 2.0]);
+        let targets: Vec<f32> = classes.iter().map(|class| *class as f32).collect();
+        let codes = codes(Classifier::Logit, &values, &Targets::Values(&targets));
+        let counted = |parts: &[&[f64]]| {
+            let mut all = ClassificationCounts::new(Classifier::Logit, 5);
+            for part in parts {
+                let mut one = ClassificationCounts::new(Classifier::Logit, 5);
+                one.add(part);
+                all.merge(&one.encode()).unwrap();
+            }
+            all.classes(&[]).unwrap()
+        };
+        let whole = counted(&[&codes]);
+        assert_eq!(whole.confusion, [[1, 1], [1, 2]]);
+        assert_eq!(whole.roc_auc, Some((0.0 + 1.5 + 2.0) / 6.0));
+        assert_eq!(counted(&[&codes[3..], &[], &codes[..3]]), whole);
+        let mut other = ClassificationCounts::new(Classifier::Softmax(3), 5);
+        assert!(other.merge(&[0; 20]).is_err());
+    }
+
+    /// The results of scikit-learn, to the last bits of its own sums.
+    #[test]
+    fn the_results_are_those_of_scikit_learn() {
+        let golden: serde_json::Value =
+            serde_json::from_str(include_str!("../../../tests/golden/classes.json")).unwrap();
+        let floats = |value: &serde_json::Value| -> Vec<f64> { serde_json::from_value(value.clone()).unwrap() };
+        let close = |found: &[f64], wanted: &[f64], told: &str| {
+            assert_eq!(found.len(), wanted.len(), "{told}");
+            assert!(found.iter().zip(wanted).all(|(a, b)| (a - b).abs() < 1e-15), "{told}: {found:?}, not {wanted:?}");
+        };
+        let cases = golden["cases"].as_array().unwrap();
+        assert_eq!(cases.len(), 4);
+        for case in cases {
+            let name = case["name"].as_str().unwrap();
+            let rows: Vec<Vec<f32>> = serde_json::from_value(case["outputs"].clone()).unwrap();
+            let targets: Vec<u32> = serde_json::from_value(case["targets"].clone()).unwrap();
+            let values: Vec<f32> = targets.iter().map(|class| *class as f32).collect();
+            let (classifier, of) = match rows[0].len() {
+                1 => (Classifier::Logit, Targets::Values(&values)),
+                width => (Classifier::Softmax(width), Targets::Classes(&targets)),
+            };
+            let mut tally = ClassificationCounts::new(classifier, targets.len() as u64);
+            tally.add(&codes(classifier, &rows.concat(), &of));
+            let found = tally.classes(&[]).unwrap();
+            let confusion: Vec<Vec<u64>> = serde_json::from_value(case["confusion"].clone()).unwrap();
+            assert_eq!(found.confusion, confusion, "{name}");
+            close(&found.precision, &floats(&case["precision"]), name);
+            close(&found.recall, &floats(&case["recall"]), name);
+            close(&found.f1, &floats(&case["f1"]), name);
+            let means = [found.means.precision, found.means.recall, found.means.f1];
+            let wanted = ["precision", "recall", "f1"].map(|of| case["macro"][of].as_f64().unwrap());
+            close(&means, &wanted, name);
+            let area = |auc: Option<f64>| auc.map_or(vec![], |auc| vec![auc]);
+            close(&area(found.roc_auc), &area(case["roc_auc"].as_f64()), name);
+        }
+    }
+
+    #[test]
+    fn soft_targets_and_the_scores_of_many_are_not_told() {
+        let mut tally = ClassificationCounts::new(Classifier::Logit, 2);
+        tally.add(&codes(Classifier::Logit, &[1.0, 1.0], &Targets::Values(&[1.0, 0.5])));
+        assert_eq!(tally.classes(&[]), None);
+        let many = ClassificationCounts::new(Classifier::Softmax(2), MOST_RANKED + 1);
+        assert_eq!(many.classes(&[]).unwrap().roc_auc, None);
+    }
+}

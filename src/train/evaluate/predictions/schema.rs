@@ -1,0 +1,153 @@
+//! Meaning of a network's outputs: classes, chances or numbers, with their names.
+
+use crate::evaluate::classification_counts::likeliest;
+use hpctrain_config::{LossKind, ResolvedConfig};
+use hpctrain_data::Preprocessing;
+
+/// Meaning of a row of outputs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum OutputSchema {
+    /// A logit for each class, by their names or else numbers.
+    Classes {
+        /// Their names.
+        names: Vec<String>,
+        /// They come from the data.
+        are_given: bool,
+    },
+    /// One logit, that of class 1, with the names of both classes.
+    Logit {
+        /// Their names.
+        names: [String; 2],
+        /// They come from the data.
+        are_given: bool,
+    },
+    /// A logit for each of several things that may hold at the same time.
+    Chances(Vec<String>),
+    /// Numbers.
+    Numbers(Vec<String>),
+}
+
+/// A row of outputs, told.
+pub(super) struct DecodedRow {
+    /// The likeliest class.
+    pub class: Option<usize>,
+    /// Probabilities of classes or chances, else the outputs.
+    pub numbers: Vec<f32>,
+}
+
+impl OutputSchema {
+    /// That of the network of a plan, trained with this preprocessing, by its loss.
+    pub fn of(plan: &ResolvedConfig, known: Option<&Preprocessing>) -> Self {
+        let width = plan.network.outputs();
+        let classes = known.map_or(&[][..], |known| &known.classes);
+        let columns = known.and_then(|known| known.columns.as_ref());
+        let targets = columns.map_or(&[][..], |columns| &columns.targets);
+        let numbered = |count: usize| (0..count).map(|number| number.to_string()).collect::<Vec<_>>();
+        let named = || match (targets.len() == width, width) {
+            (true, _) => targets.to_vec(),
+            (false, 1) => vec!["output".to_owned()],
+            (false, _) => (0..width).map(|number| format!("output_{number}")).collect(),
+        };
+        match (plan.config.loss.kind, width) {
+            (LossKind::CrossEntropy, _) => {
+                let are_given = classes.len() == width;
+                Self::Classes { names: if are_given { classes.to_vec() } else { numbered(width) }, are_given }
+            }
+            (LossKind::BinaryCrossEntropy, 1) => match classes {
+                [no, yes] => Self::Logit { names: [no.clone(), yes.clone()], are_given: true },
+                _ => Self::Logit { names: ["0", "1"].map(str::to_owned), are_given: false },
+            },
+            (LossKind::BinaryCrossEntropy, _) => Self::Chances(named()),
+            (LossKind::Mse | LossKind::Mae | LossKind::Huber, _) => Self::Numbers(named()),
+        }
+    }
+
+    /// Outputs of a row.
+    pub(super) fn width(&self) -> usize {
+        match self {
+            Self::Classes { names, .. } | Self::Chances(names) | Self::Numbers(names) => names.len(),
+            Self::Logit { .. } => 1,
+        }
+    }
+
+    /// Names of the numbers of a row, and of the class if one is told.
+    pub(super) fn names(&self) -> &[String] {
+        match self {
+            Self::Classes { names, .. } | Self::Chances(names) | Self::Numbers(names) => names,
+            Self::Logit { names, .. } => names,
+        }
+    }
+
+    /// Whether a class is told.
+    pub(super) fn has_class(&self) -> bool {
+        matches!(self, Self::Classes { .. } | Self::Logit { .. })
+    }
+
+    /// Whether numbers are probabilities.
+    pub(super) fn is_probable(&self) -> bool {
+        !matches!(self, Self::Numbers(_))
+    }
+
+    /// Names of classes that come from the data.
+    pub(super) fn given_classes(&self) -> &[String] {
+        match self {
+            Self::Classes { names, are_given: true } => names,
+            Self::Logit { names, are_given: true } => names,
+            _ => &[],
+        }
+    }
+
+    /// The class of a row of outputs; 0 where there are no classes.
+    pub(super) fn class(&self, outputs: &[f32]) -> usize {
+        match self {
+            Self::Classes { .. } => likeliest(outputs),
+            Self::Logit { .. } => usize::from(outputs[0] > 0.0),
+            _ => 0,
+        }
+    }
+
+    /// Tells a row of outputs.
+    pub(super) fn tell(&self, outputs: &[f32]) -> DecodedRow {
+        let logistic = |x: f32| 1.0 / (1.0 + (-f64::from(x)).exp());
+        let numbers = match self {
+            Self::Classes { .. } => softmax(outputs),
+            Self::Logit { .. } => [-outputs[0], outputs[0]].map(|x| logistic(x) as f32).to_vec(),
+            Self::Chances(_) => outputs.iter().map(|x| logistic(*x) as f32).collect(),
+            Self::Numbers(_) => outputs.to_vec(),
+        };
+        DecodedRow { class: self.has_class().then(|| self.class(outputs)), numbers }
+    }
+}
+
+/// Probabilities of logits, in double precision.
+fn softmax(logits: &[f32]) -> Vec<f32> {
+    let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let powers: Vec<f64> = logits.iter().map(|x| (f64::from(*x) - f64::from(most)).exp()).collect();
+    let sum: f64 = powers.iter().sum();
+    powers.iter().map(|power| (power / sum) as f32).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn logits_become_probabilities() {
+        let names = || vec!["a".to_owned(), "b".to_owned(), "c".to_owned()];
+        let classes = OutputSchema::Classes { names: names(), are_given: true };
+        let told = classes.tell(&[1000.0, 1001.0, 0.0]);
+        assert_eq!(told.class, Some(1));
+        let e = std::f32::consts::E;
+        for (found, wanted) in told.numbers.iter().zip([1.0 / (1.0 + e), e / (1.0 + e), 0.0]) {
+            assert!((found - wanted).abs() < 1e-6, "{found} {wanted}");
+        }
+        let logit = OutputSchema::Logit { names: ["no", "yes"].map(str::to_owned), are_given: true };
+        let told = logit.tell(&[3f32.ln()]);
+        assert_eq!(told.class, Some(1));
+        assert!((told.numbers[0] - 0.25).abs() < 1e-6 && (told.numbers[1] - 0.75).abs() < 1e-6);
+        assert_eq!(logit.tell(&[-1000.0]).numbers, [1.0, 0.0]);
+        let told = OutputSchema::Chances(names()).tell(&[0.0, 100.0, -100.0]);
+        assert_eq!((told.class, told.numbers[0], told.numbers[1]), (None, 0.5, 1.0));
+        assert_eq!(OutputSchema::Numbers(names()).tell(&[1.5, -2.0, 0.0]).numbers, [1.5, -2.0, 0.0]);
+    }
+}

@@ -1,0 +1,118 @@
+//! Published steps of Megatron-LM beside the times of their layouts on a description of the same machine.
+
+use super::machine::Machine;
+use super::search::{Place, choose};
+use hpctrain_config::{Environment, Sources, load};
+use hpctrain_engine::memory::Held;
+
+/// A published step.
+struct Point {
+    name: &'static str,
+    layers: usize,
+    width: usize,
+    heads: usize,
+    tensor: usize,
+    pipeline: usize,
+    ranks: usize,
+    batch: u64,
+    /// Left out, the best is taken: the source does not tell.
+    micro: Option<u64>,
+    /// Whether blocks were computed again; else rows were divided as well.
+    recompute: bool,
+    /// Of a step.
+    seconds: f64,
+}
+
+/// Operations of a step as the source counts them: Narayanan et al., "Efficient large-scale language model training on GPU clusters
+/// using Megatron-LM", 2021, equation 3, with the recomputation of all blocks.
+fn operations(layers: usize, width: usize, batch: u64) -> f64 {
+    let [l, h, b, s, v] = [layers as f64, width as f64, batch as f64, 2048.0, 51200.0];
+    96.0 * b * s * l * h * h * (1.0 + s / (6.0 * h) + v / (16.0 * l * h))
+}
+
+/// Table 1 of that paper, with teraFLOP/s a GPU in the place of seconds; and table 5 of Korthikanti et al., "Reducing activation
+/// recomputation in large transformer models", 2022.
+fn points() -> Vec<Point> {
+    let weak = |name, layers, width, heads, tensor, ranks, batch, rate: f64| {
+        let seconds = operations(layers, width, batch) / (rate * 1e12 * ranks as f64);
+        Point { name, layers, width, heads, tensor, pipeline: 1, ranks, batch, micro: None, recompute: true, seconds }
+    };
+    let of_22 = |recompute, seconds| Point {
+        name: "22B, 8 GPUs",
+        layers: 48,
+        width: 6144,
+        heads: 64,
+        tensor: 8,
+        pipeline: 1,
+        ranks: 8,
+        batch: 4,
+        micro: Some(4),
+        recompute,
+        seconds,
+    };
+    let of_175 = |recompute, seconds| Point {
+        name: "175B, 64 GPUs",
+        layers: 96,
+        width: 12288,
+        heads: 96,
+        tensor: 8,
+        pipeline: 8,
+        ranks: 64,
+        batch: 64,
+        micro: Some(1),
+        recompute,
+        seconds,
+    };
+    vec![
+        weak("1.7B, 32 GPUs", 24, 2304, 24, 1, 32, 512, 137.0),
+        weak("3.6B, 64 GPUs", 30, 3072, 32, 2, 64, 512, 138.0),
+        weak("7.5B, 128 GPUs", 36, 4096, 32, 4, 128, 512, 142.0),
+        of_22(true, 1.42),
+        of_22(false, 1.10),
+        of_175(true, 18.13),
+        of_175(false, 13.75),
+    ]
+}
+
+/// Seconds of the point's step by the description of 8 A100s.
+fn predicted(point: &Point) -> f64 {
+    let Point { layers, width, heads, tensor, pipeline, ranks, batch, micro, recompute, .. } = *point;
+    let mut set = vec![
+        format!("model.layers={layers}"),
+        format!("model.width={width}"),
+        format!("model.heads={heads}"),
+        "model.context=2048".into(),
+        "model.vocabulary=51200".into(),
+        "model.dropout=0.1".into(),
+        "precision.compute=bf16".into(),
+        format!("batch.global={batch}"),
+        format!("parallel.tensor={tensor}"),
+        format!("parallel.pipeline={pipeline}"),
+        "parallel.zero=0".into(),
+        "parallel.schedule=1f1b".into(),
+        format!("parallel.recompute={recompute}"),
+        format!("parallel.sequence={}", !recompute),
+    ];
+    set.extend(micro.map(|micro| format!("batch.micro={micro}")));
+    let (config, _) = load(&Sources { overrides: &set, ..Sources::default() }).unwrap();
+    let machine = Machine::parse(include_str!("machines/megatron-a100x8.toml"), "megatron-a100x8").unwrap();
+    let facts = Environment { ranks, threads: 1, vocabulary: Some(51200), on_gpu: true };
+    let held = Held { messages: 0, messages_on_device: true, resident: 0, cache: 0 };
+    let place = Place { room: machine.room(), held, per_node: machine.ranks_per_node };
+    let choice = choose(&config, &facts, &place, |_| Ok(machine)).unwrap();
+    choice.proposals[0].time.step
+}
+
+#[test]
+fn published_steps_are_within_a_quarter() {
+    let mut far = Vec::new();
+    for point in points() {
+        let (seconds, here) = (point.seconds, predicted(&point));
+        let off = 100.0 * (here / seconds - 1.0);
+        let kind = if point.recompute { "recomputed" } else { "rows divided" };
+        let line = format!("{}, {kind}: {seconds:.2} s published, {here:.2} s here, {off:+.0} %", point.name);
+        println!("{line}");
+        far.extend((off.abs() > 25.0).then_some(line));
+    }
+    assert!(far.is_empty(), "{far:#?}");
+}

@@ -1,0 +1,501 @@
+//! The speed of this machine, measured on all ranks at once.
+//!
+//! Blocks are timed in real steps of a network with few of them, on ranks that train apart but for those that share blocks: so
+//! cores and memory are as busy as in a run, and no collective disturbs. Collectives are timed by themselves, and what they take
+//! from computations beside them follows from steps with many and with few of them.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use super::cost_model::{Passes, Rates, Span, step_times};
+use super::offload::OnHost;
+use super::timeline::StepTimes;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_base::mesh::{Axis, Mesh};
+use hpctrain_base::spans::{Doing, Event, Track};
+use hpctrain_comm::{Algorithm, Comm, Group, Operation, Table, slowest};
+use hpctrain_config::{Config, Environment, LayerList, LayoutMode, ResolvedConfig, resolve};
+use hpctrain_device::{Kernels, MemoryKind};
+use hpctrain_engine::SyntheticTrainer;
+use hpctrain_parallel::{Lifetime, PipelineSchedule, Zero};
+
+/// Steps that are timed, after those that are not.
+const STEPS: usize = 5;
+
+/// Rounds in which everything is timed once more. The fastest step counts, since others only disturb; a disturbance that lasts is
+/// not there in every round.
+const ROUNDS: usize = 5;
+
+/// Seconds after which no further round begins: steps that take so long are disturbed little, and on a crowded machine it would be
+/// long before all rounds are over.
+const ENOUGH: f64 = 20.0;
+
+/// Steps that touch memory for the first time.
+const WARM_UP: usize = 2;
+
+/// Transformer blocks of the network that is timed: those of a larger one are as fast.
+const BLOCKS: usize = 2;
+
+/// Bytes of parameters of its blocks, if there are as many: in a network that fits into caches blocks are faster than in a
+/// larger one.
+const BEYOND_CACHES: usize = 64 << 20;
+
+/// The parts of a collective's time that computations beside it may gain, from its whole to some more lost than it takes.
+const BESIDE: [f64; 2] = [-1.0, 1.0];
+
+/// The same for gathers of parameters that live for their use: products prepare them again each time.
+const BESIDE_USES: [f64; 2] = [-9.0, 1.0];
+
+/// Buffers of collectives that are timed, in bytes; times between are interpolated.
+const SIZES: [usize; 5] = [4 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20];
+
+/// Micro-batches of a step that is timed, at most. As many as a run takes: of a longer step no more than its share of disturbances
+/// is left out with the slower steps.
+const MICROS: u64 = 8;
+
+/// Repetitions of a collective.
+const REPETITIONS: usize = 5;
+
+/// All that the time of a block depends on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Key {
+    tensor: usize,
+    sequence: bool,
+    micro: u64,
+    /// Micro-batches that use the same parameters, one after the other.
+    micros: u64,
+    /// Whether gradients of weights are computed apart.
+    puts_off: bool,
+}
+
+impl Key {
+    fn of(plan: &ResolvedConfig) -> Self {
+        let micros = (plan.step_schedule(0).micros() as u64).min(MICROS);
+        let parallel = &plan.config.parallel;
+        let puts_off = plan.mesh.pipeline > 1 && parallel.schedule == PipelineSchedule::ZeroBubble;
+        Self { tensor: plan.mesh.tensor, sequence: parallel.sequence, micro: plan.micro, micros, puts_off }
+    }
+}
+
+/// Times of the blocks of a step, on its slowest rank.
+#[derive(Debug, Clone)]
+struct Times {
+    /// The whole step.
+    step: f64,
+    /// In the first micro-batch of a step, and in another one.
+    passes: [Vec<Passes>; 2],
+    micro: [f64; 2],
+    /// Of an element.
+    update: f64,
+}
+
+/// An exchange between ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Exchange {
+    Collective(Operation),
+    Message,
+}
+
+/// Measured seconds.
+pub struct Measured {
+    times: BTreeMap<Key, Times>,
+    /// By bytes, in order.
+    exchanges: BTreeMap<(Exchange, Span), Vec<(usize, f64)>>,
+    beside: f64,
+    beside_uses: f64,
+}
+
+/// Measures all that the steps of `plans` consist of: collective over the world of `comm`, which has their ranks, `per_node` on
+/// each node. `backend` is a rank's device, for a plan.
+///
+/// # Errors
+/// Out of memory, the device, or a message failed.
+pub fn measure<B: Kernels>(
+    comm: &Comm<B>,
+    plans: &[&ResolvedConfig],
+    per_node: usize,
+    spare_cores: bool,
+    backend: &impl Fn(&ResolvedConfig) -> Result<B>,
+) -> Result<Measured> {
+    comm.activity().here(Track::Compute);
+    let world = comm.world();
+    let (mut of_keys, mut of_exchanges) = (BTreeMap::new(), BTreeMap::new());
+    for plan in plans {
+        of_keys.entry(Key::of(plan)).or_insert(*plan);
+        for (exchange, axes) in used(&plan.mesh) {
+            let span = Span::of(&plan.mesh, axes, 0, per_node);
+            if span.ranks > 1 {
+                of_exchanges.entry((exchange, span)).or_insert((*plan, axes));
+            }
+        }
+    }
+    let (mut times, mut exchanges) = (BTreeMap::<Key, Times>::new(), BTreeMap::<_, Vec<f64>>::new());
+    let begun = Instant::now();
+    for round in 0..ROUNDS {
+        if round > 0 && is_enough(&world, begun)? {
+            break;
+        }
+        for (&key, plan) in &of_keys {
+            let found = time_blocks(comm, plan, backend)?;
+            if times.get(&key).is_none_or(|before| found.step < before.step) {
+                times.insert(key, found);
+            }
+        }
+        let Some((first, _)) = of_exchanges.values().next() else { continue };
+        let backend = world.all_ok(backend(first))?;
+        let on_path = comm.select_transport(first.config.comm.path, hpctrain_comm::prove)?;
+        for (&key, (plan, axes)) in &of_exchanges {
+            let found = time_exchange(&on_path, &plan.mesh, axes, key.0, plan, &backend)?;
+            let before = exchanges.entry(key).or_insert_with(|| found.clone());
+            before.iter_mut().zip(found).for_each(|(before, found)| *before = before.min(found));
+        }
+    }
+    let sized = |times: Vec<f64>| SIZES.into_iter().zip(times).collect();
+    let exchanges = exchanges.into_iter().map(|(key, times)| (key, sized(times))).collect();
+    // Threads that talk have cores of their own, or take those of compute; beside a GPU they have.
+    let beside = if spare_cores || !B::ON_HOST { 1.0 } else { 0.0 };
+    let mut measured = Measured { times, exchanges, beside, beside_uses: beside };
+    let gathers = |plan: &&&ResolvedConfig| {
+        plan.residency().params == Lifetime::Use && plan.mesh.shard > 1 && plan.mesh.pipeline == 1
+    };
+    // The one with most uses of parameters.
+    if let Some(plan) = plans.iter().filter(gathers).max_by_key(|plan| (Key::of(plan).micros, plan.micro)) {
+        [measured.beside, measured.beside_uses] = time_beside(comm, plan, per_node, &measured, backend)?;
+    }
+    Ok(measured)
+}
+
+/// Whether the ranks have measured for long enough, by the clock of the one that began first. Collective.
+fn is_enough<B: Kernels>(world: &Group<B>, begun: Instant) -> Result<bool> {
+    Ok(slowest(world, &[begun.elapsed().as_secs_f64()])?[0] > ENOUGH)
+}
+
+/// The part of collectives' time that takes nothing from computations beside them, and that of gathers of parameters that live for
+/// their use. `plan` gathers parameters for every turn. Of a network of few blocks the clock then has as many seconds as the ranks
+/// take with parameters that live always, and with gathers as many more.
+fn time_beside<B: Kernels>(
+    comm: &Comm<B>,
+    plan: &ResolvedConfig,
+    per_node: usize,
+    measured: &Measured,
+    backend: &impl Fn(&ResolvedConfig) -> Result<B>,
+) -> Result<[f64; 2]> {
+    let world = comm.world();
+    let both = [Zero::One, plan.config.parallel.zero];
+    let both = both.map(|zero| with_few_blocks(plan, zero, comm.size(), !B::ON_HOST));
+    let both = world.all_ok(both.into_iter().collect::<Result<Vec<ResolvedConfig>>>())?;
+    let mut fastest = vec![f64::INFINITY; both.len()];
+    let begun = Instant::now();
+    for round in 0..ROUNDS {
+        if round > 0 && is_enough(&world, begun)? {
+            break;
+        }
+        for (fastest, plan) in fastest.iter_mut().zip(&both) {
+            let mut pace = SyntheticTrainer::of_plan(comm, plan.clone(), world.all_ok(backend(plan))?)?;
+            for _ in 0..WARM_UP {
+                pace.step()?;
+            }
+            let mine = (0..STEPS).map(|_| pace.step()).collect::<Result<Vec<_>>>()?;
+            *fastest = slowest(&world, &mine)?.into_iter().fold(*fastest, f64::min);
+        }
+    }
+    let times = both.iter().map(|plan| step_times(plan, measured, per_node, B::ON_HOST)).collect::<Result<Vec<_>>>()?;
+    let played = |times: &StepTimes, beside, beside_uses| {
+        let time = StepTimes { beside, beside_uses, ..times.clone() }.play();
+        time.map_or(f64::INFINITY, |time| time.step)
+    };
+    let beside = part(BESIDE, fastest[0], |beside| played(&times[0], beside, beside));
+    let once = played(&times[0], beside, beside);
+    let beside_uses = part(BESIDE_USES, fastest[1] - fastest[0], |uses| played(&times[1], beside, uses) - once);
+    Ok([beside, beside_uses])
+}
+
+/// The part within these limits with which the clock has so many seconds; the more is gained, the fewer they are.
+fn part([mut less, mut more]: [f64; 2], seconds: f64, played: impl Fn(f64) -> f64) -> f64 {
+    for _ in 0..20 {
+        let middle = (less + more) / 2.0;
+        if played(middle) > seconds { less = middle } else { more = middle }
+    }
+    (less + more) / 2.0
+}
+
+/// The exchanges of a mesh, with their axes.
+fn used(mesh: &Mesh) -> Vec<(Exchange, &'static [Axis])> {
+    let mut used: Vec<(Exchange, &'static [Axis])> = vec![
+        (Exchange::Collective(Operation::AllGather), &[Axis::Shard]),
+        (Exchange::Collective(Operation::ReduceScatter), &[Axis::Shard]),
+        (Exchange::Collective(Operation::AllReduce), &[Axis::Replica]),
+        // The message about loss and norm.
+        (Exchange::Collective(Operation::AllGather), &[Axis::Pipeline, Axis::Replica, Axis::Shard, Axis::Tensor]),
+    ];
+    if mesh.pipeline > 1 {
+        used.push((Exchange::Message, &[Axis::Pipeline]));
+    }
+    used
+}
+
+/// Times the blocks of a plan's network.
+fn time_blocks<B: Kernels>(
+    comm: &Comm<B>,
+    plan: &ResolvedConfig,
+    backend: &impl Fn(&ResolvedConfig) -> Result<B>,
+) -> Result<Times> {
+    let world = comm.world();
+    let key = Key::of(plan);
+    let colors: Vec<usize> = (0..comm.size()).map(|rank| rank / key.tensor).collect();
+    let alone = comm.role(&colors)?;
+    let plan = world.all_ok(apart(plan, key, !B::ON_HOST))?;
+    let backend = world.all_ok(backend(&plan))?;
+    // A device that computes beside the host is waited for after each kernel: so a block's time is its own.
+    backend.profile().record(!B::ON_HOST);
+    let mut pace = SyntheticTrainer::of_plan(&alone, plan, backend)?;
+    if key.puts_off {
+        pace.defer_wgrad();
+    }
+    for _ in 0..WARM_UP {
+        pace.step()?;
+    }
+    let activity = comm.activity();
+    let blocks = pace.plan.network.blocks_summary().len();
+    let mut fastest: Option<Vec<f64>> = None;
+    for _ in 0..STEPS {
+        world.barrier().wait()?;
+        activity.record(true);
+        let seconds = pace.step();
+        activity.record(false);
+        let events = activity.take().kept;
+        let seconds = seconds?;
+        let step = Step::of(&pace, &events, seconds, key.puts_off)?;
+        let mut mine = vec![seconds];
+        for micros in [0..1, usize::from(key.micros > 1)..step.loss.len()] {
+            let mean = |of: &dyn Fn(usize) -> f64| micros.clone().map(of).sum::<f64>() / micros.len() as f64;
+            for unit in 0..blocks {
+                mine.push(mean(&|micro| step.forward[micro][unit]));
+                mine.push(mean(&|micro| step.backward[micro][unit]));
+                mine.push(mean(&|micro| step.weights[micro][unit]));
+            }
+            mine.push(mean(&|micro| step.loss[micro]));
+        }
+        mine.push(step.rest / pace.parameters().max(1) as f64);
+        // Ranks wait for the slowest.
+        let slowest = of_slowest(&world, &mine)?;
+        if fastest.as_ref().is_none_or(|fastest| slowest[0] < fastest[0]) {
+            fastest = Some(slowest);
+        }
+    }
+    pace.backend().profile().record(false);
+    pace.backend().profile().take();
+    let [step, all @ ..] = &fastest.ok_or_else(|| Error::internal("no step was timed"))?[..] else {
+        return Err(Error::internal("a step without times"));
+    };
+    let passes = |of_micro: &[f64]| {
+        let block = |[forward, inputs, weights]: &[f64; 3]| Passes {
+            forward: *forward,
+            backward: inputs + weights,
+            weights: *weights,
+        };
+        of_micro.as_chunks().0.iter().map(block).collect::<Vec<_>>()
+    };
+    let of_micro = 3 * blocks + 1;
+    let [first, other] = [&all[..of_micro], &all[of_micro..2 * of_micro]];
+    let micro = [first[of_micro - 1], other[of_micro - 1]];
+    Ok(Times { step: *step, passes: [passes(first), passes(other)], micro, update: all[2 * of_micro] })
+}
+
+/// The numbers of the rank whose first number is the largest, on every rank.
+fn of_slowest<B: Kernels>(world: &Group<B>, mine: &[f64]) -> Result<Vec<f64>> {
+    let told = world.gather_bytes(mine.iter().flat_map(|x| x.to_le_bytes()).collect()).wait()?;
+    let numbers = |bytes: Vec<u8>| bytes.as_chunks().0.iter().map(|x| f64::from_le_bytes(*x)).collect::<Vec<f64>>();
+    let slowest = told.into_iter().map(numbers).max_by(|one, other| one[0].total_cmp(&other[0]));
+    slowest.filter(|numbers| numbers.len() == mine.len()).ok_or_else(|| Error::comm("ranks measure different blocks"))
+}
+
+/// The plan by which a rank, or the ranks that share blocks, train apart on few blocks.
+fn apart(plan: &ResolvedConfig, key: Key, on_gpu: bool) -> Result<ResolvedConfig> {
+    let mut config = plan.config.clone();
+    let parallel = &mut config.parallel;
+    parallel.layout = LayoutMode::Given;
+    (parallel.pipeline, parallel.schedule, parallel.stages) = (1, PipelineSchedule::default(), None);
+    (parallel.zero, parallel.shard, parallel.replica, parallel.lanes) = (Zero::Zero, None, None, None);
+    parallel.recompute = false;
+    OnHost::default().set(&mut config);
+    config.batch.micro = Some(key.micro);
+    config.batch.global = key.micro * key.micros;
+    few_blocks(&mut config, plan);
+    let facts = Environment { ranks: key.tensor, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu };
+    resolve(config, &facts)
+}
+
+/// The plan, with another ZeRO stage, few blocks and as few micro-batches.
+fn with_few_blocks(plan: &ResolvedConfig, zero: Zero, ranks: usize, on_gpu: bool) -> Result<ResolvedConfig> {
+    let mut config = plan.config.clone();
+    OnHost::default().set(&mut config);
+    (config.parallel.zero, config.parallel.lanes, config.batch.micro) = (zero, None, Some(plan.micro));
+    config.batch.global = plan.micro * plan.mesh.data() as u64 * Key::of(plan).micros;
+    few_blocks(&mut config, plan);
+    resolve(config, &Environment { ranks, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu })
+}
+
+/// Leaves out transformer blocks that need not be timed.
+fn few_blocks(config: &mut Config, plan: &ResolvedConfig) {
+    if let LayerList::Count(count) = config.model.layers {
+        let of_block = plan.network.blocks_summary().get(1).map_or(0, |block| block.parameters) * size_of::<f32>();
+        let enough = BEYOND_CACHES.div_ceil(of_block.max(1)).max(BLOCKS);
+        config.model.layers = LayerList::Count(count.min(enough));
+    }
+}
+
+/// The pieces of a step, in seconds: by micro-batch, then by block.
+struct Step {
+    forward: Vec<Vec<f64>>,
+    /// Without the gradients of weights, where those are computed apart.
+    backward: Vec<Vec<f64>>,
+    weights: Vec<Vec<f64>>,
+    loss: Vec<f64>,
+    /// Norm, update, and all else.
+    rest: f64,
+}
+
+impl Step {
+    fn of<B: Kernels>(pace: &SyntheticTrainer<B>, events: &[Event], seconds: f64, puts_off: bool) -> Result<Self> {
+        let blocks = pace.plan.network.blocks_summary().len();
+        let of = |doing: Doing| -> Vec<f64> {
+            let events = events.iter().filter(|event| event.track == Track::Compute && event.name == doing.name());
+            events.map(|event| (event.end - event.start) as f64 * 1e-9).collect()
+        };
+        let chunks = |times: Vec<f64>| -> Vec<Vec<f64>> { times.chunks(blocks).map(<[f64]>::to_vec).collect() };
+        let (forward, mut backward) = (chunks(of(Doing::Forward)), chunks(of(Doing::Backward)));
+        let loss = of(Doing::Loss);
+        let micros = loss.len();
+        let mut weights = if puts_off { chunks(of(Doing::Weights)) } else { vec![vec![0.0; blocks]; micros] };
+        // Backwards begin with the last block.
+        backward.iter_mut().chain(&mut weights).for_each(|of_micro| of_micro.reverse());
+        if [&forward, &backward, &weights].iter().any(|passes| passes.len() != micros) || micros == 0 {
+            return Err(Error::internal("a step without all of its forwards and backwards"));
+        }
+        let passes = [&forward, &backward, &weights].into_iter().flatten().flatten().chain(&loss).sum::<f64>();
+        Ok(Self { forward, backward, weights, loss, rest: (seconds - passes).max(0.0) })
+    }
+}
+
+/// Times an exchange along `axes` of a mesh, on buffers of all sizes up to those of the plan.
+fn time_exchange<B: Kernels>(
+    comm: &Comm<B>,
+    mesh: &Mesh,
+    axes: &[Axis],
+    exchange: Exchange,
+    plan: &ResolvedConfig,
+    backend: &B,
+) -> Result<Vec<f64>> {
+    let world = comm.world();
+    let group = comm.split(&mesh.colors(axes))?;
+    let algorithm = plan.config.comm.algorithm.fixed().unwrap_or(Algorithm::Tree);
+    let group = group.with_algorithms(Table::always(algorithm));
+    let mut times = Vec::with_capacity(SIZES.len());
+    for bytes in SIZES {
+        let len = (bytes / size_of::<f32>()).next_multiple_of(group.size());
+        let mut buf = backend.upload(MemoryKind::Gradients, &vec![0.0; len])?;
+        let mut mine = Vec::with_capacity(REPETITIONS);
+        for _ in 0..=REPETITIONS {
+            world.barrier().wait()?;
+            let begun = Instant::now();
+            buf = match exchange {
+                Exchange::Collective(operation) => group.run(operation, buf).wait()?,
+                Exchange::Message => there_and_back(&group, buf)?,
+            };
+            let ways = if exchange == Exchange::Message { 2.0 } else { 1.0 };
+            mine.push(begun.elapsed().as_secs_f64() / ways);
+        }
+        // The first one touches memory for the first time.
+        times.push(slowest(&world, &mine[1..])?.into_iter().fold(f64::INFINITY, f64::min));
+    }
+    backend.trim();
+    Ok(times)
+}
+
+/// A message between the first two ranks of a group, and another one back.
+fn there_and_back<B: Kernels>(group: &Group<B>, buf: B::Buf) -> Result<B::Buf> {
+    match group.rank() {
+        0 => {
+            let buf = group.send(1, buf).wait()?;
+            group.recv(1, buf).wait()
+        }
+        1 => {
+            let buf = group.recv(0, buf).wait()?;
+            group.send(0, buf).wait()
+        }
+        _ => Ok(buf),
+    }
+}
+
+/// Seconds for so many bytes: between measured sizes on a line, beyond them in proportion.
+fn interpolated(times: &[(usize, f64)], bytes: usize) -> f64 {
+    let (Some(first), Some(last)) = (times.first(), times.last()) else { return 0.0 };
+    if bytes <= first.0 {
+        return first.1;
+    }
+    let between = times.windows(2).find(|pair| bytes <= pair[1].0);
+    match between {
+        Some(pair) => {
+            let share = (bytes - pair[0].0) as f64 / (pair[1].0 - pair[0].0) as f64;
+            pair[0].1 + share * (pair[1].1 - pair[0].1)
+        }
+        None => last.1 * bytes as f64 / last.0 as f64,
+    }
+}
+
+impl Measured {
+    fn of(&self, plan: &ResolvedConfig) -> Result<(&Times, f64)> {
+        let times = self.times.get(&Key::of(plan)).ok_or_else(|| Error::internal("a layout that was not measured"))?;
+        // The part of a step's micro-batches that are the first.
+        Ok((times, 1.0 / plan.step_schedule(0).micros() as f64))
+    }
+}
+
+impl Rates for Measured {
+    fn passes(&self, plan: &ResolvedConfig) -> Result<Vec<Passes>> {
+        let (times, first) = self.of(plan)?;
+        let blocks = plan.network.blocks_summary().len();
+        let measured = times.passes[0].len();
+        let at = |unit: usize| {
+            let of_kind = match unit {
+                0 => 0,
+                _ if unit + 1 == blocks => measured - 1,
+                _ if measured == blocks => unit,
+                // The last of those between.
+                _ => measured - 2,
+            };
+            let [one, other] = [times.passes[0][of_kind], times.passes[1][of_kind]];
+            let mean = |of: fn(&Passes) -> f64| first * of(&one) + (1.0 - first) * of(&other);
+            Passes { forward: mean(|p| p.forward), backward: mean(|p| p.backward), weights: mean(|p| p.weights) }
+        };
+        Ok((0..blocks).map(at).collect())
+    }
+
+    fn micro(&self, plan: &ResolvedConfig) -> Result<f64> {
+        let (times, first) = self.of(plan)?;
+        Ok(first * times.micro[0] + (1.0 - first) * times.micro[1])
+    }
+
+    fn collective(&self, operation: Operation, span: Span, bytes: usize) -> f64 {
+        self.exchanges.get(&(Exchange::Collective(operation), span)).map_or(0.0, |times| interpolated(times, bytes))
+    }
+
+    fn message(&self, span: Span, bytes: usize) -> f64 {
+        let times =
+            self.exchanges.iter().find(|((exchange, of), _)| *exchange == Exchange::Message && of.nodes >= span.nodes);
+        times.map_or(0.0, |(_, times)| interpolated(times, bytes))
+    }
+
+    fn update(&self, plan: &ResolvedConfig, elements: usize) -> f64 {
+        self.of(plan).map_or(0.0, |(times, _)| times.update * elements as f64)
+    }
+
+    fn beside(&self) -> f64 {
+        self.beside
+    }
+
+    fn beside_uses(&self) -> f64 {
+        self.beside_uses
+    }
+}

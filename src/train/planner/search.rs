@@ -1,0 +1,504 @@
+//! The choice: layouts that fit, the fastest first, and the reasons.
+
+use super::cost_model::{Rates, step_times};
+use super::layouts::{Keys, LeftOut, layouts};
+use super::profile::measure;
+use super::timeline::Timeline;
+use hpctrain_base::error::{Error, Result};
+use hpctrain_comm::Comm;
+use hpctrain_config::telemetry::startup_summary::Estimate;
+use hpctrain_config::topology::Topology;
+use hpctrain_config::{Config, Environment, Interval, ModelKind, ResolvedConfig, resolve};
+use hpctrain_cpu::Cpu;
+use hpctrain_cuda::Cuda;
+use hpctrain_device::{Kernels, MemoryKind, readable};
+use hpctrain_engine::memory;
+use hpctrain_engine::memory::{Held, MemoryBudget};
+use hpctrain_engine::vocabulary;
+use hpctrain_parallel::{Storage, Zero};
+
+/// Part of a step that each axis, or other property, of a layout must gain: a simpler layout that is as fast comes first.
+const WORTH: f64 = 0.005;
+
+/// A layout that fits.
+#[derive(Debug, Clone)]
+pub struct Proposal {
+    /// Its keys.
+    pub keys: Keys,
+    /// The plan of a run with them.
+    pub plan: ResolvedConfig,
+    /// Memory of the rank that needs most.
+    pub memory: Estimate,
+    /// Its step.
+    pub time: Timeline,
+}
+
+impl Proposal {
+    /// Tokens, or samples, a second.
+    pub fn per_second(&self) -> f64 {
+        self.plan.tokens_per_step() as f64 / self.time.step
+    }
+
+    /// Whether its step takes longer than its time, by work of the host.
+    pub fn takes_more(&self) -> bool {
+        self.keys.host.any() || self.plan.has_tables_on_host()
+    }
+
+    /// Bytes that decide: of a GPU, or of the host.
+    pub fn bytes(&self) -> usize {
+        if self.memory.gpu.is_some() { self.memory.gpu() } else { self.memory.host() }
+    }
+}
+
+/// All layouts of a network on some ranks.
+#[derive(Debug, Clone)]
+pub struct Choice {
+    /// Those that fit, the best first.
+    pub proposals: Vec<Proposal>,
+    /// The others.
+    pub left_out: Vec<LeftOut>,
+    /// Memory that a rank may take.
+    pub room: MemoryBudget,
+    /// Sentences about the choice.
+    pub reasons: Vec<String>,
+}
+
+/// The place of a choice.
+#[derive(Debug, Clone, Copy)]
+pub struct Place {
+    /// Memory that a rank may take.
+    pub room: MemoryBudget,
+    /// Memory that does not depend on the layout.
+    pub held: Held,
+    /// Consecutive ranks on each node.
+    pub per_node: usize,
+}
+
+/// Every layout of a configuration on the ranks of `facts`; `rates` are asked for once it is clear which fit.
+///
+/// # Errors
+/// No layout is legal, or none fits: the least change after which one does. Or replicas are to train apart.
+pub fn choose<R: Rates>(
+    config: &Config,
+    facts: &Environment,
+    place: &Place,
+    rates: impl FnOnce(&[&ResolvedConfig]) -> Result<R>,
+) -> Result<Choice> {
+    let Place { room, held, per_node } = *place;
+    if config.parallel.average_every != Interval::Steps(0) {
+        let message =
+            "parallel.average_every is set, but layouts have other numbers of replicas, which train otherwise apart";
+        return Err(Error::input(message).hint("choose a layout without it, and set it beside the keys of that"));
+    }
+    if config.parallel.storage == Storage::Central {
+        return Err(Error::input("parallel.storage = central is a layout, of which there is nothing to choose")
+            .hint("choose a layout without it"));
+    }
+    let need = |plan: &ResolvedConfig| {
+        if facts.on_gpu { memory::worst::<Cuda>(plan, held) } else { memory::worst::<Cpu>(plan, held) }
+    };
+    let (legal, refused) = layouts(config, facts, per_node);
+    if legal.is_empty() {
+        return Err(none_legal(&refused));
+    }
+    let mut left_out = refused;
+    let may_recompute = !config.parallel.given.contains("recompute");
+    let (mut fitting, mut smallest) = (Vec::new(), None::<(usize, ResolvedConfig, Estimate)>);
+    for (keys, plan) in legal {
+        let recomputes = Keys { recompute: true, ..keys };
+        let again = (may_recompute && !keys.recompute).then_some(recomputes);
+        let mut tried = vec![(keys, plan)];
+        tried.extend(again.and_then(|again| Some((again, resolve(again.config(config), facts).ok()?))));
+        let mut found = None;
+        for (keys, plan) in tried {
+            let memory = need(&plan);
+            if room.holds(&memory) {
+                found = Some((keys, plan, memory));
+                break;
+            }
+            let bytes = if memory.gpu.is_some() { memory.gpu() } else { memory.host() };
+            if smallest.as_ref().is_none_or(|(least, ..)| bytes < *least) {
+                smallest = Some((bytes, plan, memory));
+            }
+        }
+        if found.is_none() && facts.on_gpu {
+            found = on_host(&keys, config, facts, &room, need);
+        }
+        match found {
+            Some(found) => fitting.push(found),
+            None => {
+                let memory = resolve(keys.config(config), facts).map(|plan| need(&plan));
+                let why = memory.map_or_else(|e| e.message().to_owned(), |memory| too_large(&memory, &room));
+                left_out.push(LeftOut { keys, why, hint: None });
+            }
+        }
+    }
+    if fitting.is_empty() {
+        let Some((_, plan, memory)) = smallest else { return Err(none_legal(&[])) };
+        let hint = match facts.on_gpu {
+            true => memory::least_change::<Cuda>(&plan, &room, held),
+            false => memory::least_change::<Cpu>(&plan, &room, held),
+        };
+        let message = format!("no layout fits: of {} ranks the smallest {}", facts.ranks, too_large(&memory, &room));
+        return Err(Error::input(message).hint(hint));
+    }
+    let plans: Vec<&ResolvedConfig> = fitting.iter().map(|(_, plan, _)| plan).collect();
+    let rates = rates(&plans)?;
+    let mut proposals = Vec::with_capacity(fitting.len());
+    for (keys, plan, memory) in fitting {
+        match step_times(&plan, &rates, per_node, !facts.on_gpu)?.play() {
+            Some(time) => proposals.push(Proposal { keys, plan, memory, time }),
+            None => left_out.push(LeftOut { keys, why: "its stages wait for each other".into(), hint: None }),
+        }
+    }
+    // Nothing tells the time of copies to the host: layouts that need them come last, those with the fewest first.
+    let cost = |one: &Proposal| one.time.step * (1.0 + WORTH * one.keys.parts() as f64);
+    let on_host = |one: &Proposal| one.keys.host.count();
+    proposals.sort_by(|one, other| on_host(one).cmp(&on_host(other)).then(cost(one).total_cmp(&cost(other))));
+    let reasons = reasons(config, facts, &room, &proposals, need);
+    Ok(Choice { proposals, left_out, room, reasons })
+}
+
+/// A layout that does not fit, with as little on the host as makes it fit, if anything does.
+fn on_host(
+    keys: &Keys,
+    config: &Config,
+    facts: &Environment,
+    room: &MemoryBudget,
+    need: impl Fn(&ResolvedConfig) -> Estimate,
+) -> Option<(Keys, ResolvedConfig, Estimate)> {
+    let may_recompute = !config.parallel.given.contains("recompute");
+    let legal = |keys: Keys| {
+        let plan = resolve(keys.config(config), facts).ok()?;
+        let memory = need(&plan);
+        Some((keys, plan, memory))
+    };
+    let all = keys.with_more_on_host(config, may_recompute);
+    // The last one has most on the host: where the GPU has no room for that, it has none for the others.
+    let most = all.iter().rev().find_map(|keys| legal(*keys))?;
+    if most.2.gpu() > room.gpu {
+        return None;
+    }
+    all.into_iter().filter_map(legal).find(|(_, _, memory)| room.holds(memory))
+}
+
+fn none_legal(refused: &[LeftOut]) -> Error {
+    let first = refused.first();
+    let why = first.map_or("no keys divide the ranks", |first| &first.why);
+    // A reason that all layouts share is none of theirs.
+    let of_all = first
+        .filter(|first| refused.iter().all(|other| other.why == first.why))
+        .and_then(|first| first.hint.as_deref());
+    let others = "leave keys of [parallel] out, or start other numbers of ranks";
+    let hint = of_all.map_or(others.to_owned(), |hint| format!("{hint}; or {others}"));
+    Error::input(format!("no layout is possible: {why}")).hint(hint)
+}
+
+/// `needs 3 GiB (parameters 1 GiB, …), more than 2 GiB`.
+fn too_large(memory: &Estimate, room: &MemoryBudget) -> String {
+    let (need, parts, there) = match memory.gpu {
+        Some(_) if memory.gpu() > room.gpu => (memory.gpu(), memory.gpu_parts(), room.gpu),
+        _ => (memory.host(), memory.host_parts(), room.host),
+    };
+    format!("needs {} ({parts}), more than {} a rank", readable(need), readable(there))
+}
+
+/// The guide of the literature to this choice: what fits decides first.
+fn reasons(
+    config: &Config,
+    facts: &Environment,
+    room: &MemoryBudget,
+    proposals: &[Proposal],
+    need: impl Fn(&ResolvedConfig) -> Estimate,
+) -> Vec<String> {
+    let mut sentences = Vec::new();
+    let Some(best) = proposals.first() else { return sentences };
+    // One rank with everything, on the smallest micro-batch: all memory but that of activations.
+    let whole = Keys { replica: facts.ranks, micro: Some(1), ..Keys::whole() };
+    let whole = resolve(whole.config(config), facts).map(|plan| need(&plan));
+    let bytes = |memory: &Estimate| if memory.gpu.is_some() { memory.gpu() } else { memory.host() };
+    let of_room = if facts.on_gpu { room.gpu } else { room.host };
+    if let Ok(whole) = whole {
+        let [needed, there] = [bytes(&whole), of_room].map(readable);
+        sentences.push(if room.holds(&whole) {
+            format!("The training state of the whole network fits a rank ({needed} of {there}): data parallelism suffices, and other axes must be faster.")
+        } else {
+            let kind = |kind: MemoryKind| whole.categories()[kind as usize];
+            let state = kind(MemoryKind::Parameters) + kind(MemoryKind::Gradients) + kind(MemoryKind::Optimizer);
+            let cure = if state > of_room {
+                "ZeRO, a pipeline or tensor parallelism divides parameters and state"
+            } else {
+                "smaller activations by recomputation, tensor parallelism or a pipeline make it fit"
+            };
+            format!("The training state of the whole network does not fit a rank ({needed}, of {there}): {cure}.")
+        });
+    }
+    let runner_up = proposals.iter().find(|other| !other.keys.same_axes(&best.keys));
+    let Proposal { time, .. } = best;
+    let mut first = format!(
+        "First: {}; a rank waits {:.0} % of the step for other stages and {:.0} % for collectives.",
+        best.keys,
+        100.0 * time.bubble,
+        100.0 * time.exposed
+    );
+    if let Some(other) = runner_up {
+        let slower = (100.0 * (other.time.step / time.step - 1.0)).max(0.0);
+        first += &format!(" The next with other axes, {}, takes {slower:.0} % longer.", other.keys);
+    }
+    sentences.push(first);
+    if best.plan.has_tables_on_host() {
+        sentences.push("The sums and the updates of the tables on the host are in none of these times.".into());
+    }
+    if proposals.iter().any(|one| one.keys.host.any()) {
+        sentences.push(
+            "Layouts with something on the host come after all that fit without: the time of the copies, and of updates there, \
+             is not in theirs."
+                .into(),
+        );
+    }
+    if best.keys.zero == Zero::Zero && best.keys.replica > 1 {
+        let saved =
+            proposals.iter().find(|other| other.keys.zero == Zero::One && other.keys.same_axes_but_zero(&best.keys));
+        if let Some(other) = saved {
+            let slower = 100.0 * (other.time.step / time.step - 1.0).max(0.0);
+            let [less, now] = [other, best].map(|one| readable(one.bytes()));
+            sentences.push(format!("ZeRO 1 would take {less} a rank instead of {now}, for {slower:.1} % more time."));
+        }
+    }
+    sentences
+}
+
+/// The ranks and devices of a run.
+pub struct Here<'a, B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>> {
+    /// The ranks.
+    pub comm: &'a Comm<B>,
+    /// A rank's device, for a plan.
+    pub backend: F,
+    /// Bytes that a rank may take of its GPU.
+    pub gpu: Option<usize>,
+    /// Compute threads a rank, unless the configuration says; left out, the ranks of a node share its cores.
+    pub threads: Option<usize>,
+    /// Token ids in the data, if they are known; left out, those of the configuration's data.
+    pub vocabulary: Option<usize>,
+}
+
+/// The choice for the ranks and the device at hand, measured on them, and the ranks on each node: collective over the world of
+/// the communicator.
+///
+/// # Errors
+/// As [`choose`], or the device or a message failed.
+pub fn choose_here<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
+    config: &Config,
+    here: &Here<'_, B, F>,
+) -> Result<(Choice, usize)> {
+    let Here { comm, backend, gpu, .. } = here;
+    let config = &config.clone().of_any_length();
+    let world = comm.world();
+    let topology = Topology::gather(&world, comm.node().host)?;
+    let threads = here.threads.unwrap_or_else(|| topology.threads());
+    let facts = match here.vocabulary {
+        Some(ids) => Environment { ranks: world.size(), threads, vocabulary: Some(ids), on_gpu: !B::ON_HOST },
+        None => world.all_ok(facts(config, world.size(), threads, !B::ON_HOST))?,
+    };
+    // All ranks decide alike: by the most that one holds, the least room, and the fewest ranks on a node.
+    let mine = Held::now(comm, &[]);
+    let told = world.all_gather_u64(&[mine.resident as u64, topology.ranks_here() as u64])?;
+    let resident = told.iter().map(|of| of[0]).max().unwrap_or(0) as usize;
+    let per_node = told.iter().map(|of| of[1]).min().unwrap_or(1) as usize;
+    let held = Held { resident, ..mine };
+    let any = world.all_ok(any_plan(config, &facts))?;
+    let room = MemoryBudget::least(&world.all_gather_u64(&memory::room(&any, &topology, held, *gpu).numbers())?);
+    let spare = topology.has_spare_cores();
+    let choice =
+        choose(config, &facts, &Place { room, held, per_node }, |plans| measure(comm, plans, per_node, spare, backend));
+    Ok((world.all_ok(choice)?, per_node))
+}
+
+/// A plan of the configuration, whose memory limit counts.
+fn any_plan(config: &Config, facts: &Environment) -> Result<ResolvedConfig> {
+    let (mut legal, refused) = layouts(config, facts, facts.ranks);
+    if legal.is_empty() { Err(none_legal(&refused)) } else { Ok(legal.swap_remove(0).1) }
+}
+
+/// The facts that a plan depends on, with the token ids of the configuration's data.
+///
+/// # Errors
+/// The data cannot be opened.
+pub fn facts(config: &Config, ranks: usize, threads: usize, on_gpu: bool) -> Result<Environment> {
+    let wants_ids = config.model.kind != ModelKind::Layers && config.model.vocabulary.is_none();
+    let vocabulary = wants_ids.then(|| vocabulary(config)).transpose()?;
+    Ok(Environment { ranks, threads, vocabulary, on_gpu })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::planner::{Machine, OnHost};
+    use hpctrain_config::{Sources, load};
+
+    fn configured(settings: &[&str]) -> Config {
+        let overrides: Vec<String> = settings.iter().map(|setting| setting.to_string()).collect();
+        let preset = Some("gpt2-124m");
+        load(&Sources { preset, overrides: &overrides, ..Sources::default() }).unwrap().0
+    }
+
+    fn chosen(settings: &[&str], ranks: usize, machine: &str) -> Result<Choice> {
+        let machine = Machine::named(machine).unwrap();
+        let facts = Environment { ranks, threads: 1, vocabulary: Some(50304), on_gpu: true };
+        let held = Held { messages: 0, messages_on_device: true, resident: 0, cache: 0 };
+        let place = Place { room: machine.room(), held, per_node: machine.ranks_per_node.min(ranks) };
+        choose(&configured(settings), &facts, &place, |_| Ok(machine))
+    }
+
+    /// A small network, for fewer layouts.
+    const SMALL: [&str; 3] = ["model.layers=4", "batch.global=16", "batch.micro=2"];
+
+    #[test]
+    fn a_proposal_is_the_configuration_that_it_prints() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("layout.toml");
+        let choice = chosen(&SMALL, 4, "h100x8").unwrap();
+        assert!(choice.proposals.len() > 20, "{}", choice.proposals.len());
+        let overrides: Vec<String> = SMALL.iter().map(|setting| setting.to_string()).collect();
+        for proposal in &choice.proposals {
+            std::fs::write(&path, proposal.keys.toml()).unwrap();
+            let sources = Sources { preset: Some("gpt2-124m"), file: Some(&path), overrides: &overrides };
+            let facts = Environment { ranks: 4, threads: 1, vocabulary: Some(50304), on_gpu: true };
+            let plan = resolve(load(&sources).unwrap().0, &facts).unwrap();
+            assert_eq!((plan.mesh, plan.micro), (proposal.plan.mesh, proposal.plan.micro), "{}", proposal.keys);
+            assert_eq!(plan.config.parallel.recompute, proposal.keys.recompute, "{}", proposal.keys);
+            assert_eq!(plan.config.parallel.schedule, proposal.keys.schedule, "{}", proposal.keys);
+            assert_eq!(plan.config.parallel.sequence, proposal.keys.sequence, "{}", proposal.keys);
+        }
+        // No layout twice.
+        let mut seen: Vec<String> = choice.proposals.iter().map(|proposal| proposal.keys.to_string()).collect();
+        let all = seen.len();
+        seen.sort();
+        seen.dedup();
+        assert_eq!(seen.len(), all);
+    }
+
+    #[test]
+    fn given_keys_stay() {
+        let settings = [&SMALL[..], &["parallel.pipeline=1", "parallel.zero=3", "parallel.sequence=true"]].concat();
+        let choice = chosen(&settings, 4, "h100x8").unwrap();
+        for Proposal { keys, plan, .. } in &choice.proposals {
+            assert_eq!((keys.pipeline, keys.zero, keys.sequence, plan.micro), (1, Zero::Three, true, 2), "{keys}");
+        }
+        assert!(!choice.proposals.is_empty());
+        let none = chosen(&[&SMALL[..], &["parallel.pipeline=3"]].concat(), 4, "h100x8").unwrap_err().to_string();
+        assert!(none.contains("no layout is possible: ") && none.contains("hint: "), "{none}");
+    }
+
+    #[test]
+    fn memory_decides_first() {
+        // 20 parameters of f32 and bf16 each: more than a GPU has, and less than eight.
+        let large = ["model.layers=48", "model.width=6144", "model.heads=48", "batch.global=64"];
+        let choice = chosen(&large, 8, "h100x8").unwrap();
+        for proposal in &choice.proposals {
+            let Keys { pipeline, tensor, shard, .. } = proposal.keys;
+            assert!(pipeline * tensor * shard == 8 || proposal.keys.host.any(), "{}", proposal.keys);
+            assert!(proposal.bytes() <= choice.room.gpu, "{}", proposal.keys);
+        }
+        let whole = choice.left_out.iter().find(|left| left.keys.replica == 8).unwrap();
+        assert!(whole.why.starts_with("needs ") && whole.why.contains("optimizer "), "{}", whole.why);
+        assert!(choice.reasons[0].contains("does not fit a rank"), "{}", choice.reasons[0]);
+        let small = chosen(&SMALL, 8, "h100x8").unwrap();
+        assert!(small.reasons[0].contains("data parallelism suffices"), "{}", small.reasons[0]);
+        let error = chosen(&[&large[..], &["parallel.zero=0"]].concat(), 1, "h100x8").unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        let error = error.to_string();
+        assert!(error.starts_with("no layout fits: of 1 ranks the smallest needs "), "{error}");
+        assert!(error.contains("hint: ") && error.contains(" ranks, as many on each node as now"), "{error}");
+    }
+
+    /// Sizes of a network in billions of parameters, and one sample.
+    fn large(layers: usize, width: usize) -> [String; 6] {
+        let heads = width / 128;
+        [
+            format!("model.layers={layers}"),
+            format!("model.width={width}"),
+            format!("model.heads={heads}"),
+            "batch.global=2".into(),
+            "batch.micro=1".into(),
+            "checkpoint.asynchronous=false".into(),
+        ]
+    }
+
+    #[test]
+    fn the_host_takes_what_a_gpu_has_no_room_for() {
+        // 6.6e9 parameters, of which a GPU of 74 GiB has 18 bytes each, or 6; and 14e9, of which it cannot have even those.
+        let of = |layers, width, more: &[&str]| {
+            let sizes = large(layers, width);
+            let settings: Vec<&str> = sizes.iter().map(String::as_str).chain(more.iter().copied()).collect();
+            chosen(&settings, 1, "h100x8")
+        };
+        let optimizer = OnHost { optimizer: true, ..OnHost::default() };
+        let choice = of(32, 4096, &[]).unwrap();
+        let [best] = &choice.proposals[..] else { panic!("{:?}", choice.proposals.len()) };
+        assert_eq!((best.keys.host, best.keys.zero, best.keys.recompute), (optimizer, Zero::Zero, false));
+        assert!(best.bytes() < choice.room.gpu && best.memory.host() > 90 << 30, "{}", readable(best.bytes()));
+        assert!(best.keys.to_string().contains("optimizer on the host"), "{}", best.keys);
+        assert!(best.keys.toml().contains("[optimizer]\noffload = true"), "{}", best.keys.toml());
+        assert!(choice.reasons.iter().any(|reason| reason.contains("time of the copies")), "{:?}", choice.reasons);
+        let choice = of(44, 5120, &[]).unwrap();
+        let best = &choice.proposals[0];
+        assert_eq!((best.keys.host, best.keys.zero), (OnHost { shards: true, ..optimizer }, Zero::Three));
+        assert!(best.keys.toml().contains("zero = 3\noffload_shards = true"), "{}", best.keys.toml());
+        // Keys that are given stay.
+        for given in [&["optimizer.offload=false"][..], &["parallel.zero=2"], &["parallel.offload_shards=false"]] {
+            let error = of(44, 5120, given).unwrap_err().to_string();
+            assert!(error.starts_with("no layout fits: of 1 ranks "), "{given:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn inputs_go_to_the_host_where_they_are_what_is_large() {
+        // One block's activations are small beside the inputs of all of them, and so are parameters.
+        let wide = ["model.layers=320", "model.context=163840", "batch.global=1", "batch.micro=1", "eval.batch=1"];
+        let choice = chosen(&[&wide[..], &["optimizer.kind=sgd"]].concat(), 1, "a100x8").unwrap();
+        let keys = choice.proposals[0].keys;
+        assert!(keys.recompute && keys.host.activations && !keys.host.shards, "{keys}");
+        let given = ["parallel.offload_activations=false", "optimizer.kind=sgd"];
+        let others = chosen(&[&wide[..], &given].concat(), 1, "a100x8");
+        assert!(others.is_err(), "{}", others.unwrap().proposals[0].keys);
+    }
+
+    #[test]
+    fn layouts_with_something_on_the_host_come_last() {
+        let sizes = large(32, 4096);
+        let settings: Vec<&str> = sizes.iter().map(String::as_str).collect();
+        let choice = chosen(&settings, 2, "h100x8").unwrap();
+        let counts: Vec<usize> = choice.proposals.iter().map(|one| one.keys.host.count()).collect();
+        assert!(counts.is_sorted() && counts[0] == 0 && counts[counts.len() - 1] > 0, "{counts:?}");
+        // Each layout once: nothing leaves a GPU that has room for it.
+        for one in choice.proposals.iter().filter(|one| one.keys.host.any()) {
+            let plain = choice.proposals.iter().any(|other| {
+                other.keys.same_but_micro(&one.keys) && other.keys.micro == one.keys.micro && !other.keys.host.any()
+            });
+            assert!(!plain, "{}", one.keys);
+            assert!(one.bytes() <= choice.room.gpu && one.memory.host() <= choice.room.host, "{}", one.keys);
+        }
+    }
+
+    #[test]
+    fn machines_are_checked() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("mine.toml");
+        let shipped = include_str!("machines/h100x8.toml");
+        let refused = |text: String| {
+            std::fs::write(&path, text).unwrap();
+            let error = Machine::named(path.to_str().unwrap()).unwrap_err();
+            assert_eq!(error.exit_code(), 2);
+            error.to_string()
+        };
+        let error = refused(shipped.replace("beside = 0.9", "beside = 9"));
+        assert!(error.contains("mine.toml: beside = 9\nhint: it is from 0 to 1"), "{error}");
+        let error = refused(shipped.replace("bf16 = 6.0e14", "bf16 = 0"));
+        assert!(error.contains("mine.toml: flops.bf16 = 0\nhint: it is more than 0"), "{error}");
+        let error = refused(shipped.replace("launch =", "lunch ="));
+        assert!(error.contains("mine.toml:11: unknown field `lunch`"), "{error}");
+        let error = Machine::named("b300x8").unwrap_err().to_string();
+        assert!(error.contains("b300x8") && error.contains("hint: ") && error.contains("h200x8"), "{error}");
+    }
+}

@@ -1,0 +1,124 @@
+//! Meters of a start of a run on one rank: steps, their time by activity, and the profile of its kernels.
+
+use std::time::{Duration, Instant};
+
+use hpctrain_comm::Stats;
+use hpctrain_config::telemetry::profile::Report;
+use hpctrain_config::telemetry::times::{TimeCounters, Times};
+use hpctrain_device::{Profile, Tallies};
+use hpctrain_engine::StepResult;
+
+/// The meters of one rank.
+pub struct StepTimers {
+    started: Instant,
+    /// Milliseconds of each step.
+    step_ms: Vec<f64>,
+    /// Time in optimizer updates.
+    updating: Duration,
+    /// Time of the steps, by activity.
+    times: Times,
+    /// Steps in a row that were skipped, and in all.
+    skipped: (u64, u64),
+    /// The profile, if the rank counts the time of its kernels.
+    profile: Option<Profiled>,
+}
+
+/// The steps in a profile, and their times.
+#[derive(Default)]
+struct Profiled {
+    steps: u64,
+    times: Times,
+    tallies: Tallies,
+}
+
+impl StepTimers {
+    /// At zero; `profiles` says whether the rank counts the time of its kernels.
+    pub fn new(started: Instant, profiles: bool) -> Self {
+        Self {
+            started,
+            step_ms: Vec::new(),
+            updating: Duration::ZERO,
+            times: Times::default(),
+            skipped: (0, 0),
+            profile: profiles.then(Profiled::default),
+        }
+    }
+
+    /// Whether the rank counts the time of its kernels.
+    pub fn profiles(&self) -> bool {
+        self.profile.is_some()
+    }
+
+    /// The counters of time by now; the loader has been waited for so long.
+    pub fn spent(&self, comm: Stats, loader: Duration) -> TimeCounters {
+        TimeCounters {
+            total: self.started.elapsed().as_secs_f64(),
+            blocked: comm.blocked,
+            busy: comm.busy,
+            loader: loader.as_secs_f64(),
+            optimizer: self.updating.as_secs_f64(),
+        }
+    }
+
+    /// A step has this result.
+    pub fn took(&mut self, step: &StepResult) {
+        self.updating += step.updating;
+        self.skipped = if step.skipped() { (self.skipped.0 + 1, self.skipped.1 + 1) } else { (0, self.skipped.1) };
+    }
+
+    /// A round of so many steps took so long. The first of several does not count for the profile if it may warm up: on a device
+    /// it loads the kernels.
+    pub fn took_round(&mut self, steps: usize, seconds: f64, times: Times, may_warm_up: bool, kernels: &Profile) {
+        let is_first = self.step_ms.is_empty();
+        self.step_ms.extend(std::iter::repeat_n(seconds * 1e3 / steps as f64, steps));
+        self.times += times;
+        let Some(profiled) = &mut self.profile else { return };
+        let tallies = kernels.take();
+        if may_warm_up && is_first {
+            return;
+        }
+        profiled.steps += steps as u64;
+        profiled.times += times;
+        for (kernel, tally) in tallies {
+            profiled.tallies.entry(kernel).and_modify(|all| *all = all.plus(tally)).or_insert(tally);
+        }
+    }
+
+    /// Steps in a row that were skipped, to the last one.
+    pub fn skipped_in_a_row(&self) -> u64 {
+        self.skipped.0
+    }
+
+    /// Steps that were skipped.
+    pub fn skipped(&self) -> u64 {
+        self.skipped.1
+    }
+
+    /// Whether no step was taken.
+    pub fn is_empty(&self) -> bool {
+        self.step_ms.is_empty()
+    }
+
+    /// The median of the steps, in milliseconds; infinite without any.
+    pub fn median_ms(&self) -> f64 {
+        let mut step_ms = self.step_ms.clone();
+        step_ms.sort_by(f64::total_cmp);
+        step_ms.get(step_ms.len() / 2).copied().unwrap_or(f64::INFINITY)
+    }
+
+    /// Time of the steps, by activity.
+    pub fn times(&self) -> Times {
+        self.times
+    }
+
+    /// Seconds since the start.
+    pub fn seconds(&self) -> f64 {
+        self.started.elapsed().as_secs_f64()
+    }
+
+    /// The profile, if the rank counts the time of its kernels; the device was waited for after each of them, or not.
+    pub fn profile(&self, threads: usize, waits: bool) -> Option<Report> {
+        let Profiled { steps, times, tallies } = self.profile.as_ref()?;
+        Some(Report::new(tallies, *steps, *times, threads, waits))
+    }
+}

@@ -1,0 +1,228 @@
+//! One layout for some steps: loss, norm and a digest of every tensor at each of them.
+//!
+//! After each step every rank hashes the elements for which it alone answers, index and bits together, and adds the
+//! hashes. The sum over ranks is a digest of each tensor that does not depend on the distribution of its elements, and
+//! takes no memory.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::snapshot::{Difference, Snapshot};
+use super::tensor_entry::Entry;
+use crate::backend::Kernels;
+use crate::checkpoint::Progress;
+use crate::comm::{self, Comm, Group};
+use crate::config::{Config, ResolvedConfig};
+use crate::engine::memory::{Held, check as check_memory};
+use crate::engine::micro_batches::{self, MicroBatches};
+use crate::engine::{engine, plan, train_round};
+use crate::error::{Error, Result};
+use crate::parallel::{ControlFlags, Sharded};
+use crate::topology::Topology;
+
+/// The task of the ranks of a job.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Task {
+    /// The configuration, not yet resolved.
+    pub config: Config,
+    /// Compute threads a rank, where the caller knows better than the affinity mask.
+    pub threads: Option<usize>,
+    /// Steps to take, at most those of the run.
+    pub steps: u64,
+    /// Use of the tensors after the last of them.
+    pub then: Then,
+}
+
+/// Use of the tensors at the end.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Then {
+    /// Nothing more.
+    Forget,
+    /// Their elements are written to a file. On one rank.
+    Write(PathBuf),
+    /// Each rank compares its elements with those in a file.
+    Compare(PathBuf),
+}
+
+/// One step. Floats as bits: equal means equal.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Marks {
+    /// Mean loss.
+    pub loss: u64,
+    /// Norm of the gradient.
+    pub norm: u64,
+    /// Learning rate; zero if the update was skipped.
+    pub lr: u64,
+    /// One of every entry, after the update; none of a step between averages.
+    pub digests: Vec<u64>,
+}
+
+/// Results of a layout.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Recording {
+    /// The tensors, in the order of [`Marks::digests`].
+    pub entries: Vec<Entry>,
+    /// Every step.
+    pub steps: Vec<Marks>,
+    /// Difference of every entry from the file, if it was compared with one.
+    pub differences: Vec<Difference>,
+}
+
+/// Runs a task on this rank: collective over the world of `comm`. `backend` makes the device. Every rank gets the
+/// whole recording.
+///
+/// # Errors
+/// The error that stopped the run.
+pub fn record<B: Kernels>(
+    comm: &Comm<B>,
+    task: &Task,
+    backend: impl FnOnce(&ResolvedConfig) -> Result<B>,
+) -> Result<Recording> {
+    let world = comm.world();
+    let topology = Topology::gather(&world, comm.node().host)?;
+    let (train, _) = micro_batches::open_staged(&task.config, &world, &topology)?;
+    let threads = task.threads.unwrap_or_else(|| topology.threads());
+    let mut plan = plan(comm, task.config.clone(), &train, Some(threads))?;
+    // The schedule stays that of the whole run.
+    plan.config.run.steps = task.steps;
+    let comm = &comm.select_transport(plan.config.comm.path, comm::prove)?;
+    let world = comm.world();
+    world.all_ok(check_memory::<B>(&plan, &topology, Held::now(comm, &[&train]), None))?;
+    let (mut engine, _) = engine(comm, &plan, backend(&plan)?, None)?;
+    let mut progress = Progress::default();
+    let mut feed = world.all_ok(MicroBatches::start(&engine.model, train, &plan, progress))?;
+
+    let entries = entries(&engine.model.sharded);
+    let mut steps = Vec::with_capacity(task.steps as usize);
+    while progress.step < task.steps {
+        let round = train_round(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
+        let mut digests = vec![0u64; entries.len()];
+        visit(&mut engine.model.sharded, |entry, start, values| {
+            digests[entry] = digests[entry].wrapping_add(digest(start, values));
+            Ok(())
+        })?;
+        // Between averages each replica has its own tensors.
+        let last = round.steps.len() - 1;
+        for (index, taken) in round.steps.iter().enumerate() {
+            let lr = if taken.skipped() { 0.0 } else { taken.lr };
+            let digests = if index == last { std::mem::take(&mut digests) } else { vec![] };
+            steps.push(Marks { loss: taken.loss.to_bits(), norm: taken.norm.to_bits(), lr: lr.to_bits(), digests });
+        }
+    }
+
+    let mut differences = Vec::new();
+    match &task.then {
+        Then::Forget => {}
+        Then::Write(file) => {
+            let mut snapshot = Snapshot::create(file, &entries)?;
+            visit(&mut engine.model.sharded, |entry, start, values| snapshot.write(entry, start, values))?;
+        }
+        Then::Compare(file) => {
+            let mine = world.all_ok(Snapshot::open(file, &entries).and_then(|mut snapshot| {
+                let mut mine = vec![Difference::default(); entries.len()];
+                visit(&mut engine.model.sharded, |entry, start, values| {
+                    snapshot.compare(entry, start, values, &mut mine[entry])
+                })?;
+                Ok(mine)
+            }))?;
+            differences = meet(&world, mine, |all, one| all.iter_mut().zip(one).for_each(|(all, one)| all.merge(one)))?;
+        }
+    }
+    let steps = meet(&world, steps, |all, one| {
+        for (all, one) in all.iter_mut().zip(one) {
+            all.digests.iter_mut().zip(one.digests).for_each(|(all, one)| *all = all.wrapping_add(one));
+        }
+    })?;
+    Ok(Recording { entries, steps, differences })
+}
+
+/// Every tensor of every unit: its parameters, then each buffer of its optimizer state.
+fn entries<B: Kernels>(sharded: &Sharded<B>) -> Vec<Entry> {
+    let states: Vec<&str> = std::iter::once("").chain(sharded.state_names()).collect();
+    let mut entries = Vec::new();
+    for unit in sharded.layouts() {
+        for tensor in &unit.tensors {
+            entries.extend(states.iter().map(|state| Entry {
+                unit: unit.name.to_string(),
+                tensor: tensor.name.clone(),
+                state: state.to_string(),
+                len: tensor.len(),
+            }));
+        }
+    }
+    entries
+}
+
+/// Shows every run of elements that this rank, and no other, answers for: the number of the entry, the first
+/// element's index in it, the elements.
+fn visit<B: Kernels>(sharded: &mut Sharded<B>, mut show: impl FnMut(usize, usize, &[f32]) -> Result<()>) -> Result<()> {
+    let parts = 1 + sharded.state_names().len();
+    let mut host = Vec::new();
+    // Entries of earlier stages come before.
+    let before = &sharded.layouts()[..sharded.first_unit()];
+    let mut first = parts * before.iter().map(|unit| unit.tensors.len()).sum::<usize>();
+    for unit in sharded.owned()? {
+        host.resize(unit.range.len(), 0.0);
+        for (part, values) in std::iter::once(unit.params).chain(unit.state).enumerate() {
+            values.read(&mut host)?;
+            for piece in unit.layout.pieces(unit.range.clone()) {
+                let entry = first + piece.index * parts + part;
+                piece.runs().try_for_each(|(start, run)| show(entry, start, &host[run]))?;
+            }
+        }
+        first += unit.layout.tensors.len() * parts;
+    }
+    Ok(())
+}
+
+/// A sum over elements of a hash of index and bits, which is independent of their distribution over ranks. Two tensors
+/// that differ in one element always have different digests, others but for a chance of 2⁻⁶⁴.
+fn digest(start: usize, values: &[f32]) -> u64 {
+    let marks = values.iter().zip(start as u64..).map(|(value, index)| mix(index << 32 ^ u64::from(value.to_bits())));
+    marks.fold(0, u64::wrapping_add)
+}
+
+/// The output function of SplitMix64: one to one, and each bit of the result depends on each of `value`.
+fn mix(value: u64) -> u64 {
+    let mut z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Joins the values of all ranks, in order of ranks.
+fn meet<B: Kernels, T: Serialize + for<'a> Deserialize<'a>>(
+    world: &Group<B>,
+    mine: T,
+    join: impl Fn(&mut T, T),
+) -> Result<T> {
+    let message = serde_json::to_vec(&mine).map_err(|e| Error::internal(format!("recording: {e}")))?;
+    let mut joined: Option<T> = None;
+    for message in world.gather_bytes(message).wait()? {
+        let one = serde_json::from_slice(&message).map_err(|e| Error::comm(format!("a rank's recording: {e}")))?;
+        match &mut joined {
+            Some(all) => join(all, one),
+            None => joined = Some(one),
+        }
+    }
+    joined.ok_or_else(|| Error::internal("no rank 0"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn digests_add_up_and_see_one_bit() {
+        let values: Vec<f32> = (0..100).map(|i| (i as f32).sin()).collect();
+        let whole = digest(0, &values);
+        assert_eq!(digest(0, &values[..37]).wrapping_add(digest(37, &values[37..])), whole);
+        let mut other = values.clone();
+        other[50] = f32::from_bits(other[50].to_bits() ^ 1);
+        assert_ne!(digest(0, &other), whole);
+        other[50] = values[51];
+        other[51] = values[50];
+        assert_ne!(digest(0, &other), whole, "two elements have changed places");
+    }
+}
