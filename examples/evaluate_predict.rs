@@ -1,5 +1,6 @@
-//! Evaluation and prediction on any number of ranks: loads a checkpoint, of any layout, measures it on the
-//! validation rows of a data set, and writes the network's output for each of them to an HDF5 file.
+//! Evaluation and prediction on any number of ranks: loads a checkpoint, of any layout, measures it
+//! on the validation rows of a data set, and writes the network's output for each of them to an
+//! HDF5 file.
 //!
 //! ```sh
 //! examples/09-own-table.sh    # leaves a run and its data in a directory that it names
@@ -21,22 +22,37 @@ fn main() -> ExitCode {
         let world = comm.world();
         let args: Vec<String> = std::env::args().skip(1).collect();
         let [run, data, out] = args.as_slice() else {
-            return Err(Error::input("arguments: a run or checkpoint, its data, a file to write").shared());
+            return Err(
+                Error::input("arguments: a run or checkpoint, its data, a file to write").shared()
+            );
         };
 
-        // The configuration that trained it, for the data at hand and the ranks that share one copy of the network.
+        // The configuration that trained it, for the data at hand and the ranks that share one copy
+        // of the network.
         let (path, _lease) = resolve_path::together(&world, Path::new(run))?;
         let mut reader = Reader::open_together(&world, &path, || Reader::open(&path))?;
         let config = world.all_ok(model::config_on(&reader, &[], Some(Path::new(data))))?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let plan = world.all_ok(model::plan(config, comm.size(), (cores / comm.node().local_size).max(1), false))?;
+        let plan = world.all_ok(model::plan(
+            config,
+            comm.size(),
+            (cores / comm.node().local_size).max(1),
+            false,
+        ))?;
         let mut model = model::build(comm, &plan, Cpu::new(plan.threads))?;
         model::load(&world, &mut model, &mut reader)?;
 
-        // Rows go round the ranks; sums are added in the order of the rows. They are read on the scale that the network learned.
-        let mut rows = micro_batches::together(&world, |catalogue| micro_batches::validation(catalogue, &plan.config))?;
+        // Rows go round the ranks; sums are added in the order of the rows. They are read on the
+        // scale that the network learned.
+        let mut rows = micro_batches::together(&world, |catalogue| {
+            micro_batches::validation(catalogue, &plan.config)
+        })?;
         world.all_ok(reader.manifest().conform(&mut rows))?;
-        let measures = Evaluator::new(rows, None, plan.config.eval.batch).measure(&mut model, &world, || false)?;
+        let measures = Evaluator::new(rows, None, plan.config.eval.batch).measure(
+            &mut model,
+            &world,
+            || false,
+        )?;
         if let Some(measures) = measures.filter(|_| comm.rank() == 0) {
             println!("step {}: {measures}", reader.manifest().step);
         }
@@ -47,7 +63,9 @@ fn main() -> ExitCode {
         })?;
         world.all_ok(reader.manifest().conform(&mut rows))?;
         let meaning = OutputSchema::of(&plan, reader.manifest().preprocessing.as_ref());
-        let create = || Predictions::create(Path::new(out), rows.samples() as usize, meaning, RowIds::numbers());
+        let create = || {
+            Predictions::create(Path::new(out), rows.samples() as usize, meaning, RowIds::numbers())
+        };
         let file = world.all_ok((comm.rank() == 0).then(create).transpose())?;
         predict(&mut model, rows, plan.config.eval.batch, file)
     })

@@ -1,5 +1,6 @@
-//! Hooks: a program that is told of the steps, evaluations and checkpoints of a run, and of its end. These write a table of
-//! losses, and stop the run once the validation loss is low enough: on all ranks after the same step.
+//! Hooks: a program that is told of the steps, evaluations and checkpoints of a run, and of its
+//! end. These write a table of losses, and stop the run once the validation loss is low enough: on
+//! all ranks after the same step.
 //!
 //! ```sh
 //! cargo run --release --example hooks
@@ -50,7 +51,10 @@ struct Enough {
 impl Hook for Enough {
     fn evaluation(&mut self, step: u64, measures: &Metrics) -> Result<ControlFlow<String>> {
         Ok(match measures.loss < self.loss {
-            true => ControlFlow::Break(format!("a loss of {:.4} at step {step} is enough", measures.loss)),
+            true => ControlFlow::Break(format!(
+                "a loss of {:.4} at step {step} is enough",
+                measures.loss
+            )),
             false => ControlFlow::Continue(()),
         })
     }
@@ -76,12 +80,21 @@ fn main() -> ExitCode {
     start(|comm| {
         // With this a job that is told to end saves first.
         comm.world().all_ok(signals::listen())?;
-        let settings = ["run.steps=300", "eval.every=20", "eval.samples=100", "checkpoint.every=50", "log.sample=0"];
-        let overrides: Vec<String> = settings.map(String::from).into_iter().chain(std::env::args().skip(1)).collect();
-        let (config, _) = comm.world().all_ok(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
+        let settings = [
+            "run.steps=300",
+            "eval.every=20",
+            "eval.samples=100",
+            "checkpoint.every=50",
+            "log.sample=0",
+        ];
+        let overrides: Vec<String> =
+            settings.map(String::from).into_iter().chain(std::env::args().skip(1)).collect();
+        let (config, _) =
+            comm.world().all_ok(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
 
         let speaks = comm.rank() == 0;
-        let (mut table, mut enough) = (Table::default(), Enough { loss: 3.2, speaks });
+        let mut table = Table::default();
+        let mut enough = Enough { loss: 3.2, speaks };
         let mut own = Customization { hooks: vec![&mut enough], ..Customization::default() };
         if speaks {
             own.hooks.push(&mut table);

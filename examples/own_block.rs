@@ -1,6 +1,6 @@
-//! A block of one's own: an adapter, `y = x + silu(x·Dᵀ)·Uᵀ` (Houlsby et al., "Parameter-efficient transfer learning for
-//! NLP", 2019). Its backward is checked by finite differences; then it learns, between the last block of a
-//! small GPT and its head, in any layout.
+//! A block of one's own: an adapter, `y = x + silu(x·Dᵀ)·Uᵀ` (Houlsby et al., "Parameter-efficient
+//! transfer learning for NLP", 2019). Its backward is checked by finite differences; then it
+//! learns, between the last block of a small GPT and its head, in any layout.
 //!
 //! ```sh
 //! cargo run --release --example own_block
@@ -43,9 +43,13 @@ impl<B: Kernels> Block<B> for Adapter {
     }
 
     fn tensors(&self) -> Vec<Tensor> {
-        // It begins as the identity. Gradients that the first backward overwrites need not be zeroed.
-        let down = Tensor::new("adapter.down.weight", &[self.inner, self.width], Init::Normal(0.02)).overwritten();
-        let up = Tensor::new("adapter.up.weight", &[self.width, self.inner], Init::Zeros).overwritten();
+        // It begins as the identity. Gradients that the first backward overwrites need not be
+        // zeroed.
+        let down =
+            Tensor::new("adapter.down.weight", &[self.inner, self.width], Init::Normal(0.02))
+                .overwritten();
+        let up =
+            Tensor::new("adapter.up.weight", &[self.width, self.inner], Init::Zeros).overwritten();
         vec![down, up]
     }
 
@@ -67,8 +71,14 @@ impl<B: Kernels> Block<B> for Adapter {
         self.inner + self.width
     }
 
-    fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (b, rows) = (cx.backend, cx.micro.rows());
+    fn forward(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        x: &B::Buf,
+    ) -> Result<(B::Buf, Vec<B::Buf>)> {
+        let b = cx.backend;
+        let rows = cx.micro.rows();
         let [down, up] = split::<B, 2>(params.own, self.lens());
         let no_bias = B::split_at(up, 0).0;
         let mut h = b.alloc(MemoryKind::Activations, rows * self.inner)?;
@@ -95,11 +105,25 @@ impl<B: Kernels> Block<B> for Adapter {
         let add = !grads.first;
         let [ddown, dup] = split_mut::<B, 2>(grads.own, self.lens());
         let mut no_bias = b.alloc_f32(MemoryKind::Activations, 0)?;
-        b.linear_backward_weight(self.up(rows), B::all(&dy), B::all(a), dup, B::all_mut(&mut no_bias), add)?;
+        b.linear_backward_weight(
+            self.up(rows),
+            B::all(&dy),
+            B::all(a),
+            dup,
+            B::all_mut(&mut no_bias),
+            add,
+        )?;
         let mut dh = b.alloc(MemoryKind::Activations, rows * self.inner)?;
         b.linear_backward_input(self.up(rows), B::all(&dy), up, B::all_mut(&mut dh))?;
         b.activation_backward(Activation::Silu, B::all(h), B::all_mut(&mut dh))?;
-        b.linear_backward_weight(self.down(rows), B::all(&dh), B::all(x), ddown, B::all_mut(&mut no_bias), add)?;
+        b.linear_backward_weight(
+            self.down(rows),
+            B::all(&dh),
+            B::all(x),
+            ddown,
+            B::all_mut(&mut no_bias),
+            add,
+        )?;
         let mut dx = b.alloc(MemoryKind::Activations, rows * self.width)?;
         b.linear_backward_input(self.down(rows), B::all(&dh), down, B::all_mut(&mut dx))?;
         b.add(B::all(&dy), B::all_mut(&mut dx))?;
@@ -110,25 +134,39 @@ impl<B: Kernels> Block<B> for Adapter {
 fn main() -> ExitCode {
     start(|comm| {
         let is_first = comm.rank() == 0;
-        for found in gradcheck::block(&Adapter { width: 6, inner: 3 }, 4, 5)?.iter().filter(|_| is_first) {
+        for found in
+            gradcheck::block(&Adapter { width: 6, inner: 3 }, 4, 5)?.iter().filter(|_| is_first)
+        {
             let gradcheck::Derivative { tensor, backward, differences, .. } = found;
-            println!("{tensor:<20}  {backward:>9.5} by backward, {differences:>9.5} by differences");
+            println!(
+                "{tensor:<20}  {backward:>9.5} by backward, {differences:>9.5} by differences"
+            );
         }
 
         let settings = ["run.steps=20", "batch.global=8"].map(String::from);
         let overrides: Vec<String> = settings.into_iter().chain(std::env::args().skip(1)).collect();
         let world = comm.world();
-        let (config, _) = world.all_ok(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
+        let (config, _) =
+            world.all_ok(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
         let (train, _) = world.all_ok(micro_batches::open(&config))?;
         let plan = plan(comm, config, &train, None)?;
         let mut blocks = plan.network.blocks();
-        blocks.insert(blocks.len() - 1, Box::new(Adapter { width: plan.config.model.width, inner: 16 }));
+        blocks.insert(
+            blocks.len() - 1,
+            Box::new(Adapter { width: plan.config.model.width, inner: 16 }),
+        );
         let (mut engine, _) = engine_of(comm, &plan, blocks, Cpu::new(plan.threads), None)?;
         let mut progress = Progress::default();
         let mut feed = world.all_ok(MicroBatches::start(&engine.model, train, &plan, progress))?;
         while progress.step < plan.config.run.steps {
             let before = progress.step;
-            let round = train_round(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
+            let round = train_round(
+                &plan,
+                &mut engine,
+                || feed.next_micro(),
+                &mut progress,
+                ControlFlags::empty,
+            )?;
             for (taken, step) in round.steps.iter().zip(before + 1..) {
                 if is_first && step.is_multiple_of(5) {
                     println!("step {step:>4}  loss {:.4}", taken.loss);

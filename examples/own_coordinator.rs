@@ -1,5 +1,5 @@
-//! Work of one's own on workers that come and go: each call trains a small network with another learning rate, on one of the
-//! workers, and the coordinator prints the losses and the best rate.
+//! Work of one's own on workers that come and go: each call trains a small network with another
+//! learning rate, on one of the workers, and the coordinator prints the losses and the best rate.
 //!
 //! ```sh
 //! cargo run --release --example own_coordinator -- coordinate /tmp/search &
@@ -21,7 +21,9 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let done = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["coordinate", place] => coordinate(Path::new(place)),
-        ["work", place] => work_on_calls(Path::new(place), PATIENCE, Functions::default().with("loss_of", loss_of)),
+        ["work", place] => {
+            work_on_calls(Path::new(place), PATIENCE, Functions::default().with("loss_of", loss_of))
+        }
         _ => Err(Error::input("arguments: coordinate DIR, or work DIR")),
     };
     match done {
@@ -36,7 +38,10 @@ fn main() -> ExitCode {
 fn coordinate(place: &Path) -> Result<()> {
     let coordinator = Coordinator::open(place, None, PATIENCE)?;
     let rates = [1e-4, 1e-3, 1e-2, 1e-1];
-    let handles = rates.iter().map(|rate| coordinator.schedule("loss_of", rate)).collect::<Result<Vec<_>>>()?;
+    let handles = rates
+        .iter()
+        .map(|rate| coordinator.schedule("loss_of", rate))
+        .collect::<Result<Vec<_>>>()?;
     coordinator.join()?;
     let mut best = (f64::INFINITY, 0.0);
     for (rate, handle) in rates.into_iter().zip(handles) {
@@ -53,7 +58,8 @@ fn coordinate(place: &Path) -> Result<()> {
 
 /// The loss of a small GPT after some steps at a learning rate.
 fn loss_of(rate: f64) -> Result<f64> {
-    let settings = ["model.layers=1", "model.width=32", "model.heads=2", "run.steps=40", "schedule.warmup=5"];
+    let settings =
+        ["model.layers=1", "model.width=32", "model.heads=2", "run.steps=40", "schedule.warmup=5"];
     let mut overrides: Vec<String> = settings.map(String::from).to_vec();
     overrides.push(format!("optimizer.lr={rate}"));
     let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() })?;
@@ -62,10 +68,17 @@ fn loss_of(rate: f64) -> Result<f64> {
         let plan = plan(comm, config.clone(), &train, Some(1))?;
         let (mut engine, _) = engine(comm, &plan, Cpu::new(1), None)?;
         let mut progress = Progress::default();
-        let mut feed = MicroBatches::start(&engine.model, micro_batches::open(&config)?.0, &plan, progress)?;
+        let mut feed =
+            MicroBatches::start(&engine.model, micro_batches::open(&config)?.0, &plan, progress)?;
         let mut loss = f64::INFINITY;
         while progress.step < plan.config.run.steps {
-            let round = train_round(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
+            let round = train_round(
+                &plan,
+                &mut engine,
+                || feed.next_micro(),
+                &mut progress,
+                ControlFlags::empty,
+            )?;
             loss = round.steps[0].loss;
         }
         Ok(loss)

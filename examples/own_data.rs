@@ -1,5 +1,6 @@
-//! A data source of one's own: points of three spirals, made from their numbers alone, told apart by a small network. A
-//! whole run with records and checkpoints, the same on any number of ranks, as if the samples were in files.
+//! A data source of one's own: points of three spirals, made from their numbers alone, told apart
+//! by a small network. A whole run with records and checkpoints, the same on any number of ranks,
+//! as if the samples were in files.
 //!
 //! ```sh
 //! cargo run --release --example own_data
@@ -32,11 +33,14 @@ impl Source for Spirals {
     }
 
     fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
-        let (arm, random) = (sample % ARMS, Stream::new(derive(self.key, &[sample])));
-        let (along, beside) = (random.uniform(0), random.uniform(1) - 0.5);
+        let arm = sample % ARMS;
+        let random = Stream::new(derive(self.key, &[sample]));
+        let along = random.uniform(0);
+        let beside = random.uniform(1) - 0.5;
         let angle = TAU * (arm as f64 / ARMS as f64 + 0.8 * along) + 0.5 * beside;
         let radius = 0.2 + 0.8 * along;
-        into.features.copy_from_slice(&[(radius * angle.cos()) as f32, (radius * angle.sin()) as f32]);
+        into.features
+            .copy_from_slice(&[(radius * angle.cos()) as f32, (radius * angle.sin()) as f32]);
         into.classes[0] = arm as u32;
         Ok(())
     }
@@ -57,9 +61,12 @@ const SETTINGS: [&str; 10] = [
 
 fn main() -> ExitCode {
     start(|comm| {
-        let overrides: Vec<String> = SETTINGS.map(String::from).into_iter().chain(std::env::args().skip(1)).collect();
-        let (config, _) = comm.world().all_ok(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
-        let spirals = |split, samples| Box::new(Spirals { key: derive(1, &[name(split)]), samples });
+        let overrides: Vec<String> =
+            SETTINGS.map(String::from).into_iter().chain(std::env::args().skip(1)).collect();
+        let (config, _) =
+            comm.world().all_ok(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
+        let spirals =
+            |split, samples| Box::new(Spirals { key: derive(1, &[name(split)]), samples });
         let data = Splits {
             name: "three spirals".into(),
             train: spirals("train", 3000),

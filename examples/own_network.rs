@@ -1,6 +1,7 @@
-//! A network of one's own in a whole run: residual blocks that this program defines, on points of two spirals that it makes. The run
-//! has records, evaluations and checkpoints, goes on with `--resume`, and is the same on any number of ranks; then its last
-//! checkpoint is loaded in another layout, measured, and made to predict.
+//! A network of one's own in a whole run: residual blocks that this program defines, on points of
+//! two spirals that it makes. The run has records, evaluations and checkpoints, goes on with
+//! `--resume`, and is the same on any number of ranks; then its last checkpoint is loaded in
+//! another layout, measured, and made to predict.
 //!
 //! ```sh
 //! cargo run --release --example own_network -- run.name=one
@@ -30,7 +31,8 @@ enum Place {
     Last,
 }
 
-/// `y = x + silu(x·Wᵀ + b)`; the first layer, whose `x` are the samples, has no sum, and the last one no activation either.
+/// `y = x + silu(x·Wᵀ + b)`; the first layer, whose `x` are the samples, has no sum, and the last
+/// one no activation either.
 struct Layer {
     name: String,
     inputs: usize,
@@ -61,9 +63,15 @@ impl<B: Kernels> Block<B> for Layer {
 
     fn tensors(&self) -> Vec<Tensor> {
         let deviation = (1.0 / self.inputs as f32).sqrt();
-        let weight =
-            Tensor::new(format!("{}.weight", self.name), &[self.outputs, self.inputs], Init::Normal(deviation));
-        vec![weight.overwritten(), Tensor::new(format!("{}.bias", self.name), &[self.outputs], Init::Zeros)]
+        let weight = Tensor::new(
+            format!("{}.weight", self.name),
+            &[self.outputs, self.inputs],
+            Init::Normal(deviation),
+        );
+        vec![
+            weight.overwritten(),
+            Tensor::new(format!("{}.bias", self.name), &[self.outputs], Init::Zeros),
+        ]
     }
 
     fn input_per_row(&self) -> usize {
@@ -84,8 +92,15 @@ impl<B: Kernels> Block<B> for Layer {
         self.outputs + self.inputs
     }
 
-    fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (b, rows, x) = (cx.backend, cx.micro.rows(), self.input(cx, x));
+    fn forward(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        x: &B::Buf,
+    ) -> Result<(B::Buf, Vec<B::Buf>)> {
+        let b = cx.backend;
+        let rows = cx.micro.rows();
+        let x = self.input(cx, x);
         let [weight, bias] = split::<B, 2>(params.own, self.lens());
         let mut h = b.alloc(MemoryKind::Activations, rows * self.outputs)?;
         b.linear(self.linear(rows), B::all(x), weight, bias, B::all_mut(&mut h))?;
@@ -109,7 +124,9 @@ impl<B: Kernels> Block<B> for Layer {
         saved: Vec<B::Buf>,
         dy: B::Buf,
     ) -> Result<B::Buf> {
-        let (b, rows, x) = (cx.backend, cx.micro.rows(), self.input(cx, x));
+        let b = cx.backend;
+        let rows = cx.micro.rows();
+        let x = self.input(cx, x);
         let [weight, _] = split::<B, 2>(params.own, self.lens());
         let add = !grads.first;
         let [dweight, dbias] = split_mut::<B, 2>(grads.own, self.lens());
@@ -156,7 +173,9 @@ impl ModelBuilder for Residual {
         };
         let width = self.width;
         let mut blocks = vec![layer("lift".into(), 2, width, Place::First)];
-        blocks.extend((0..self.depth).map(|i| layer(format!("residual.{i}"), width, width, Place::Middle)));
+        blocks.extend(
+            (0..self.depth).map(|i| layer(format!("residual.{i}"), width, width, Place::Middle)),
+        );
         blocks.push(layer("logit".into(), width, 1, Place::Last));
         blocks
     }
@@ -176,9 +195,12 @@ impl Source for Spirals {
     }
 
     fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
-        let (arm, along) = ((sample % 2) as f64, (sample / 2) as f64 / (self.0 / 2) as f64);
-        let (angle, radius) = (TAU * (arm / 2.0 + along), 0.2 + 0.8 * along);
-        into.features.copy_from_slice(&[(radius * angle.cos()) as f32, (radius * angle.sin()) as f32]);
+        let arm = (sample % 2) as f64;
+        let along = (sample / 2) as f64 / (self.0 / 2) as f64;
+        let angle = TAU * (arm / 2.0 + along);
+        let radius = 0.2 + 0.8 * along;
+        into.features
+            .copy_from_slice(&[(radius * angle.cos()) as f32, (radius * angle.sin()) as f32]);
         into.values[0] = arm as f32;
         Ok(())
     }
@@ -213,19 +235,28 @@ fn network() -> CustomModel {
 
 fn main() -> ExitCode {
     start(|comm| {
-        let (world, speaks) = (comm.world(), comm.rank() == 0);
-        for found in gradcheck::block(&Layer { name: "x".into(), inputs: 5, outputs: 5, place: Place::Middle }, 4, 5)? {
+        let world = comm.world();
+        let speaks = comm.rank() == 0;
+        for found in gradcheck::block(
+            &Layer { name: "x".into(), inputs: 5, outputs: 5, place: Place::Middle },
+            4,
+            5,
+        )? {
             let gradcheck::Derivative { tensor, backward, differences, .. } = found;
             if speaks {
-                println!("{tensor:<10}  {backward:>9.5} by backward, {differences:>9.5} by differences");
+                println!(
+                    "{tensor:<10}  {backward:>9.5} by backward, {differences:>9.5} by differences"
+                );
             }
         }
 
         // A whole run.
         let (flags, settings): (Vec<String>, Vec<String>) =
             std::env::args().skip(1).partition(|argument| argument == "--resume");
-        let overrides: Vec<String> = SETTINGS.map(String::from).into_iter().chain(settings).collect();
-        let (config, _) = world.all_ok(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
+        let overrides: Vec<String> =
+            SETTINGS.map(String::from).into_iter().chain(settings).collect();
+        let (config, _) =
+            world.all_ok(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
         let resume = if flags.is_empty() { Resume::No } else { Resume::Auto };
         let request = Request { resume, ..Request::new(config, "spirals") };
         let splits = Splits {
@@ -234,7 +265,11 @@ fn main() -> ExitCode {
             validation: Some(Box::new(Spirals(310))),
         };
         let mut directory = Directory::default();
-        let own = Customization { hooks: vec![&mut directory], data: Some(splits), network: Some(network()) };
+        let own = Customization {
+            hooks: vec![&mut directory],
+            data: Some(splits),
+            network: Some(network()),
+        };
         train(comm, &request, own, None)?;
 
         // Its last checkpoint, by all ranks together in a layout of its own.
@@ -245,7 +280,8 @@ fn main() -> ExitCode {
         let plan = world.all_ok(model::plan(config, comm.size(), 1, false))?;
         let mut model = model::build(comm, &plan, Cpu::new(plan.threads))?;
         model::load(&world, &mut model, &mut reader)?;
-        let measures = Evaluator::new(Spirals(310), None, 100).measure(&mut model, &world, || false)?;
+        let measures =
+            Evaluator::new(Spirals(310), None, 100).measure(&mut model, &world, || false)?;
         if let Some(measures) = measures.filter(|_| speaks) {
             println!("step {}: {measures}", reader.manifest().step);
         }

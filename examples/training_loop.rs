@@ -1,5 +1,6 @@
-//! A training loop of one's own: gradients and updates by hand, with a learning rate and a clip that no configuration
-//! knows. Data, network and layout are the configuration's: the bundled text and a small GPT, unless told otherwise.
+//! A training loop of one's own: gradients and updates by hand, with a learning rate and a clip
+//! that no configuration knows. Data, network and layout are the configuration's: the bundled text
+//! and a small GPT, unless told otherwise.
 //!
 //! ```sh
 //! cargo run --release --example training_loop -- run.steps=100
@@ -14,7 +15,8 @@ fn main() -> ExitCode {
     start(|comm| {
         let overrides: Vec<String> = std::env::args().skip(1).collect();
         let world = comm.world();
-        let (config, _) = world.all_ok(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
+        let (config, _) =
+            world.all_ok(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
         let (train, validation) = world.all_ok(micro_batches::open(&config))?;
         let plan = plan(comm, config, &train, None)?;
         let (mut engine, _) = engine(comm, &plan, Cpu::new(plan.threads), None)?;
@@ -22,7 +24,8 @@ fn main() -> ExitCode {
         let mut feed = world.all_ok(MicroBatches::start(&engine.model, train, &plan, progress))?;
 
         while progress.step < plan.config.run.steps {
-            // Forwards and backwards of this rank's part of the batch; loss and norm are of the whole of it.
+            // Forwards and backwards of this rank's part of the batch; loss and norm are of the
+            // whole of it.
             let ReducedStep { loss, norm, .. } =
                 engine.gradients(progress.step, || feed.next_micro(), ControlFlags::empty)?;
             progress.step += 1;
@@ -30,10 +33,16 @@ fn main() -> ExitCode {
             progress.position += plan.config.batch.global;
 
             // One over the root of the step, after a short warm-up.
-            let (step, warmup) = (progress.step as f32, 20.0);
+            let step = progress.step as f32;
+            let warmup = 20.0;
             let lr = 3e-3 * (step / warmup).min((warmup / step).sqrt());
             let grad_scale = (1.0 / norm).min(1.0) as f32;
-            engine.model.sharded.update(Hyper { lr, weight_decay: 0.1, step: progress.updates, grad_scale })?;
+            engine.model.sharded.update(Hyper {
+                lr,
+                weight_decay: 0.1,
+                step: progress.updates,
+                grad_scale,
+            })?;
             if comm.rank() == 0 && progress.step.is_multiple_of(10) {
                 let loss = loss / plan.tokens_per_step() as f64;
                 println!("step {:>4}  loss {loss:.4}  norm {norm:.3}  lr {lr:.2e}", progress.step);

@@ -1,5 +1,5 @@
-//! hpctrain trains neural networks on clusters that speak MPI. It is a program, and this crate, with which a program of
-//! one's own does the same or something else:
+//! hpctrain trains neural networks on clusters that speak MPI. It is a program, and this crate,
+//! with which a program of one's own does the same or something else:
 //!
 //! | to | use |
 //! |---|---|
@@ -16,12 +16,12 @@
 //! | evaluate, predict, continue a text | [`evaluate::Evaluator`], [`evaluate::predict()`], [`evaluate::generate()`] |
 //! | read checkpoints, and write them beside training | [`checkpoint::Reader`], [`checkpoint::Saver`] |
 //!
-//! [`prelude`] has the most usual names. `examples/` has a program for each of these; they run under `mpirun` on any number of
-//! ranks as they are.
+//! [`prelude`] has the most usual names. `examples/` has a program for each of these; they run
+//! under `mpirun` on any number of ranks as they are.
 //!
-//! All is generic over the device ([`backend::Kernels`]). Operations on several ranks are *collective*: all ranks of a
-//! group make the same calls in the same order. Work that may fail on some of them goes through [`comm::Group::all_ok`],
-//! so that all end alike.
+//! All is generic over the device ([`backend::Kernels`]). Operations on several ranks are
+//! *collective*: all ranks of a group make the same calls in the same order. Work that may fail on
+//! some of them goes through [`comm::Group::all_ok`], so that all end alike.
 //!
 //! ```
 //! use hpctrain::prelude::*;
@@ -74,7 +74,8 @@
 //! # Ok::<(), Error>(())
 //! ```
 //!
-//! Modules that are not listed here serve the program and its tests. They are public for those, and may change at any time.
+//! Modules that are not listed here serve the program and its tests. They are public for those, and
+//! may change at any time.
 
 #![warn(missing_docs)]
 #![forbid(unsafe_code)]

@@ -12,7 +12,9 @@ pub use crate::error::{Error, Result};
 pub use crate::evaluate::{Evaluator, Metrics};
 pub use crate::job::start;
 pub use crate::layout::{Init, Tensor};
-pub use crate::nn::{Block, Blocks, Context, CustomModel, Grads, Input, MicroBatch, ModelBuilder, Params};
+pub use crate::nn::{
+    Block, Blocks, Context, CustomModel, Grads, Input, MicroBatch, ModelBuilder, Params,
+};
 pub use crate::parallel::{ControlFlags, Hyper, ReducedStep};
 pub use crate::run_dir::RunOutcome;
 pub use crate::telemetry::metrics::Step;

@@ -1,8 +1,9 @@
-//! Work that must not grow with the number of ranks, or only as the formula beside it says: counted on ranks that are
-//! threads, and computed by the formula for 1,000 and 10,000 ranks. A separate program, because most counts are those of the
-//! process.
+//! Work that must not grow with the number of ranks, or only as the formula beside it says: counted
+//! on ranks that are threads, and computed by the formula for 1,000 and 10,000 ranks. A separate
+//! program, because most counts are those of the process.
 //!
-//! `HPCTRAIN_SCALE=64,96,256` counts on other numbers of ranks, and prints the table of docs/cluster.md.
+//! `HPCTRAIN_SCALE=64,96,256` counts on other numbers of ranks, and prints the table of
+//! docs/cluster.md.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 use std::ops::ControlFlow;
@@ -77,13 +78,21 @@ struct Heartbeats<'a>(&'a Path, &'a Mutex<usize>);
 impl Hook for Heartbeats<'_> {
     fn step(&mut self, _: &Step) -> Result<ControlFlow<String>> {
         let names = self.0.read_dir().unwrap().map(|entry| entry.unwrap().file_name());
-        *self.1.lock().unwrap() = names.filter(|name| name.to_string_lossy().starts_with("heartbeat-")).count();
+        *self.1.lock().unwrap() =
+            names.filter(|name| name.to_string_lossy().starts_with("heartbeat-")).count();
         Ok(ControlFlow::Continue(()))
     }
 }
 
 /// Trains on threads to a step, and counts.
-fn trains(root: &Path, run: &str, ranks: usize, steps: u64, resume: Resume, more: &[&str]) -> Counts {
+fn trains(
+    root: &Path,
+    run: &str,
+    ranks: usize,
+    steps: u64,
+    resume: Resume,
+    more: &[&str],
+) -> Counts {
     let settings = [
         &format!("run.root={}", root.display())[..],
         &format!("run.name={run}"),
@@ -100,11 +109,13 @@ fn trains(root: &Path, run: &str, ranks: usize, steps: u64, resume: Resume, more
         "checkpoint.keep=3",
         "log.sample=0",
     ];
-    let overrides: Vec<String> = settings.iter().chain(more).map(|setting| setting.to_string()).collect();
+    let overrides: Vec<String> =
+        settings.iter().chain(more).map(|setting| setting.to_string()).collect();
     let (config, name) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
     let logs = root.join(run).join("logs");
     let request = Request { resume, threads: Some(1), ..Request::new(config, name) };
-    let (before, found) = (Counts::now(), Mutex::new(0));
+    let before = Counts::now();
+    let found = Mutex::new(0);
     on_threads(ranks, |comm| {
         let mut hook = Heartbeats(&logs, &found);
         let hooks: Vec<&mut dyn Hook> = if comm.rank() == 0 { vec![&mut hook] } else { vec![] };
@@ -145,11 +156,15 @@ struct Line {
 impl Line {
     /// The line through the first two of the points; the others do not lie above it.
     fn above(points: &[(usize, u64)]) -> Self {
-        let [first, second] = [points[0], points[1]].map(|(ranks, count)| (ranks as f64, count as f64));
+        let [first, second] =
+            [points[0], points[1]].map(|(ranks, count)| (ranks as f64, count as f64));
         let slope = (second.1 - first.1) / (second.0 - first.0);
         let line = Self { base: first.1 - slope * first.0, slope };
         for (ranks, count) in points {
-            assert!(*count as f64 <= 1.02 * line.at(*ranks), "{ranks} ranks: {count} is above {line:?}");
+            assert!(
+                *count as f64 <= 1.02 * line.at(*ranks),
+                "{ranks} ranks: {count} is above {line:?}"
+            );
         }
         line
     }
@@ -177,12 +192,17 @@ fn files_are_opened_and_read_as_often_as_the_formulas_say() {
     for &ranks in &all {
         let name = format!("x{ranks}");
         let saved = trains(root.path(), &name, ranks, 4, Resume::No, &[]);
-        let manifest = Checkpoints::new(root.path().join(&name).join("checkpoints")).path(4).join("manifest.json");
+        let manifest = Checkpoints::new(root.path().join(&name).join("checkpoints"))
+            .path(4)
+            .join("manifest.json");
         let length = manifest.metadata().unwrap().len();
         let resumed = trains(root.path(), &name, ranks, 5, Resume::Auto, &[]);
         let Counts { described, parsed, looked_at, heartbeats, .. } = saved;
-        let (again, received) = (resumed.parsed, resumed.received);
-        println!("| {ranks} | {described} | {heartbeats} | {parsed} | {looked_at} | {again} | {length} | {received} |");
+        let again = resumed.parsed;
+        let received = resumed.received;
+        println!(
+            "| {ranks} | {described} | {heartbeats} | {parsed} | {looked_at} | {again} | {length} | {received} |"
+        );
         // One rank describes the data.
         assert_eq!((described, resumed.described), (SHARDS as u64, SHARDS as u64), "{ranks} ranks");
         // These ranks are on one node.
@@ -194,13 +214,18 @@ fn files_are_opened_and_read_as_often_as_the_formulas_say() {
         of_ranks.push((ranks, length, received));
     }
     // Rank 0 parses a manifest that grows by the entries of each rank.
-    let lengths: Vec<(usize, u64)> = of_ranks.iter().map(|(ranks, length, _)| (*ranks, *length)).collect();
+    let lengths: Vec<(usize, u64)> =
+        of_ranks.iter().map(|(ranks, length, _)| (*ranks, *length)).collect();
     let of_manifest = Line::above(&lengths);
     assert!(of_manifest.slope < 500.0 && of_manifest.at(10_000) < 5e6, "{of_manifest:?}");
-    // The others receive the part that does not name ranks, and the pieces of their ranges. With more ranks a rank has a smaller
-    // part of each unit, so no more pieces: what they receive does not grow.
+    // The others receive the part that does not name ranks, and the pieces of their ranges. With
+    // more ranks a rank has a smaller part of each unit, so no more pieces: what they receive does
+    // not grow.
     let received: Vec<u64> = of_ranks.iter().map(|(.., received)| *received).collect();
-    assert!(received.iter().all(|bytes| *bytes > 0 && *bytes <= received[0] + received[0] / 50), "{received:?}");
+    assert!(
+        received.iter().all(|bytes| *bytes > 0 && *bytes <= received[0] + received[0] / 50),
+        "{received:?}"
+    );
 }
 
 #[test]
@@ -210,7 +235,8 @@ fn ranks_are_sorted_by_nodes_once_for_each_group() {
     import(root.path());
     let hierarchical = &["comm.algorithm=hierarchical"][..];
     let sorted = |ranks: usize, steps| {
-        trains(root.path(), &format!("x{ranks}-{steps}"), ranks, steps, Resume::No, hierarchical).sorted
+        trains(root.path(), &format!("x{ranks}-{steps}"), ranks, steps, Resume::No, hierarchical)
+            .sorted
     };
     let of_ranks = [2, 4, 8].map(|ranks| (ranks, sorted(ranks, 2), sorted(ranks, 7)));
     println!("groups sorted by nodes, in 2 and in 7 steps: {of_ranks:?}");
@@ -253,18 +279,23 @@ fn collectives_send_as_many_bytes_as_the_formulas_say() {
     let agree = |ranks: usize| (ranks - 1) * (HEAD + REPORT);
     let gather = |ranks: usize| (ranks - 1) * (HEAD + LEN);
     // By a rank of the tree.
-    let to_root = |rank: usize, ranks: usize| if rank == 0 { 0 } else { subtree(rank, ranks) * (HEAD + LEN) };
+    let to_root =
+        |rank: usize, ranks: usize| if rank == 0 { 0 } else { subtree(rank, ranks) * (HEAD + LEN) };
     let scatter = |rank: usize, ranks: usize| (subtree(rank, ranks) - 1) * (HEAD + LEN);
     let broadcast = |rank: usize, ranks: usize| log(subtree(rank, ranks)) * (HEAD + LEN);
     for ranks in [2, 3, 4, 7, 8, 16, 24] {
-        let each = |formula: &dyn Fn(usize) -> usize| (0..ranks).map(|rank| formula(rank) as u64).collect::<Vec<_>>();
-        let of_all = |world: &Group<Cpu>| if world.rank() == 0 { vec![vec![0; LEN]; ranks] } else { vec![] };
+        let each = |formula: &dyn Fn(usize) -> usize| {
+            (0..ranks).map(|rank| formula(rank) as u64).collect::<Vec<_>>()
+        };
+        let of_all =
+            |world: &Group<Cpu>| if world.rank() == 0 { vec![vec![0; LEN]; ranks] } else { vec![] };
         let name = format!("{ranks} ranks");
         assert_eq!(sent(ranks, |world| world.all_ok(Ok(()))), each(&|_| agree(ranks)), "{name}");
         assert_eq!(sent(ranks, |world| world.barrier().wait()), each(&|_| log(ranks)), "{name}");
         let gathered = sent(ranks, |world| world.gather_bytes(vec![0; LEN]).wait().map(drop));
         assert_eq!(gathered, each(&|_| gather(ranks)), "{name}");
-        let gathered = sent(ranks, |world| world.gather_bytes_to_root(vec![0; LEN]).wait().map(drop));
+        let gathered =
+            sent(ranks, |world| world.gather_bytes_to_root(vec![0; LEN]).wait().map(drop));
         assert_eq!(gathered, each(&|rank| to_root(rank, ranks)), "{name}");
         let scattered = sent(ranks, |world| world.scatter_bytes(of_all(world)).wait().map(drop));
         assert_eq!(scattered, each(&|rank| scatter(rank, ranks)), "{name}");
@@ -281,16 +312,25 @@ fn collectives_send_as_many_bytes_as_the_formulas_say() {
         assert!(summed.iter().all(|sent| *sent <= most), "{name}: {summed:?} of {bytes}");
     }
     for ranks in LARGE {
-        let per_rank = |formula: &dyn Fn(usize) -> usize| (0..ranks).map(formula).sum::<usize>() as f64 / ranks as f64;
+        let per_rank = |formula: &dyn Fn(usize) -> usize| {
+            (0..ranks).map(formula).sum::<usize>() as f64 / ranks as f64
+        };
         // An agreement is of 12 bytes a rank, not of tables.
         assert!(agree(ranks) < 13 * ranks && agree(10_000) < 120_000);
-        // The tables of a save: rank 0 receives all, half of the ranks receive none, and the mean passes on those of log₂ n / 2.
+        // The tables of a save: rank 0 receives all, half of the ranks receive none, and the mean
+        // passes on those of log₂ n / 2.
         let tables = per_rank(&|rank| to_root(rank, ranks)) / LEN as f64;
-        assert!(tables <= 0.5 * log(ranks) as f64 + 1.0 && tables < 8.0, "{ranks} ranks: {tables} tables");
+        assert!(
+            tables <= 0.5 * log(ranks) as f64 + 1.0 && tables < 8.0,
+            "{ranks} ranks: {tables} tables"
+        );
         assert!((1..ranks).step_by(2).all(|rank| subtree(rank, ranks) == 1));
         // The excerpts of a resume go the same way back.
         let excerpts = per_rank(&|rank| scatter(rank, ranks)) / LEN as f64;
-        assert!(excerpts <= 0.5 * log(ranks) as f64 + 1.0 && excerpts < 8.0, "{ranks} ranks: {excerpts} excerpts");
+        assert!(
+            excerpts <= 0.5 * log(ranks) as f64 + 1.0 && excerpts < 8.0,
+            "{ranks} ranks: {excerpts} excerpts"
+        );
         // The outline goes to everyone, but no rank sends it to more than log₂ n others.
         assert!((0..ranks).all(|rank| broadcast(rank, ranks) <= 14 * (HEAD + LEN)));
     }

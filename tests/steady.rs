@@ -1,4 +1,5 @@
-//! Steady training asks nothing of the system: buffers come from the pool, and nothing large from the heap.
+//! Steady training asks nothing of the system: buffers come from the pool, and nothing large from
+//! the heap.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -32,8 +33,9 @@ static SEEN: AtomicUsize = AtomicUsize::new(0);
 /// The size of the largest.
 static LARGEST: AtomicUsize = AtomicUsize::new(0);
 
-/// Counts an allocation, unless it is aligned to cache lines. Two things are: buffers of the pool, which the ledger
-/// counts, and the operands that the crate of matrix products packs and frees within each product.
+/// Counts an allocation, unless it is aligned to cache lines. Two things are: buffers of the pool,
+/// which the ledger counts, and the operands that the crate of matrix products packs and frees
+/// within each product.
 fn note(bytes: usize, align: usize) {
     if bytes >= LARGE && align < 64 && WATCHING.load(Ordering::Relaxed) {
         SEEN.fetch_add(1, Ordering::Relaxed);
@@ -73,16 +75,24 @@ static ALLOCATOR: Watched = Watched;
 /// The tests of this file watch one allocator.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-const SMALL: [&str; 6] =
-    ["model.layers=2", "model.width=64", "model.heads=4", "model.context=32", "batch.global=48", "model.dropout=0.1"];
+const SMALL: [&str; 6] = [
+    "model.layers=2",
+    "model.width=64",
+    "model.heads=4",
+    "model.context=32",
+    "batch.global=48",
+    "model.dropout=0.1",
+];
 
 fn plan(ranks: usize, threads: usize, settings: &[&str]) -> ResolvedConfig {
-    let overrides: Vec<String> = SMALL.iter().chain(settings).map(|setting| setting.to_string()).collect();
+    let overrides: Vec<String> =
+        SMALL.iter().chain(settings).map(|setting| setting.to_string()).collect();
     let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
     resolve(config, &Environment { ranks, threads, vocabulary: Some(65), on_gpu: false }).unwrap()
 }
 
-/// Trains; calls `watch` with whether steps are watched from now on. Returns the fresh buffers of watched steps.
+/// Trains; calls `watch` with whether steps are watched from now on. Returns the fresh buffers of
+/// watched steps.
 fn train(comm: &Comm<Cpu>, plan: &ResolvedConfig, watch: impl Fn(bool)) -> Result<usize> {
     let (data, _) = micro_batches::open(&plan.config)?;
     let (mut engine, _) = engine(comm, plan, Cpu::new(plan.threads), None)?;
@@ -103,13 +113,20 @@ fn train(comm: &Comm<Cpu>, plan: &ResolvedConfig, watch: impl Fn(bool)) -> Resul
 #[test]
 fn one_rank_allocates_nothing_large() {
     let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-    for (threads, settings) in [(1, ""), (2, ""), (2, "parallel.recompute=true"), (2, "batch.micro=8 parallel.lanes=2")]
+    for (threads, settings) in
+        [(1, ""), (2, ""), (2, "parallel.recompute=true"), (2, "batch.micro=8 parallel.lanes=2")]
     {
         let plan = plan(1, threads, &settings.split_whitespace().collect::<Vec<_>>());
         SEEN.store(0, Ordering::Relaxed);
-        let fresh = train(&comm::single(), &plan, |watch| WATCHING.store(watch, Ordering::Relaxed)).unwrap();
-        let (seen, largest) = (SEEN.load(Ordering::Relaxed), LARGEST.load(Ordering::Relaxed));
-        assert_eq!((seen, fresh), (0, 0), "{threads} threads, {settings}: the largest has {largest} bytes");
+        let fresh = train(&comm::single(), &plan, |watch| WATCHING.store(watch, Ordering::Relaxed))
+            .unwrap();
+        let seen = SEEN.load(Ordering::Relaxed);
+        let largest = LARGEST.load(Ordering::Relaxed);
+        assert_eq!(
+            (seen, fresh),
+            (0, 0),
+            "{threads} threads, {settings}: the largest has {largest} bytes"
+        );
     }
 }
 
@@ -140,6 +157,9 @@ fn pools_of_every_layout_are_enough() {
         let settings: Vec<&str> = settings.split_whitespace().collect();
         let plan = plan(ranks, 1, &settings);
         let fresh = on_threads(ranks, |comm| train(comm, &plan, |_| ())).unwrap();
-        assert!(fresh.iter().all(|fresh| *fresh == 0), "{ranks} ranks, {settings:?}: {fresh:?} fresh buffers");
+        assert!(
+            fresh.iter().all(|fresh| *fresh == 0),
+            "{ranks} ranks, {settings:?}: {fresh:?} fresh buffers"
+        );
     }
 }

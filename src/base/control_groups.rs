@@ -1,4 +1,5 @@
-//! Control groups (cgroups) of Linux, versions 1 and 2: the limits that a container or a job puts on this process.
+//! Control groups (cgroups) of Linux, versions 1 and 2: the limits that a container or a job puts
+//! on this process.
 
 use std::path::{Path, PathBuf};
 
@@ -11,13 +12,15 @@ pub enum Version {
     Two,
 }
 
-/// Returns the directories of all groups whose limits on a controller, such as `cpu`, hold for this process: its own group and those
-/// above it. `root` is `/` outside of tests.
+/// Returns the directories of all groups whose limits on a controller, such as `cpu`, hold for this
+/// process: its own group and those above it. `root` is `/` outside of tests.
 pub fn groups(root: &Path, controller: &str) -> Vec<(Version, PathBuf)> {
     let text = std::fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mut found = Vec::new();
     // Lines such as "0::/user.slice" (version 2) and "9:memory:/job_7" (version 1).
-    for (controllers, path) in text.lines().filter_map(|line| line.split_once(':')?.1.split_once(':')) {
+    for (controllers, path) in
+        text.lines().filter_map(|line| line.split_once(':')?.1.split_once(':'))
+    {
         let (version, mount) = match controllers {
             "" => (Version::Two, root.join("sys/fs/cgroup")),
             _ if controllers.split(',').any(|one| one == controller) => {
@@ -25,7 +28,8 @@ pub fn groups(root: &Path, controller: &str) -> Vec<(Version, PathBuf)> {
             }
             _ => continue,
         };
-        // In a container the path may be one of the host: then the group at the mount is that of the container.
+        // In a container the path may be one of the host: then the group at the mount is that of
+        // the container.
         let above = Path::new(path).ancestors().filter_map(|path| path.strip_prefix("/").ok());
         found.extend(above.map(|group| (version, mount.join(group))));
     }
@@ -46,7 +50,9 @@ pub fn cpu_quota(root: &Path) -> Option<CpuQuota> {
     let quotas = groups(root, "cpu").into_iter().filter_map(|(version, group)| {
         let thousandths = match version {
             Version::One => {
-                let number = |name: &str| std::fs::read_to_string(group.join(name)).ok()?.trim().parse().ok();
+                let number = |name: &str| {
+                    std::fs::read_to_string(group.join(name)).ok()?.trim().parse().ok()
+                };
                 // -1 without a limit, which is not such a number.
                 thousandths(number("cpu.cfs_quota_us")?, number("cpu.cfs_period_us")?)
             }

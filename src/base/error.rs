@@ -14,8 +14,8 @@ pub enum Kind {
     Input,
     /// The file system refused: missing, unreadable, full, read-only.
     Io,
-    /// A file of this program is proven to differ from the one written: it is missing, too short, or fails its
-    /// checksum.
+    /// A file of this program is proven to differ from the one written: it is missing, too short,
+    /// or fails its checksum.
     Damaged,
     /// The file system refused for longer than a run tolerates: another start may find it mended.
     Outage,
@@ -35,8 +35,8 @@ pub enum Kind {
 
 /// The reason for which a file system refused.
 pub trait Reason: fmt::Display {
-    /// Whether it may be gone at another start without anybody's doing: the device or the file server had a fault, which is none of
-    /// the request.
+    /// Whether it may be gone at another start without anybody's doing: the device or the file
+    /// server had a fault, which is none of the request.
     fn may_pass(&self) -> bool {
         false
     }
@@ -49,7 +49,10 @@ pub trait Reason: fmt::Display {
 
 impl Reason for std::io::Error {
     fn may_pass(&self) -> bool {
-        matches!(self.raw_os_error(), Some(libc::EIO | libc::EREMOTEIO | libc::ESTALE | libc::ETIMEDOUT))
+        matches!(
+            self.raw_os_error(),
+            Some(libc::EIO | libc::EREMOTEIO | libc::ESTALE | libc::ETIMEDOUT)
+        )
     }
 
     fn advice(&self) -> Option<&'static str> {
@@ -59,7 +62,9 @@ impl Reason for std::io::Error {
             ErrorKind::PermissionDenied => {
                 "look at the owner and the permissions of the path and of the directories above"
             }
-            ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "make room there, or choose another place",
+            ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
+                "make room there, or choose another place"
+            }
             ErrorKind::FileTooLarge => {
                 "the limit on the size of files is met: see ulimit -f; Slurm takes that of the shell that submits \
                  (sbatch --propagate=NONE)"
@@ -138,19 +143,25 @@ impl Error {
         Self::new(Kind::Damaged, message)
     }
 
-    /// The file system refused to `action` the file that this program wrote at `path`. A file that does not exist, ends
-    /// too early, or is no text although it was is damage; anything else may be otherwise the next time.
+    /// The file system refused to `action` the file that this program wrote at `path`. A file that
+    /// does not exist, ends too early, or is no text although it was is damage; anything else may
+    /// be otherwise the next time.
     pub fn unread(action: &str, path: &std::path::Path, source: &std::io::Error) -> Self {
         use std::io::ErrorKind::{InvalidData, NotFound, UnexpectedEof};
-        let kind =
-            if matches!(source.kind(), NotFound | UnexpectedEof | InvalidData) { Kind::Damaged } else { Kind::Io };
+        let kind = if matches!(source.kind(), NotFound | UnexpectedEof | InvalidData) {
+            Kind::Damaged
+        } else {
+            Kind::Io
+        };
         Self { kind, ..Self::io(action, path, source) }
     }
 
-    /// The same refusal of the file system, after which a run ends: `age` has passed since its last good checkpoint.
+    /// The same refusal of the file system, after which a run ends: `age` has passed since its last
+    /// good checkpoint.
     pub fn outlasted(self, age: std::time::Duration) -> Self {
         const HINT: &str = "continue with --resume auto; checkpoint.tolerate sets the time";
-        let message = format!("{}; the last good checkpoint is {} s old", self.message, age.as_secs());
+        let message =
+            format!("{}; the last good checkpoint is {} s old", self.message, age.as_secs());
         let hint = match &self.hint {
             Some(hint) => format!("{hint}; {HINT}"),
             None => format!("the last published checkpoint is kept: see why, then {HINT}"),
@@ -178,7 +189,8 @@ impl Error {
         Self::new(Kind::Numeric, message)
     }
 
-    /// An audit found memory that has changed by itself, or arithmetic that differs between machines.
+    /// An audit found memory that has changed by itself, or arithmetic that differs between
+    /// machines.
     pub fn corrupted(message: impl Into<String>) -> Self {
         Self::new(Kind::Corrupted, message)
     }
@@ -206,7 +218,8 @@ impl Error {
         self
     }
 
-    /// Notes that every rank returns this same error, so that one can print it and all can end in good order.
+    /// Notes that every rank returns this same error, so that one can print it and all can end in
+    /// good order.
     pub fn shared(mut self) -> Self {
         self.shared = true;
         self
@@ -232,8 +245,8 @@ impl Error {
         self.kind
     }
 
-    /// The exit code of a process that ends with this error: 2 for causes that the user can mend, 74 where another start may do,
-    /// else 1.
+    /// The exit code of a process that ends with this error: 2 for causes that the user can mend,
+    /// 74 where another start may do, else 1.
     pub fn exit_code(&self) -> i32 {
         match self.kind {
             Kind::Io if self.passes => 74,
@@ -266,7 +279,11 @@ mod tests {
 
     #[test]
     fn display_names_rank_place_and_hint() {
-        let e = Error::input("id 70 ≥ vocabulary 65").hint("re-import").at("a.h5").on_rank(3).on_rank(1);
+        let e = Error::input("id 70 ≥ vocabulary 65")
+            .hint("re-import")
+            .at("a.h5")
+            .on_rank(3)
+            .on_rank(1);
         assert_eq!(e.to_string(), "rank 3: a.h5: id 70 ≥ vocabulary 65\nhint: re-import");
         assert_eq!(e.exit_code(), 2);
         assert_eq!(Error::comm("gone").exit_code(), 1);
@@ -274,15 +291,20 @@ mod tests {
 
     #[test]
     fn refusals_of_a_file_system_have_advice() {
-        let full = || Error::io("write", "x".as_ref(), std::io::Error::from_raw_os_error(libc::ENOSPC));
+        let full =
+            || Error::io("write", "x".as_ref(), std::io::Error::from_raw_os_error(libc::ENOSPC));
         assert_eq!(full().advice(), Some("make room there, or choose another place"));
         assert_eq!(full().hint("set it lower").advice(), Some("set it lower"));
     }
 
     #[test]
     fn faults_of_devices_are_worth_another_start() {
-        let code = |number| Error::io("open", "x".as_ref(), std::io::Error::from_raw_os_error(number)).exit_code();
-        let codes = [libc::EIO, libc::ESTALE, libc::ENOENT, libc::EACCES, libc::ENOSPC, libc::EROFS].map(code);
+        let code = |number| {
+            Error::io("open", "x".as_ref(), std::io::Error::from_raw_os_error(number)).exit_code()
+        };
+        let codes =
+            [libc::EIO, libc::ESTALE, libc::ENOENT, libc::EACCES, libc::ENOSPC, libc::EROFS]
+                .map(code);
         assert_eq!(codes, [74, 74, 2, 2, 2, 2]);
     }
 }

@@ -1,9 +1,11 @@
-//! Texts of files as people see them: control characters would move the cursor, colour the screen, or type into a terminal.
+//! Texts of files as people see them: control characters would move the cursor, colour the screen,
+//! or type into a terminal.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
 
-/// A text with its control characters written out, as JSON writes them: `\u001b`. Lines and tabs stay.
+/// A text with its control characters written out, as JSON writes them: `\u001b`. Lines and tabs
+/// stay.
 pub fn visible(text: &str) -> Cow<'_, str> {
     // Before the end of a line, a carriage return does nothing more.
     written_out(text, |c, next| matches!(c, '\n' | '\t') || c == '\r' && next == Some('\n'))
@@ -31,9 +33,11 @@ fn written_out(text: &str, stays: impl Fn(char, Option<char>) -> bool) -> Cow<'_
     Cow::Owned(out)
 }
 
-/// Whether a character does something other than to be seen: controls, and those that turn the direction of a text.
+/// Whether a character does something other than to be seen: controls, and those that turn the
+/// direction of a text.
 fn acts(c: char) -> bool {
-    c.is_control() || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+    c.is_control()
+        || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
 #[cfg(test)]

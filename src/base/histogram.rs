@@ -1,8 +1,10 @@
-//! Histograms of f32 that add up exactly: parts of a tensor that several ranks hold give the bits that the whole one would.
+//! Histograms of f32 that add up exactly: parts of a tensor that several ranks hold give the bits
+//! that the whole one would.
 //!
-//! Values fall into bins by the upper bits of their representation: sign, exponent, and three bits of the fraction, so eight bins for
-//! each power of two. Counts are integers. Sum and sum of squares are kept without rounding, as long fixed-point numbers (after
-//! Kulisch, *Computer Arithmetic and Validity*, 2013), so that no order of additions changes them.
+//! Values fall into bins by the upper bits of their representation: sign, exponent, and three bits
+//! of the fraction, so eight bins for each power of two. Counts are integers. Sum and sum of
+//! squares are kept without rounding, as long fixed-point numbers (after Kulisch, *Computer
+//! Arithmetic and Validity*, 2013), so that no order of additions changes them.
 
 use std::collections::BTreeMap;
 
@@ -14,13 +16,15 @@ const BELOW: u32 = 20;
 /// Bins.
 const BINS: usize = 1 << (32 - BELOW);
 
-/// Digits of 32 bits in a sum: squares of f32 span 2^-298 to 2^256, and there is room for 2^63 of them.
+/// Digits of 32 bits in a sum: squares of f32 span 2^-298 to 2^256, and there is room for 2^63 of
+/// them.
 const DIGITS: usize = 20;
 
 /// A sum without rounding, in units of a power of two that its user knows.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct ExactSum {
-    /// The number is the sum of `digits[k] · 2^(32 k)`. Between additions all but the last are from 0 to 2^32 - 1.
+    /// The number is the sum of `digits[k] · 2^(32 k)`. Between additions all but the last are from
+    /// 0 to 2^32 - 1.
     digits: [i64; DIGITS],
 }
 
@@ -31,9 +35,11 @@ impl Default for ExactSum {
 }
 
 impl ExactSum {
-    /// Adds `mantissa · 2^shift`, or takes it away. Up to 2^30 additions may follow one another before [`ExactSum::carry`].
+    /// Adds `mantissa · 2^shift`, or takes it away. Up to 2^30 additions may follow one another
+    /// before [`ExactSum::carry`].
     fn add(&mut self, mantissa: u64, shift: usize, is_negative: bool) {
-        let (first, mut rest) = (shift / 32, u128::from(mantissa) << (shift % 32));
+        let first = shift / 32;
+        let mut rest = u128::from(mantissa) << (shift % 32);
         for digit in &mut self.digits[first..first + 3] {
             let part = (rest & 0xffff_ffff) as i64;
             *digit += if is_negative { -part } else { part };
@@ -65,7 +71,8 @@ impl ExactSum {
             magnitude.digits.iter_mut().for_each(|digit| *digit = -*digit);
             magnitude.carry();
         }
-        let weighed = |(k, digit): (usize, &i64)| *digit as f64 * 2f64.powi(32 * k as i32 + exponent);
+        let weighed =
+            |(k, digit): (usize, &i64)| *digit as f64 * 2f64.powi(32 * k as i32 + exponent);
         let sum: f64 = magnitude.digits.iter().enumerate().rev().map(weighed).sum();
         if is_negative { -sum } else { sum }
     }
@@ -157,8 +164,8 @@ impl Histogram {
         self.squares.value(-298)
     }
 
-    /// The bins as upper limits, ascending, and counts: those that hold values, and where others lie between two of them, one that
-    /// is empty.
+    /// The bins as upper limits, ascending, and counts: those that hold values, and where others
+    /// lie between two of them, one that is empty.
     pub fn buckets(&self) -> Vec<(f64, u64)> {
         let mut buckets = Vec::with_capacity(self.counts.len());
         let mut next = None;
@@ -181,7 +188,8 @@ fn bin(value: f32) -> usize {
     (ascending >> BELOW) as usize
 }
 
-/// The upper limit of a bin: of those of positive values the least that is above, of those of negative ones the largest in it.
+/// The upper limit of a bin: of those of positive values the least that is above, of those of
+/// negative ones the largest in it.
 fn limit(bin: u16) -> f64 {
     const HALF: u32 = BINS as u32 / 2;
     match u32::from(bin) {
@@ -196,7 +204,8 @@ fn limit(bin: u16) -> f64 {
 /// The magnitude of a finite value as `mantissa · 2^(shift - 149)`.
 fn parts(value: f32) -> (u64, usize) {
     let bits = value.to_bits();
-    let (exponent, fraction) = ((bits >> 23 & 0xff) as usize, u64::from(bits & 0x7f_ffff));
+    let exponent = (bits >> 23 & 0xff) as usize;
+    let fraction = u64::from(bits & 0x7f_ffff);
     match exponent {
         0 => (fraction, 0),
         _ => (fraction | 1 << 23, exponent - 1),
@@ -224,11 +233,23 @@ mod tests {
     #[test]
     fn parts_of_any_size_in_any_order_give_the_same_bits() {
         let mut values = normal(10_007, 1e-3);
-        values.extend([f32::MAX, -f32::MAX, f32::MIN_POSITIVE / 64.0, 0.0, -0.0, 1e30, f32::NAN, f32::INFINITY]);
+        values.extend([
+            f32::MAX,
+            -f32::MAX,
+            f32::MIN_POSITIVE / 64.0,
+            0.0,
+            -0.0,
+            1e30,
+            f32::NAN,
+            f32::INFINITY,
+        ]);
         let whole = of(&values);
         for cut in [1, 3, 31, 1024] {
             let mut merged = Histogram::default();
-            values.chunks(values.len().div_ceil(cut)).rev().for_each(|part| merged.merge(&of(part)));
+            values
+                .chunks(values.len().div_ceil(cut))
+                .rev()
+                .for_each(|part| merged.merge(&of(part)));
             assert_eq!(merged, whole);
             let told = serde_json::to_vec(&merged).unwrap();
             assert_eq!(serde_json::from_slice::<Histogram>(&told).unwrap(), whole);
@@ -244,7 +265,10 @@ mod tests {
         assert_eq!(histogram.sum(), -1.0);
         let expected = 2.0 * f64::from(1e30f32) * f64::from(1e30f32) + 11.0;
         assert_eq!(histogram.sum_of_squares(), expected);
-        assert_eq!(of(&[f32::MIN_POSITIVE / 8.0; 3]).sum(), 3.0 * f64::from(f32::MIN_POSITIVE) / 8.0);
+        assert_eq!(
+            of(&[f32::MIN_POSITIVE / 8.0; 3]).sum(),
+            3.0 * f64::from(f32::MIN_POSITIVE) / 8.0
+        );
         assert_eq!(of(&[-0.5; 6]).sum(), -3.0);
         let values = normal(4096, 0.02);
         let sum: f64 = values.iter().map(|value| f64::from(*value)).sum();
@@ -254,9 +278,22 @@ mod tests {
     #[test]
     fn every_value_lies_below_the_limit_of_its_bin() {
         let mut values = normal(5000, 1.0);
-        values.extend([0.0, -0.0, 1.0, -1.0, 1.125, 2.0, f32::MAX, -f32::MAX, f32::MIN_POSITIVE, 1e-45, -1e-45]);
+        values.extend([
+            0.0,
+            -0.0,
+            1.0,
+            -1.0,
+            1.125,
+            2.0,
+            f32::MAX,
+            -f32::MAX,
+            f32::MIN_POSITIVE,
+            1e-45,
+            -1e-45,
+        ]);
         for &value in &values {
-            let (number, wide) = (bin(value) as u16, f64::from(value));
+            let number = bin(value) as u16;
+            let wide = f64::from(value);
             assert!(
                 wide <= limit(number) && wide >= limit(number - 1),
                 "{value}: {} to {}",
@@ -269,11 +306,18 @@ mod tests {
         assert!(buckets.is_sorted_by(|one, next| one.0 < next.0), "{buckets:?}");
         for (at, &(upper, count)) in buckets.iter().enumerate() {
             let lower = at.checked_sub(1).map_or(f64::NEG_INFINITY, |before| buckets[before].0);
-            // The limits of positive bins belong to the next bin, those of negative ones to their own.
+            // The limits of positive bins belong to the next bin, those of negative ones to their
+            // own.
             let is_within = |value: f64| {
-                if value > 0.0 { value >= lower && value < upper } else { value > lower && value <= upper }
+                if value > 0.0 {
+                    value >= lower && value < upper
+                } else {
+                    value > lower && value <= upper
+                }
             };
-            let last = values.iter().filter(|value| f64::from(**value) == f64::from(f32::MAX)).count() as u64;
+            let last =
+                values.iter().filter(|value| f64::from(**value) == f64::from(f32::MAX)).count()
+                    as u64;
             let inside = values.iter().filter(|value| is_within(f64::from(**value))).count() as u64;
             let expected = if upper == f64::from(f32::MAX) { inside + last } else { inside };
             assert_eq!(count, expected, "{lower} to {upper}");
@@ -283,7 +327,10 @@ mod tests {
     #[test]
     fn nothing_has_no_bounds() {
         let nothing = of(&[f32::NAN]);
-        assert_eq!((nothing.bounds(), nothing.buckets(), nothing.count(), nothing.sum()), (None, vec![], 0, 0.0));
+        assert_eq!(
+            (nothing.bounds(), nothing.buckets(), nothing.count(), nothing.sum()),
+            (None, vec![], 0, 0.0)
+        );
         let mut merged = Histogram::default();
         merged.merge(&of(&[]));
         merged.merge(&of(&[2.0]));

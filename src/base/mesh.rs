@@ -1,7 +1,7 @@
 //! The four axes of parallelism: rank ↔ (pipeline, replica, shard, tensor).
 //!
-//! Every axis always exists; one of size one is the identity. Tensor varies fastest, so that its groups stay
-//! inside a node.
+//! Every axis always exists; one of size one is the identity. Tensor varies fastest, so that its
+//! groups stay inside a node.
 
 use serde::{Deserialize, Serialize};
 
@@ -75,7 +75,8 @@ impl Mesh {
         (0..self.ranks()).map(color).collect()
     }
 
-    /// Checks that the axes multiply to the ranks there are. `shards` is whether parameters may be cut.
+    /// Checks that the axes multiply to the ranks there are. `shards` is whether parameters may be
+    /// cut.
     ///
     /// # Errors
     /// The equation that does not hold, and the nearest values that would mend it.
@@ -88,11 +89,15 @@ impl Mesh {
             true => factors(ranks / others).filter(|(shard, _)| shards || *shard == 1).collect(),
             false => vec![],
         };
-        fitting.sort_by_key(|(shard, replica)| shard.abs_diff(self.shard) + replica.abs_diff(self.replica));
+        fitting.sort_by_key(|(shard, replica)| {
+            shard.abs_diff(self.shard) + replica.abs_diff(self.replica)
+        });
         let mut mended: Vec<String> = fitting
             .iter()
             .take(2)
-            .map(|(shard, replica)| format!("parallel.shard = {shard} with parallel.replica = {replica}"))
+            .map(|(shard, replica)| {
+                format!("parallel.shard = {shard} with parallel.replica = {replica}")
+            })
             .collect();
         mended.push(format!("{} ranks", self.ranks()));
         Err(Error::input(format!(
@@ -109,7 +114,9 @@ impl Mesh {
 
 /// All pairs of numbers whose product is `number`.
 fn factors(number: usize) -> impl Iterator<Item = (usize, usize)> {
-    (1..=number).filter(move |first| number.is_multiple_of(*first)).map(move |first| (first, number / first))
+    (1..=number)
+        .filter(move |first| number.is_multiple_of(*first))
+        .map(move |first| (first, number / first))
 }
 
 #[cfg(test)]
@@ -123,7 +130,10 @@ mod tests {
         assert_eq!(mesh.coordinates(1), [0, 0, 0, 1]);
         assert_eq!(mesh.coordinates(11), [1, 0, 2, 1]);
         assert_eq!(mesh.colors(&[Axis::Tensor]), [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]);
-        assert_eq!(mesh.colors(&[Axis::Replica, Axis::Shard]), [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]);
+        assert_eq!(
+            mesh.colors(&[Axis::Replica, Axis::Shard]),
+            [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]
+        );
     }
 
     #[test]
@@ -136,8 +146,16 @@ mod tests {
             "pipeline(1) × replica(3) × shard(2) × tensor(1) = 6 ranks, but 8 started\nhint: the nearest that fit: \
              parallel.shard = 2 with parallel.replica = 4, or parallel.shard = 4 with parallel.replica = 2, or 6 ranks"
         );
-        assert!(refusal(7, false).ends_with("fit: parallel.shard = 1 with parallel.replica = 7, or 6 ranks"));
+        assert!(
+            refusal(7, false)
+                .ends_with("fit: parallel.shard = 1 with parallel.replica = 7, or 6 ranks")
+        );
         let mesh = Mesh { pipeline: 2, ..mesh };
-        assert!(mesh.check(9, true).unwrap_err().to_string().ends_with("the nearest that fit: 12 ranks"));
+        assert!(
+            mesh.check(9, true)
+                .unwrap_err()
+                .to_string()
+                .ends_with("the nearest that fit: 12 ranks")
+        );
     }
 }

@@ -1,5 +1,5 @@
-//! Foundations of hpctrain, which all its crates use: errors, files and directories, signals and threads, random numbers, shapes of
-//! memory and of meshes, spans of threads, energy.
+//! Foundations of hpctrain, which all its crates use: errors, files and directories, signals and
+//! threads, random numbers, shapes of memory and of meshes, spans of threads, energy.
 //!
 //! It serves the other crates of hpctrain: it may change at any time.
 

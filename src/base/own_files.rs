@@ -1,8 +1,9 @@
-//! Files and directories of a run, written where other users may have put entries before: links are not followed.
+//! Files and directories of a run, written where other users may have put entries before: links are
+//! not followed.
 //!
-//! The last component of a path is never followed. A link to the directory of the file is followed only if it belongs to
-//! this user, to root, or to the owner of the directory that it is in, unless all may write there: the rule of
-//! `fs.protected_symlinks`. What is above is the user's choice.
+//! The last component of a path is never followed. A link to the directory of the file is followed
+//! only if it belongs to this user, to root, or to the owner of the directory that it is in, unless
+//! all may write there: the rule of `fs.protected_symlinks`. What is above is the user's choice.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind, Write as _};
@@ -58,7 +59,8 @@ pub fn write(path: &Path, content: impl AsRef<[u8]>) -> io::Result<()> {
 /// Creates a directory unless it exists. The directory that it is in must exist.
 ///
 /// # Errors
-/// Returns an error if the file system refuses, or there is something else, such as a link of another user.
+/// Returns an error if the file system refuses, or there is something else, such as a link of
+/// another user.
 pub fn directory(path: &Path) -> io::Result<()> {
     // Others may not write there, whatever the mask.
     match DirBuilder::new().mode(0o775).create(path) {
@@ -75,7 +77,11 @@ fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
         Some(libc::ELOOP) => io::Error::other("it is a symbolic link, which is not followed here"),
         _ => e,
     })?;
-    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it is not a regular file")) }
+    if file.metadata()?.is_file() {
+        Ok(file)
+    } else {
+        Err(io::Error::other("it is not a regular file"))
+    }
 }
 
 /// The directory that a file is in.
@@ -103,8 +109,9 @@ fn check_link(path: &Path) -> io::Result<()> {
     Err(io::Error::new(ErrorKind::PermissionDenied, told))
 }
 
-/// Refuses an existing directory that is not the user's own: one that belongs neither to the owner of the files that this process
-/// creates there, which a file server may change, nor to the group `group`; or one that all may write to.
+/// Refuses an existing directory that is not the user's own: one that belongs neither to the owner
+/// of the files that this process creates there, which a file server may change, nor to the group
+/// `group`; or one that all may write to.
 ///
 /// # Errors
 /// Returns an error ([`crate::error::Kind::Input`]) with the remedy, or one of the file system.
@@ -122,14 +129,22 @@ pub fn check_directory(path: &Path, group: Option<u32>) -> Result<()> {
     let probe = probe.and_then(|file| file.as_file().metadata());
     let probe = probe.map_err(|e| Error::io("create a file in", path, e).hint(FOREIGN))?;
     if !is_mine && probe.uid() != found.uid() {
-        let (name, owner) = (path.display(), found.uid());
-        return Err(Error::input(format!("{name} belongs to user {owner}, not to you (user {user})")).hint(FOREIGN));
+        let name = path.display();
+        let owner = found.uid();
+        return Err(Error::input(format!(
+            "{name} belongs to user {owner}, not to you (user {user})"
+        ))
+        .hint(FOREIGN));
     }
     // A temporary file is closed to others, where there are permissions.
     if is_open && probe.mode() & ALL_WRITE == 0 {
-        let (name, mode) = (path.display(), found.mode() & 0o7777);
-        let error = Error::input(format!("{name} has mode {mode:o}: all users may put files into it"));
-        return Err(error.hint(format!("see that its files are yours, then close it: chmod o-w {name}")));
+        let name = path.display();
+        let mode = found.mode() & 0o7777;
+        let error =
+            Error::input(format!("{name} has mode {mode:o}: all users may put files into it"));
+        return Err(
+            error.hint(format!("see that its files are yours, then close it: chmod o-w {name}"))
+        );
     }
     Ok(())
 }
@@ -144,7 +159,9 @@ pub fn group(name: &str) -> Result<u32> {
     }
     // Groups may be in a directory service, which the C library asks.
     let told = Command::new("getent").args(["group", "--", name]).output();
-    let number = told.ok().and_then(|told| String::from_utf8(told.stdout).ok()?.split(':').nth(2)?.parse().ok());
+    let number = told
+        .ok()
+        .and_then(|told| String::from_utf8(told.stdout).ok()?.split(':').nth(2)?.parse().ok());
     number.ok_or_else(|| {
         Error::input(format!("run.group = {name}: the system has no such group"))
             .hint("give one that `id` prints, by its name or its number")
@@ -176,7 +193,8 @@ mod tests {
     #[test]
     fn links_are_not_written_through() {
         let root = tempfile::tempdir().unwrap();
-        let (victim, link) = (root.path().join("victim"), root.path().join("link"));
+        let victim = root.path().join("victim");
+        let link = root.path().join("link");
         fs::write(&victim, "precious").unwrap();
         symlink(&victim, &link).unwrap();
         for open in [create, create_new, append, update] {
@@ -230,7 +248,12 @@ mod tests {
         }
         // A link of another user, in a directory of this one.
         lchown(path("logs"), Some(OTHER), None).unwrap();
-        assert!(write(&path("logs/file"), "y").unwrap_err().to_string().contains("is a link of user 12345"));
+        assert!(
+            write(&path("logs/file"), "y")
+                .unwrap_err()
+                .to_string()
+                .contains("is a link of user 12345")
+        );
         assert!(directory(&path("logs")).is_err() && check_directory(&path("logs"), None).is_err());
         assert_eq!(fs::read(path("scratch/file")).unwrap(), b"x");
     }
@@ -243,7 +266,10 @@ mod tests {
         check_directory(&path, None).unwrap();
         fs::set_permissions(&path, Permissions::from_mode(0o777)).unwrap();
         let error = check_directory(&path, None).unwrap_err();
-        assert!(error.to_string().contains("has mode 777") && error.to_string().contains("chmod o-w"), "{error}");
+        assert!(
+            error.to_string().contains("has mode 777") && error.to_string().contains("chmod o-w"),
+            "{error}"
+        );
         assert_eq!((error.exit_code(), fs::read_dir(&path).unwrap().count()), (2, 0));
         fs::set_permissions(&path, Permissions::from_mode(0o2775)).unwrap();
         check_directory(&path, None).unwrap();
@@ -253,7 +279,10 @@ mod tests {
     fn groups_have_names_and_numbers() {
         assert_eq!((group("root").unwrap(), group("12345").unwrap()), (0, 12345));
         let error = group("no-such-group").unwrap_err();
-        assert!(error.to_string().starts_with("run.group = no-such-group") && error.exit_code() == 2, "{error}");
+        assert!(
+            error.to_string().starts_with("run.group = no-such-group") && error.exit_code() == 2,
+            "{error}"
+        );
     }
 
     #[test]
@@ -266,7 +295,10 @@ mod tests {
         directory(&path).unwrap();
         chown(&path, Some(OTHER), Some(OTHER)).unwrap();
         let error = check_directory(&path, None).unwrap_err();
-        assert!(error.to_string().contains("belongs to user 12345, not to you (user 0)"), "{error}");
+        assert!(
+            error.to_string().contains("belongs to user 12345, not to you (user 0)"),
+            "{error}"
+        );
         assert_eq!(error.exit_code(), 2);
         check_directory(&path, Some(OTHER)).unwrap();
         assert!(check_directory(&path, Some(OTHER + 1)).is_err());

@@ -10,8 +10,8 @@ thread_local! {
     static IS_CAUGHT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `work` and returns the message of its panic, which is neither printed nor ends the job. `work` must not leave anything half
-/// changed that is used after a panic.
+/// Runs `work` and returns the message of its panic, which is neither printed nor ends the job.
+/// `work` must not leave anything half changed that is used after a panic.
 ///
 /// # Errors
 /// Returns the message if `work` panics on this thread.
@@ -31,13 +31,17 @@ pub fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     done.map_err(|panic| message(&*panic))
 }
 
-/// Returns whether a panic on this thread becomes an error: a panic hook that ends the process or prints leaves it alone.
+/// Returns whether a panic on this thread becomes an error: a panic hook that ends the process or
+/// prints leaves it alone.
 pub fn is_caught() -> bool {
     IS_CAUGHT.get()
 }
 
 fn message(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    let text = panic
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     text.unwrap_or("a panic without a message").to_owned()
 }
 

@@ -1,14 +1,17 @@
 //! Patterns of names.
 
-/// Whether `name` fits `pattern`, in which `*` stands for any characters, and `[02-4]` for one of those in brackets: a range
-/// has both its ends.
+/// Whether `name` fits `pattern`, in which `*` stands for any characters, and `[02-4]` for one of
+/// those in brackets: a range has both its ends.
 pub fn matches(pattern: &str, name: &str) -> bool {
     let mut letters = pattern.chars();
     match letters.next() {
         None => name.is_empty(),
         Some('*') => {
             let rest = letters.as_str();
-            name.char_indices().map(|(at, _)| at).chain([name.len()]).any(|at| matches(rest, &name[at..]))
+            name.char_indices()
+                .map(|(at, _)| at)
+                .chain([name.len()])
+                .any(|at| matches(rest, &name[at..]))
         }
         Some(letter) => {
             let mut others = name.chars();

@@ -1,16 +1,19 @@
 //! Counter-based random numbers: a value is a function of (key, counter), never of a state.
 //!
-//! Initial weights, dropout masks and sampled tokens are therefore independent of ranks, threads and restarts.
+//! Initial weights, dropout masks and sampled tokens are therefore independent of ranks, threads
+//! and restarts.
 
-/// Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011):
-/// four 32-bit words for a 128-bit counter and a 64-bit key.
+/// Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3",
+/// 2011): four 32-bit words for a 128-bit counter and a 64-bit key.
 #[inline(always)]
 pub fn philox(counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
-    // In words of 64 bits, of which the upper half is zero: so vectors need not be widened for every product.
+    // In words of 64 bits, of which the upper half is zero: so vectors need not be widened for
+    // every product.
     const LOW: u64 = 0xFFFF_FFFF;
     let [mut c0, mut c1, mut c2, mut c3] = counter.map(u64::from);
     for _ in 0..10 {
-        let (a, b) = ((c0 & LOW) * 0xD251_1F53, (c2 & LOW) * 0xCD9E_8D57);
+        let a = (c0 & LOW) * 0xD251_1F53;
+        let b = (c2 & LOW) * 0xCD9E_8D57;
         let [k0, k1] = key.map(u64::from);
         (c0, c1, c2, c3) = ((b >> 32) ^ c1 ^ k0, b & LOW, (a >> 32) ^ c3 ^ k1, a & LOW);
         key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
@@ -36,7 +39,8 @@ impl Stream {
         philox([block as u32, (block >> 32) as u32, 0, 0], self.key)
     }
 
-    /// [`Stream::block`] of `N` blocks from `first` on, the i-th words of all of them together: for vectors.
+    /// [`Stream::block`] of `N` blocks from `first` on, the i-th words of all of them together: for
+    /// vectors.
     #[inline(always)]
     pub fn blocks<const N: usize>(self, first: u64) -> [[u32; N]; 4] {
         let mut words = [[0; N]; 4];
@@ -72,7 +76,8 @@ impl Stream {
     }
 }
 
-/// Derives an independent key from a parent key and a list of names or numbers (SplitMix64 finaliser).
+/// Derives an independent key from a parent key and a list of names or numbers (SplitMix64
+/// finaliser).
 pub fn derive(key: u64, parts: &[u64]) -> u64 {
     let mix = |mut z: u64| {
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -86,7 +91,9 @@ pub fn derive(key: u64, parts: &[u64]) -> u64 {
 
 /// A number for a name, to pass to [`derive()`] (FNV-1a).
 pub fn name(text: &str) -> u64 {
-    text.bytes().fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01B3))
+    text.bytes().fold(0xCBF2_9CE4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01B3)
+    })
 }
 
 #[cfg(test)]
@@ -97,24 +104,38 @@ mod tests {
     #[test]
     fn philox_known_answers() {
         assert_eq!(philox([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
-        assert_eq!(philox([u32::MAX; 4], [u32::MAX; 2]), [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]);
+        assert_eq!(
+            philox([u32::MAX; 4], [u32::MAX; 2]),
+            [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]
+        );
         let pi = [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344];
-        assert_eq!(philox(pi, [0xa409_3822, 0x299f_31d0]), [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]);
+        assert_eq!(
+            philox(pi, [0xa409_3822, 0x299f_31d0]),
+            [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]
+        );
     }
 
     #[test]
     fn normal_has_its_moments() {
         let mut values = vec![0.0; 100_001];
         Stream::new(7).fill_normal(&mut values);
-        let mean = |f: fn(f64) -> f64| values.iter().map(|&x| f(f64::from(x))).sum::<f64>() / values.len() as f64;
+        let mean = |f: fn(f64) -> f64| {
+            values.iter().map(|&x| f(f64::from(x))).sum::<f64>() / values.len() as f64
+        };
         assert!(mean(|x| x).abs() < 0.01 && (mean(|x| x * x) - 1.0).abs() < 0.02);
         assert!((mean(|x| x.powi(4)) - 3.0).abs() < 0.1 && values.iter().all(|x| x.is_finite()));
     }
 
     #[test]
     fn derived_keys_differ() {
-        let keys =
-            [derive(0, &[]), derive(0, &[0]), derive(0, &[0, 0]), derive(0, &[1, 0]), derive(1, &[0]), name("a")];
+        let keys = [
+            derive(0, &[]),
+            derive(0, &[0]),
+            derive(0, &[0, 0]),
+            derive(0, &[1, 0]),
+            derive(1, &[0]),
+            name("a"),
+        ];
         for (i, a) in keys.iter().enumerate() {
             assert!(keys[..i].iter().all(|b| a != b));
         }

@@ -1,4 +1,5 @@
-//! Files that other files name, or that lie in directories of others: opened only if they are regular files.
+//! Files that other files name, or that lie in directories of others: opened only if they are
+//! regular files.
 //!
 //! The open of a FIFO waits for its other end, and a device never ends.
 
@@ -10,7 +11,8 @@ use std::path::{Component, Path};
 /// Opens a regular file, or one that a link leads to, for reading.
 ///
 /// # Errors
-/// The file system refused; it is a directory; or it is a pipe, a socket or a device ([`ErrorKind::InvalidData`]).
+/// The file system refused; it is a directory; or it is a pipe, a socket or a device
+/// ([`ErrorKind::InvalidData`]).
 pub fn open(path: &Path) -> io::Result<File> {
     check(path)?;
     // Nor does the open of one that has just taken its place wait.
@@ -51,7 +53,10 @@ fn kind(of: &std::fs::Metadata) -> io::Result<()> {
         // As a read has it.
         Err(io::Error::from_raw_os_error(libc::EISDIR))
     } else {
-        Err(io::Error::new(ErrorKind::InvalidData, "it is a pipe, a socket or a device, not a regular file"))
+        Err(io::Error::new(
+            ErrorKind::InvalidData,
+            "it is a pipe, a socket or a device, not a regular file",
+        ))
     }
 }
 
@@ -59,7 +64,8 @@ fn kind(of: &std::fs::Metadata) -> io::Result<()> {
 pub fn is_plain_name(name: &str) -> bool {
     let mut parts = Path::new(name).components();
     // A trailing slash is no component.
-    matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None)) && !name.contains(['/', '\0'])
+    matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None))
+        && !name.contains(['/', '\0'])
 }
 
 #[cfg(test)]
@@ -73,11 +79,21 @@ mod tests {
         std::fs::write(at("file"), "text").unwrap();
         std::os::unix::fs::symlink("file", at("link")).unwrap();
         std::os::unix::fs::symlink("/dev/zero", at("device")).unwrap();
-        rustix::fs::mknodat(rustix::fs::CWD, at("pipe"), rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            at("pipe"),
+            rustix::fs::FileType::Fifo,
+            0o600.into(),
+            0,
+        )
+        .unwrap();
         assert_eq!(read_to_string(&at("file")).unwrap(), read_to_string(&at("link")).unwrap());
         for name in ["pipe", "device"] {
             let refused = read(&at(name)).unwrap_err();
-            assert!(refused.kind() == ErrorKind::InvalidData && refused.to_string().contains("a pipe"), "{refused}");
+            assert!(
+                refused.kind() == ErrorKind::InvalidData && refused.to_string().contains("a pipe"),
+                "{refused}"
+            );
         }
         assert_eq!(read(dir.path()).unwrap_err().kind(), ErrorKind::IsADirectory);
         assert_eq!(open(&at("absent")).unwrap_err().kind(), ErrorKind::NotFound);

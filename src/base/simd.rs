@@ -17,13 +17,15 @@ pub fn name() -> String {
 
 /// Runs `f` compiled for the machine's vector extensions.
 ///
-/// The closure must be marked `#[inline(always)]`: code that is not inlined here is compiled for the oldest machine.
+/// The closure must be marked `#[inline(always)]`: code that is not inlined here is compiled for
+/// the oldest machine.
 #[inline(always)]
 pub fn simd<R>(f: impl FnOnce() -> R) -> R {
     ARCH.dispatch(f)
 }
 
-/// Runs code that is written for vectors of any width with those of the machine; it must be inlined as that of [`simd`].
+/// Runs code that is written for vectors of any width with those of the machine; it must be inlined
+/// as that of [`simd`].
 #[inline(always)]
 pub fn vectors<R>(code: impl pulp::WithSimd<Output = R>) -> R {
     ARCH.dispatch(code)

@@ -12,7 +12,10 @@ use crate::error::{Error, Result};
 ///
 /// # Errors
 /// Returns an error if the system refuses it; its hint names the limits on threads that hold here.
-pub fn spawn<T: Send + 'static>(name: &str, work: impl FnOnce() -> T + Send + 'static) -> Result<JoinHandle<T>> {
+pub fn spawn<T: Send + 'static>(
+    name: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<JoinHandle<T>> {
     Builder::new().name(name.into()).spawn(work).map_err(|e| refused(name, &e))
 }
 
@@ -38,10 +41,14 @@ fn refused(name: &str, e: &std::io::Error) -> Error {
     if limits.is_empty() {
         return error.hint("the system has no room for another thread: look at kernel.threads-max and kernel.pid_max");
     }
-    error.hint(format!("raise the limit on processes and threads ({}), or lower run.threads", limits.join(", ")))
+    error.hint(format!(
+        "raise the limit on processes and threads ({}), or lower run.threads",
+        limits.join(", ")
+    ))
 }
 
-/// Returns the limits on the number of threads, with their values: `ulimit`, of the user, and those of control groups.
+/// Returns the limits on the number of threads, with their values: `ulimit`, of the user, and those
+/// of control groups.
 fn limits(root: &Path, ulimit: Option<u64>) -> Vec<String> {
     let of_user = ulimit.map(|limit| format!("ulimit -u is {limit}"));
     let of_groups = groups(root, "pids").into_iter().filter_map(|(_, group)| {
@@ -70,7 +77,8 @@ mod tests {
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, text).unwrap();
         }
-        let of_group = format!("{} is 32", root.path().join("sys/fs/cgroup/job/pids.max").display());
+        let of_group =
+            format!("{} is 32", root.path().join("sys/fs/cgroup/job/pids.max").display());
         assert_eq!(limits(root.path(), Some(7)), ["ulimit -u is 7".to_string(), of_group]);
     }
 }

@@ -14,14 +14,19 @@ thread_local! {
     static HELPER: RefCell<Option<Sender<Work>>> = const { RefCell::new(None) };
 }
 
-/// Runs `work` on a helper thread and waits at most `seconds` for it. Returns none if it takes longer; it goes on then, without
-/// effect, until it is done or the process ends.
+/// Runs `work` on a helper thread and waits at most `seconds` for it. Returns none if it takes
+/// longer; it goes on then, without effect, until it is done or the process ends.
 ///
-/// The seconds are counted one at a time, so that those in which the process is stopped do not count.
+/// The seconds are counted one at a time, so that those in which the process is stopped do not
+/// count.
 ///
 /// # Errors
-/// Returns an error if the system refuses a thread. A panic of `work` ends the helper, which is an internal error.
-pub fn within<T: Send + 'static>(seconds: u64, work: impl FnOnce() -> T + Send + 'static) -> Result<Option<T>> {
+/// Returns an error if the system refuses a thread. A panic of `work` ends the helper, which is an
+/// internal error.
+pub fn within<T: Send + 'static>(
+    seconds: u64,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<Option<T>> {
     let ended = || Error::internal("a helper thread has ended");
     let helper = HELPER.take().map_or_else(start, Ok)?;
     let (sender, result) = channel();

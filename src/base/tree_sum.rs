@@ -1,9 +1,10 @@
 //! Sums by one binary tree, neighbours first.
 //!
-//! f32 addition is commutative but not associative. A tree whose shape does not depend on the ranks that hold its terms makes every
-//! number of ranks give the same bits.
+//! f32 addition is commutative but not associative. A tree whose shape does not depend on the ranks
+//! that hold its terms makes every number of ranks give the same bits.
 
-/// Sums partial results as they come, lane after lane, in the shape of a binary tree: neighbours first.
+/// Sums partial results as they come, lane after lane, in the shape of a binary tree: neighbours
+/// first.
 ///
 /// Two subtrees of equal height merge at once, so at most log2(lanes) + 1 partial sums are alive.
 #[derive(Debug)]
@@ -20,9 +21,14 @@ impl<T> Default for Tree<T> {
 
 impl<T> Tree<T> {
     /// Adds the next lane's result; `add(into, from)` computes `into += from`.
-    pub fn push<E>(&mut self, next: T, mut add: impl FnMut(&mut T, T) -> Result<(), E>) -> Result<(), E> {
+    pub fn push<E>(
+        &mut self,
+        next: T,
+        mut add: impl FnMut(&mut T, T) -> Result<(), E>,
+    ) -> Result<(), E> {
         let mut merged = (0, next);
-        while let Some((height, mut left)) = self.partial.pop_if(|(height, _)| *height == merged.0) {
+        while let Some((height, mut left)) = self.partial.pop_if(|(height, _)| *height == merged.0)
+        {
             add(&mut left, merged.1)?;
             merged = (height + 1, left);
         }
@@ -31,7 +37,10 @@ impl<T> Tree<T> {
     }
 
     /// The sum of everything, or nothing when nothing was pushed.
-    pub fn finish<E>(&mut self, mut add: impl FnMut(&mut T, T) -> Result<(), E>) -> Result<Option<T>, E> {
+    pub fn finish<E>(
+        &mut self,
+        mut add: impl FnMut(&mut T, T) -> Result<(), E>,
+    ) -> Result<Option<T>, E> {
         let Some((_, mut sum)) = self.partial.pop() else { return Ok(None) };
         while let Some((_, mut left)) = self.partial.pop() {
             add(&mut left, sum)?;
@@ -81,7 +90,8 @@ mod tests {
 
     #[test]
     fn equal_groups_of_a_power_of_two_do_not_change_the_sum() {
-        let values: Vec<f64> = (0..24).map(|i| (f64::from(i) * 1.7).sin() * 10f64.powi(i % 7)).collect();
+        let values: Vec<f64> =
+            (0..24).map(|i| (f64::from(i) * 1.7).sin() * 10f64.powi(i % 7)).collect();
         let whole = tree_sum(&values);
         for group in [1, 2, 4, 8] {
             let partial: Vec<f64> = values.chunks(group).map(tree_sum).collect();

@@ -1,7 +1,10 @@
-//! Directories of the user's own, also in places where others write: nobody else has put files into one.
+//! Directories of the user's own, also in places where others write: nobody else has put files into
+//! one.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::os::unix::fs::{
+    DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _,
+};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::OFlags;
@@ -18,7 +21,8 @@ const STICKY: u32 = 0o1000;
 pub enum Found {
     /// It was made, or nobody else could write to it.
     Trusted,
-    /// It is the user's, but others could write to it until now: content must be checked, not believed.
+    /// It is the user's, but others could write to it until now: content must be checked, not
+    /// believed.
     Opened,
 }
 
@@ -27,20 +31,22 @@ pub fn user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// Makes the directory `path`, of the user's own, unless it is there; its parent must exist. From now on nobody else writes to
-/// it. Any number of processes may call this at once.
+/// Makes the directory `path`, of the user's own, unless it is there; its parent must exist. From
+/// now on nobody else writes to it. Any number of processes may call this at once.
 ///
 /// # Errors
-/// There is something else, such as a link or a directory of another user; others may replace it in its parent; the file
-/// system refused.
+/// There is something else, such as a link or a directory of another user; others may replace it in
+/// its parent; the file system refused.
 pub fn directory(path: &Path) -> Result<Found> {
     let parent = path.parent().unwrap_or(Path::new("/"));
     let above = fs::metadata(parent).map_err(|e| Error::io("look into", parent, e))?;
-    let (is_closed, is_sticky) = (above.mode() & OTHERS_WRITE == 0, above.mode() & STICKY != 0);
+    let is_closed = above.mode() & OTHERS_WRITE == 0;
+    let is_sticky = above.mode() & STICKY != 0;
     // A group that may write to the user's directories is one of the user's own, where it is usual.
     let is_own = above.uid() == user() && above.mode() & 0o002 == 0;
     if !(is_closed || is_sticky || is_own) {
-        let (name, mode) = (parent.display(), above.mode() & 0o7777);
+        let name = parent.display();
+        let mode = above.mode() & 0o7777;
         return Err(Error::input(format!("{name} has mode {mode:o}: others may replace its entries"))
             .hint("name a directory of your own, or one where only owners remove entries, as in /tmp (chmod +t)"));
     }
@@ -66,7 +72,8 @@ pub fn directory(path: &Path) -> Result<Found> {
     if there.mode() & OTHERS_WRITE == 0 {
         return Ok(Found::Trusted);
     }
-    fs::set_permissions(path, Permissions::from_mode(0o700)).map_err(|e| Error::io("close to others", path, e))?;
+    fs::set_permissions(path, Permissions::from_mode(0o700))
+        .map_err(|e| Error::io("close to others", path, e))?;
     Ok(Found::Opened)
 }
 
@@ -91,23 +98,32 @@ pub fn is_mine(path: &Path) -> bool {
 
 /// Whether `path` is a directory of the user's own, not a link.
 pub fn is_my_directory(path: &Path) -> bool {
-    fs::symlink_metadata(path).is_ok_and(|directory| directory.is_dir() && directory.uid() == user())
+    fs::symlink_metadata(path)
+        .is_ok_and(|directory| directory.is_dir() && directory.uid() == user())
 }
 
-/// Opens a file to hold a lock on it, and makes it if it is missing. Links are not followed, and nothing is cut off.
+/// Opens a file to hold a lock on it, and makes it if it is missing. Links are not followed, and
+/// nothing is cut off.
 ///
 /// # Errors
 /// It is a link, or the file system refused.
 pub fn lock_file(path: &Path) -> Result<File> {
     let flags = OFlags::NOFOLLOW.bits() as i32;
-    let opened = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).custom_flags(flags).open(path);
+    let opened = OpenOptions::new()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .mode(0o600)
+        .custom_flags(flags)
+        .open(path);
     opened.map_err(|e| Error::io("lock", path, e))
 }
 
-/// Places for caches of the user's, best first: in the user's own cache, else in the temporary directory under a name
-/// with the user's number.
+/// Places for caches of the user's, best first: in the user's own cache, else in the temporary
+/// directory under a name with the user's number.
 pub fn cache_roots() -> Vec<(PathBuf, String)> {
-    let variable = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let variable =
+        |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let own = variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));
     let shared = (std::env::temp_dir(), format!("hpctrain-{}", user()));
     own.map(|root| (root, "hpctrain".to_owned())).into_iter().chain([shared]).collect()
@@ -129,7 +145,10 @@ mod tests {
         fs::set_permissions(&path, Permissions::from_mode(0o777)).unwrap();
         assert_eq!(directory(&path).unwrap(), Found::Opened);
         assert_eq!(directory(&path).unwrap(), Found::Trusted);
-        assert_eq!(below(&root.path().join("a/b"), &["c", "d"]).unwrap(), root.path().join("a/b/c/d"));
+        assert_eq!(
+            below(&root.path().join("a/b"), &["c", "d"]).unwrap(),
+            root.path().join("a/b/c/d")
+        );
     }
 
     #[test]
@@ -157,7 +176,8 @@ mod tests {
     #[test]
     fn a_lock_cuts_nothing_off_and_follows_no_link() {
         let root = tempfile::tempdir().unwrap();
-        let (victim, link) = (root.path().join("victim"), root.path().join("link"));
+        let victim = root.path().join("victim");
+        let link = root.path().join("link");
         fs::write(&victim, "precious").unwrap();
         symlink(&victim, &link).unwrap();
         assert!(lock_file(&link).unwrap_err().to_string().contains("link"));

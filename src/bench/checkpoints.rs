@@ -1,4 +1,5 @@
-//! Timing checkpoints: the time of a save and of a restore, beside plain writes, copies and reads of as many bytes.
+//! Timing checkpoints: the time of a save and of a restore, beside plain writes, copies and reads
+//! of as many bytes.
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
@@ -60,8 +61,8 @@ impl Saving {
     }
 }
 
-/// Times saves of the network of a configuration, sharded over all ranks, in `dir`. Collective over the world of `comm`.
-/// Returns the bytes of a checkpoint and every round.
+/// Times saves of the network of a configuration, sharded over all ranks, in `dir`. Collective over
+/// the world of `comm`. Returns the bytes of a checkpoint and every round.
 ///
 /// # Errors
 /// The file system refused, or a message between ranks failed.
@@ -75,17 +76,21 @@ pub fn time<B: Kernels>(
     let world = comm.world();
     let root = world.rank() == 0;
     let mut config = config.clone();
-    config.parallel.zero = if comm.size() > 1 { crate::parallel::Zero::One } else { config.parallel.zero };
+    config.parallel.zero =
+        if comm.size() > 1 { crate::parallel::Zero::One } else { config.parallel.zero };
     // Removing is not timed: all stay until they are read again.
     config.checkpoint.keep = rounds + 1;
     config.run.root = dir.to_string_lossy().into_owned();
     config.run.name = Some(NAME.into());
-    let facts = Environment { ranks: comm.size(), threads: 1, vocabulary: None, on_gpu: !B::ON_HOST };
+    let facts =
+        Environment { ranks: comm.size(), threads: 1, vocabulary: None, on_gpu: !B::ON_HOST };
     let plan = world.all_ok(resolve(config, &facts))?;
     let directory = RunDirectory::at(dir.join(NAME));
     let checkpoints = directory.checkpoints();
     let clear = || match std::fs::remove_dir_all(directory.path()) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", directory.path(), e)),
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+            Err(Error::io("remove", directory.path(), e))
+        }
         _ => Ok(()),
     };
     world.all_ok(if root { clear().and_then(|()| checkpoints.prepare()) } else { Ok(()) })?;
@@ -101,7 +106,8 @@ pub fn time<B: Kernels>(
         records: vec![],
         state: engine.model.sharded.state_names(),
     };
-    let mut saver = Saver::new(job, world.clone(), &engine.model.backend, &mut engine.model.sharded, true)?;
+    let mut saver =
+        Saver::new(job, world.clone(), &engine.model.backend, &mut engine.model.sharded, true)?;
     let mut measured = Vec::with_capacity(rounds);
     let mut bytes = 0;
     // One to warm up.
@@ -139,10 +145,22 @@ pub fn time<B: Kernels>(
 
         let from = Resume::From(path);
         let begun = begin(&world)?;
-        resume(&world, &mut engine.model.sharded, &plan, &directory, &from, &RestoreOptions::all(), &mut |_| Ok(()))?;
+        resume(
+            &world,
+            &mut engine.model.sharded,
+            &plan,
+            &directory,
+            &from,
+            &RestoreOptions::all(),
+            &mut |_| Ok(()),
+        )?;
         times.restore = slowest(&world, begun)?;
         world.all_ok(std::fs::remove_file(&file).map_err(|e| Error::io("remove", &file, e)))?;
-        world.all_ok(if root { checkpoints.discard_all(&[progress.step]).map(drop) } else { Ok(()) })?;
+        world.all_ok(if root {
+            checkpoints.discard_all(&[progress.step]).map(drop)
+        } else {
+            Ok(())
+        })?;
         if round > 0 {
             measured.push(times);
         }
@@ -161,7 +179,11 @@ fn begin<B: Kernels>(world: &Group<B>) -> Result<Instant> {
 fn slowest<B: Kernels>(world: &Group<B>, begun: Instant) -> Result<f64> {
     let mine = begun.elapsed().as_secs_f64();
     let all = world.gather_bytes(mine.to_le_bytes().to_vec()).wait()?;
-    Ok(all.iter().flat_map(|bytes| bytes.as_chunks().0).map(|bytes| f64::from_le_bytes(*bytes)).fold(0.0, f64::max))
+    Ok(all
+        .iter()
+        .flat_map(|bytes| bytes.as_chunks().0)
+        .map(|bytes| f64::from_le_bytes(*bytes))
+        .fold(0.0, f64::max))
 }
 
 /// Writes a file durably.
@@ -176,5 +198,7 @@ fn write(path: &Path, bytes: &[u8]) -> Result<()> {
 
 /// Reads a file into memory that is there.
 fn read(path: &Path, into: &mut [u8]) -> Result<()> {
-    File::open(path).and_then(|mut file| file.read_exact(into)).map_err(|e| Error::io("read", path, e))
+    File::open(path)
+        .and_then(|mut file| file.read_exact(into))
+        .map_err(|e| Error::io("read", path, e))
 }

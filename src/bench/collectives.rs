@@ -36,9 +36,9 @@ impl Timing {
         self.bytes as f64 / self.seconds
     }
 
-    /// Load of each rank's link, in bytes a second, comparable across numbers of ranks: the algorithm bandwidth
-    /// times 2(n−1)/n for an all-reduce, (n−1)/n for reduce-scatter and all-gather, 1 for a reduce or a broadcast, as NVIDIA's
-    /// nccl-tests define it.
+    /// Load of each rank's link, in bytes a second, comparable across numbers of ranks: the
+    /// algorithm bandwidth times 2(n−1)/n for an all-reduce, (n−1)/n for reduce-scatter and
+    /// all-gather, 1 for a reduce or a broadcast, as NVIDIA's nccl-tests define it.
     pub fn bus_bandwidth(&self) -> f64 {
         let n = self.ranks as f64;
         let factor = match self.operation {
@@ -50,7 +50,8 @@ impl Timing {
     }
 }
 
-/// Collective over `world`: times one operation on a buffer of about `bytes` bytes, in `batches` batches.
+/// Collective over `world`: times one operation on a buffer of about `bytes` bytes, in `batches`
+/// batches.
 ///
 /// # Errors
 /// A message failed, or memory is lacking.
@@ -80,15 +81,23 @@ pub fn time<B: Backend>(
     let mut seconds = slowest(world, &seconds[1..])?;
     seconds.sort_by(f64::total_cmp);
     let bytes = len * size_of::<f32>();
-    Ok(Timing { operation, algorithm, ranks: world.size(), bytes, seconds: seconds[seconds.len() / 2] })
+    Ok(Timing {
+        operation,
+        algorithm,
+        ranks: world.size(),
+        bytes,
+        seconds: seconds[seconds.len() / 2],
+    })
 }
 
-/// Collective over `world`: bytes a second that the slowest rank copies within its memory while all others do.
+/// Collective over `world`: bytes a second that the slowest rank copies within its memory while all
+/// others do.
 ///
 /// # Errors
 /// A message failed.
 pub fn copy_limit<B: Backend>(world: &Group<B>, batches: usize) -> Result<f64> {
-    let (from, mut to) = (vec![1u8; COPY], vec![0u8; COPY]);
+    let from = vec![1u8; COPY];
+    let mut to = vec![0u8; COPY];
     let mut seconds = Vec::with_capacity(batches);
     for _ in 0..=batches {
         world.barrier().wait()?;
@@ -108,12 +117,20 @@ mod tests {
 
     #[test]
     fn bandwidths_are_those_of_nccl_tests() {
-        let timing =
-            |operation, ranks| Timing { operation, algorithm: Algorithm::Ring, ranks, bytes: 1000, seconds: 0.5 };
+        let timing = |operation, ranks| Timing {
+            operation,
+            algorithm: Algorithm::Ring,
+            ranks,
+            bytes: 1000,
+            seconds: 0.5,
+        };
         let bus = |operation, ranks| timing(operation, ranks).bus_bandwidth();
         assert_eq!(timing(Operation::AllReduce, 4).algorithm_bandwidth(), 2000.0);
         assert_eq!((bus(Operation::AllReduce, 4), bus(Operation::AllReduce, 2)), (3000.0, 2000.0));
-        assert_eq!((bus(Operation::AllGather, 4), bus(Operation::ReduceScatter, 2)), (1500.0, 1000.0));
+        assert_eq!(
+            (bus(Operation::AllGather, 4), bus(Operation::ReduceScatter, 2)),
+            (1500.0, 1000.0)
+        );
         assert_eq!(bus(Operation::Broadcast, 4), 2000.0);
     }
 }

@@ -1,12 +1,14 @@
 //! Speed of a device on the operations of a GPT.
 //!
-//! An operation is queued many times in a row, then waited for: the time of a batch over its launches, the median of
-//! several batches. Operands take turns, so that none is still in a cache from the launch before.
+//! An operation is queued many times in a row, then waited for: the time of a batch over its
+//! launches, the median of several batches. Operands take turns, so that none is still in a cache
+//! from the launch before.
 
 use std::time::Instant;
 
 use crate::backend::{
-    Activation, AdamW, Attention, CrossEntropy, Gemm, Kernels, Linear, LossWeights, MemoryKind, Norm,
+    Activation, AdamW, Attention, CrossEntropy, Gemm, Kernels, Linear, LossWeights, MemoryKind,
+    Norm,
 };
 use crate::error::{Error, Result};
 use crate::random::Stream;
@@ -50,7 +52,8 @@ impl Sizes {
         }
     }
 
-    /// The same operations on so little that a simulated device is done in minutes. Their times mean nothing.
+    /// The same operations on so little that a simulated device is done in minutes. Their times
+    /// mean nothing.
     pub fn small() -> Self {
         Self {
             rows: vec![32, 64],
@@ -138,8 +141,8 @@ struct Bench<'a, B: Kernels> {
     see: &'a mut dyn FnMut(&Timing) -> Result<()>,
 }
 
-/// Times everything, in the order of the reports: the median of so many batches, at least one. `see` is called with
-/// each.
+/// Times everything, in the order of the reports: the median of so many batches, at least one.
+/// `see` is called with each.
 ///
 /// # Errors
 /// Out of memory, or the device failed.
@@ -171,19 +174,28 @@ impl<B: Kernels> Bench<'_, B> {
         let shape = len.to_string();
         let [one, two] = [Tensor::of(len), Tensor::of(len)];
         self.time("copy", &shape, 0.0, [one, two], |b, [x, y]| b.copy(B::all(x), B::all_mut(y)))?;
-        self.time("add", &shape, 0.0, [one, two.changed()], |b, [x, y]| b.add(B::all(x), B::all_mut(y)))?;
+        self.time("add", &shape, 0.0, [one, two.changed()], |b, [x, y]| {
+            b.add(B::all(x), B::all_mut(y))
+        })?;
         let [one, two] = [Tensor::wide(len / 2), Tensor::wide(len / 2)];
         let shape = (len / 2).to_string();
-        self.time("add in f32", &shape, 0.0, [one, two.changed()], |b, [x, y]| b.add(B::all(x), B::all_mut(y)))?;
+        self.time("add in f32", &shape, 0.0, [one, two.changed()], |b, [x, y]| {
+            b.add(B::all(x), B::all_mut(y))
+        })?;
         // Cost of a launch, independent of its work: the lower bound of all timings.
         let [one, two] = [Tensor::of(8), Tensor::of(8)];
-        self.time("launch", "8", 0.0, [one, two.changed()], |b, [x, y]| b.add(B::all(x), B::all_mut(y)))
+        self.time("launch", "8", 0.0, [one, two.changed()], |b, [x, y]| {
+            b.add(B::all(x), B::all_mut(y))
+        })
     }
 
     fn elementwise(&mut self, rows: usize) -> Result<()> {
         let width = 4 * self.sizes.width();
-        let (shape, x) = (format!("{rows}×{width}"), Tensor::of(rows * width));
-        self.time("gelu", &shape, 0.0, [x, x], |b, [x, y]| b.activation(Activation::Gelu, B::all(x), B::all_mut(y)))?;
+        let shape = format!("{rows}×{width}");
+        let x = Tensor::of(rows * width);
+        self.time("gelu", &shape, 0.0, [x, x], |b, [x, y]| {
+            b.activation(Activation::Gelu, B::all(x), B::all_mut(y))
+        })?;
         self.time("gelu, backward", &shape, 0.0, [x, x.changed()], |b, [x, dy]| {
             b.activation_backward(Activation::Gelu, B::all(x), B::all_mut(dy))
         })
@@ -192,41 +204,90 @@ impl<B: Kernels> Bench<'_, B> {
     fn norms(&mut self, rows: usize) -> Result<()> {
         let width = self.sizes.width();
         let norm = Norm { rows, width, epsilon: 1e-5, centred: true };
-        let (shape, x) = (format!("{rows}×{width}"), Tensor::of(rows * width));
-        let (weight, stats, dweight) = (Tensor::of(width), Tensor::wide(2 * rows), Tensor::wide(width).changed());
+        let shape = format!("{rows}×{width}");
+        let x = Tensor::of(rows * width);
+        let weight = Tensor::of(width);
+        let stats = Tensor::wide(2 * rows);
+        let dweight = Tensor::wide(width).changed();
         let tensors = [x, weight, weight, x, stats];
         self.time("layer norm", &shape, 0.0, tensors, |b, [x, weight, bias, y, stats]| {
             b.norm(norm, B::all(x), B::all(weight), B::all(bias), B::all_mut(y), B::all_mut(stats))
         })?;
         let tensors = [x, x.changed(), weight, weight, x, stats];
-        self.time("add and layer norm", &shape, 0.0, tensors, |b, [x, stream, weight, bias, y, stats]| {
-            let (weight, bias) = (B::all(weight), B::all(bias));
-            b.add_norm(norm, B::all(x), B::all_mut(stream), weight, bias, B::all_mut(y), B::all_mut(stats))
-        })?;
+        self.time(
+            "add and layer norm",
+            &shape,
+            0.0,
+            tensors,
+            |b, [x, stream, weight, bias, y, stats]| {
+                let weight = B::all(weight);
+                let bias = B::all(bias);
+                b.add_norm(
+                    norm,
+                    B::all(x),
+                    B::all_mut(stream),
+                    weight,
+                    bias,
+                    B::all_mut(y),
+                    B::all_mut(stats),
+                )
+            },
+        )?;
         let tensors = [x, x, weight, stats, x.changed(), dweight, dweight];
-        self.time("layer norm, backward", &shape, 0.0, tensors, |b, [dy, x, weight, stats, dx, dweight, dbias]| {
-            let (dx, dweight, dbias) = (B::all_mut(dx), B::all_mut(dweight), B::all_mut(dbias));
-            b.norm_backward(norm, B::all(dy), B::all(x), B::all(weight), B::all(stats), dx, dweight, dbias)
-        })
+        self.time(
+            "layer norm, backward",
+            &shape,
+            0.0,
+            tensors,
+            |b, [dy, x, weight, stats, dx, dweight, dbias]| {
+                let dx = B::all_mut(dx);
+                let dweight = B::all_mut(dweight);
+                let dbias = B::all_mut(dbias);
+                b.norm_backward(
+                    norm,
+                    B::all(dy),
+                    B::all(x),
+                    B::all(weight),
+                    B::all(stats),
+                    dx,
+                    dweight,
+                    dbias,
+                )
+            },
+        )
     }
 
     /// Embedding and classifier.
     fn tables(&mut self, rows: usize) -> Result<()> {
         let Sizes { vocabulary, time, .. } = *self.sizes;
         let width = self.sizes.width();
-        let (shape, y) = (format!("{rows}×{width}"), Tensor::of(rows * width));
+        let shape = format!("{rows}×{width}");
+        let y = Tensor::of(rows * width);
         let of = |seed: u64, below: usize| -> Result<B::IndexBuf> {
-            let ids = (0..rows as u64).map(|i| (Stream::new(seed).uniform(i) * below as f64) as u32);
+            let ids =
+                (0..rows as u64).map(|i| (Stream::new(seed).uniform(i) * below as f64) as u32);
             self.backend.upload_ints(&ids.collect::<Vec<_>>())
         };
-        let (tokens, targets) = (of(2, vocabulary)?, of(3, vocabulary)?);
-        let (words, places) = (vocabulary * width, time * width);
+        let tokens = of(2, vocabulary)?;
+        let targets = of(3, vocabulary)?;
+        let words = vocabulary * width;
+        let places = time * width;
         // Each row takes one of the table, at most.
-        let read = Tensor { passes: 0.5 * Tensor::of(words).touched(rows * width).passes, ..Tensor::of(words) };
-        self.time("embedding", &shape, 0.0, [read, Tensor::of(places), y], |b, [words, places, y]| {
-            b.embedding(&tokens, 0, B::all(words), B::all(places), B::all_mut(y))
-        })?;
-        let tensors = [y, Tensor::wide(words).touched(rows * width), Tensor::wide(places).changed()];
+        let read = Tensor {
+            passes: 0.5 * Tensor::of(words).touched(rows * width).passes,
+            ..Tensor::of(words)
+        };
+        self.time(
+            "embedding",
+            &shape,
+            0.0,
+            [read, Tensor::of(places), y],
+            |b, [words, places, y]| {
+                b.embedding(&tokens, 0, B::all(words), B::all(places), B::all_mut(y))
+            },
+        )?;
+        let tensors =
+            [y, Tensor::wide(words).touched(rows * width), Tensor::wide(places).changed()];
         self.time("embedding, backward", &shape, 0.0, tensors, |b, [dy, words, places]| {
             b.embedding_backward(&tokens, 0, B::all(dy), B::all_mut(words), B::all_mut(places))
         })?;
@@ -234,7 +295,8 @@ impl<B: Kernels> Bench<'_, B> {
         let stride = B::row_stride(vocabulary);
         let logits = Tensor::of(rows * stride).changed().holding(rows * vocabulary);
         let tensors = [logits, Tensor::wide(0), Tensor::wide(rows)];
-        let (classes, scale) = (vocabulary, 1.0 / rows as f32);
+        let classes = vocabulary;
+        let scale = 1.0 / rows as f32;
         let loss = CrossEntropy { rows, classes, stride, scale, gradient: true, smoothing: 0.0 };
         self.time("classifier", &shape, 0.0, tensors, |b, [logits, none, losses]| {
             let weights = LossWeights { classes: B::all(none), rows: B::all(none) };
@@ -244,7 +306,8 @@ impl<B: Kernels> Bench<'_, B> {
 
     /// Every linear map of a block, and the head, forwards and backwards.
     fn products(&mut self, rows: usize) -> Result<()> {
-        let (width, vocabulary) = (self.sizes.width(), self.sizes.vocabulary);
+        let width = self.sizes.width();
+        let vocabulary = self.sizes.vocabulary;
         let maps = [
             ("qkv", width, 3 * width),
             ("out", width, width),
@@ -256,31 +319,68 @@ impl<B: Kernels> Bench<'_, B> {
             let stride = if name == "head" { B::row_stride(outputs) } else { outputs };
             let linear = Linear { stride, ..Linear::new(rows, inputs, outputs) };
             let flops = 2.0 * rows as f64 * inputs as f64 * outputs as f64;
-            let (x, y) = (Tensor::of(rows * inputs), Tensor::of(rows * stride).holding(rows * outputs));
-            let (weight, dweight) = (Tensor::of(inputs * outputs), Tensor::wide(inputs * outputs).changed());
+            let x = Tensor::of(rows * inputs);
+            let y = Tensor::of(rows * stride).holding(rows * outputs);
+            let weight = Tensor::of(inputs * outputs);
+            let dweight = Tensor::wide(inputs * outputs).changed();
             let bias = if name == "head" { 0 } else { outputs };
             let shape = format!("{rows}×{inputs}→{outputs}");
             let tensors = [x, weight, Tensor::of(bias), y];
             self.time(name, &shape, flops, tensors, |b, [x, weight, bias, y]| {
                 b.linear(linear, B::all(x), B::all(weight), B::all(bias), B::all_mut(y))
             })?;
-            self.time(&format!("{name}, input's gradient"), &shape, flops, [y, weight, x], |b, [dy, weight, dx]| {
-                b.linear_backward_input(linear, B::all(dy), B::all(weight), B::all_mut(dx))
-            })?;
+            self.time(
+                &format!("{name}, input's gradient"),
+                &shape,
+                flops,
+                [y, weight, x],
+                |b, [dy, weight, dx]| {
+                    b.linear_backward_input(linear, B::all(dy), B::all(weight), B::all_mut(dx))
+                },
+            )?;
             let tensors = [y, x, dweight, Tensor::wide(bias).changed()];
-            self.time(&format!("{name}, weight's gradient"), &shape, flops, tensors, |b, [dy, x, dweight, dbias]| {
-                b.linear_backward_weight(linear, B::all(dy), B::all(x), B::all_mut(dweight), B::all_mut(dbias), true)
-            })?;
+            self.time(
+                &format!("{name}, weight's gradient"),
+                &shape,
+                flops,
+                tensors,
+                |b, [dy, x, dweight, dbias]| {
+                    b.linear_backward_weight(
+                        linear,
+                        B::all(dy),
+                        B::all(x),
+                        B::all_mut(dweight),
+                        B::all_mut(dbias),
+                        true,
+                    )
+                },
+            )?;
         }
-        let (inputs, outputs) = (width, 4 * width);
+        let inputs = width;
+        let outputs = 4 * width;
         let linear = Linear::new(rows, inputs, outputs);
         let flops = 2.0 * rows as f64 * inputs as f64 * outputs as f64;
-        let (x, y) = (Tensor::of(rows * inputs), Tensor::of(rows * outputs));
-        let (weight, bias) = (Tensor::of(inputs * outputs), Tensor::of(outputs));
+        let x = Tensor::of(rows * inputs);
+        let y = Tensor::of(rows * outputs);
+        let weight = Tensor::of(inputs * outputs);
+        let bias = Tensor::of(outputs);
         let shape = format!("{rows}×{inputs}→{outputs}");
-        self.time("up and gelu", &shape, flops, [x, weight, bias, y, y], |b, [x, weight, bias, h, y]| {
-            b.linear_gelu(linear, B::all(x), B::all(weight), B::all(bias), B::all_mut(h), B::all_mut(y))
-        })?;
+        self.time(
+            "up and gelu",
+            &shape,
+            flops,
+            [x, weight, bias, y, y],
+            |b, [x, weight, bias, h, y]| {
+                b.linear_gelu(
+                    linear,
+                    B::all(x),
+                    B::all(weight),
+                    B::all(bias),
+                    B::all_mut(h),
+                    B::all_mut(y),
+                )
+            },
+        )?;
         // Both dimensions large: the best case of the library.
         let edge = rows.min(8192);
         let gemm = Gemm { m: edge, n: edge, k: edge, ta: false, tb: true, acc: false };
@@ -295,7 +395,8 @@ impl<B: Kernels> Bench<'_, B> {
         let Sizes { time, heads, head_width, .. } = *self.sizes;
         let attention = Attention { batch: rows / time, time, heads, kv_heads: heads, head_width };
         let shape = format!("{}×{time}×{heads}×{head_width}", attention.batch);
-        let (y, lse) = (Tensor::of(rows * self.sizes.width()), Tensor::wide(rows * heads));
+        let y = Tensor::of(rows * self.sizes.width());
+        let lse = Tensor::wide(rows * heads);
         let qkv = Tensor::of(3 * y.len);
         // Two products over half a square of scores; backwards five.
         let product = rows as f64 * time as f64 * (heads * head_width) as f64;
@@ -303,9 +404,22 @@ impl<B: Kernels> Bench<'_, B> {
             b.attention(attention, B::all(qkv), B::all_mut(y), B::all_mut(lse))
         })?;
         let tensors = [qkv, y, lse, y, qkv];
-        self.time("attention, backward", &shape, 5.0 * product, tensors, |b, [qkv, y, lse, dy, dqkv]| {
-            b.attention_backward(attention, B::all(qkv), B::all(y), B::all(lse), B::all(dy), B::all_mut(dqkv))
-        })
+        self.time(
+            "attention, backward",
+            &shape,
+            5.0 * product,
+            tensors,
+            |b, [qkv, y, lse, dy, dqkv]| {
+                b.attention_backward(
+                    attention,
+                    B::all(qkv),
+                    B::all(y),
+                    B::all(lse),
+                    B::all(dy),
+                    B::all_mut(dqkv),
+                )
+            },
+        )
     }
 
     fn optimizer(&mut self) -> Result<()> {
@@ -313,15 +427,38 @@ impl<B: Kernels> Bench<'_, B> {
         let shape = len.to_string();
         let gradient = Tensor::wide(len);
         let state = gradient.changed();
-        let update =
-            AdamW { lr: 1e-4, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 100, grad_scale: 1.0 };
+        let update = AdamW {
+            lr: 1e-4,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            step: 100,
+            grad_scale: 1.0,
+        };
         let is_narrow = self.backend.has_master_weights();
         let copy = Tensor::of(if is_narrow { len } else { 0 });
-        self.time("adamw", &shape, 0.0, [gradient, state, state, state, copy], |b, [grad, m, v, p, copy]| {
-            let copy = is_narrow.then(|| B::all_mut(copy));
-            b.adamw(update, B::all(grad), B::all_mut(m), B::all_mut(v), B::all_mut(p), copy, None)
-        })?;
-        self.time("sum of squares", &shape, 0.0, [gradient], |b, [x]| b.sum_squares(B::all(x)).map(drop))
+        self.time(
+            "adamw",
+            &shape,
+            0.0,
+            [gradient, state, state, state, copy],
+            |b, [grad, m, v, p, copy]| {
+                let copy = is_narrow.then(|| B::all_mut(copy));
+                b.adamw(
+                    update,
+                    B::all(grad),
+                    B::all_mut(m),
+                    B::all_mut(v),
+                    B::all_mut(p),
+                    copy,
+                    None,
+                )
+            },
+        )?;
+        self.time("sum of squares", &shape, 0.0, [gradient], |b, [x]| {
+            b.sum_squares(B::all(x)).map(drop)
+        })
     }
 
     /// Times one operation; `launch` queues it on one set of operands.
@@ -367,7 +504,8 @@ impl<B: Kernels> Bench<'_, B> {
 
     /// A set of operands.
     fn operands<const N: usize>(&self, tensors: [Tensor; N]) -> Result<[B::Buf; N]> {
-        let buffers = tensors.iter().map(|tensor| self.operand(tensor)).collect::<Result<Vec<_>>>()?;
+        let buffers =
+            tensors.iter().map(|tensor| self.operand(tensor)).collect::<Result<Vec<_>>>()?;
         buffers.try_into().map_err(|_| Error::internal("operands"))
     }
 
@@ -386,7 +524,10 @@ impl<B: Kernels> Bench<'_, B> {
         let mut start = 0;
         while start < tensor.len {
             let end = tensor.len.min(start + period);
-            backend.copy(B::view(&self.pattern, 0..end - start), B::view_mut(&mut buffer, start..end))?;
+            backend.copy(
+                B::view(&self.pattern, 0..end - start),
+                B::view_mut(&mut buffer, start..end),
+            )?;
             start = end;
         }
         Ok(buffer)
@@ -403,12 +544,16 @@ mod tests {
         let mut seen = Vec::new();
         let sizes = Sizes::small();
         operations(&Cpu::new(2), &sizes, 1, &mut |timing| {
-            assert!(timing.seconds > 0.0 && timing.fastest <= timing.seconds && timing.bytes > 0.0, "{timing:?}");
+            assert!(
+                timing.seconds > 0.0 && timing.fastest <= timing.seconds && timing.bytes > 0.0,
+                "{timing:?}"
+            );
             seen.push(timing.clone());
             Ok(())
         })
         .unwrap();
-        let find = |operation: &str| seen.iter().find(|timing| timing.operation == operation).unwrap();
+        let find =
+            |operation: &str| seen.iter().find(|timing| timing.operation == operation).unwrap();
         assert_eq!(find("copy").bytes, 2.0 * 4.0 * sizes.copied as f64);
         assert_eq!(find("adamw").bytes, 28.0 * sizes.parameters as f64);
         assert_eq!(find("qkv").flops, 2.0 * 32.0 * 64.0 * 192.0);

@@ -1,14 +1,15 @@
 //! Saving while training goes on: copy, write, meet, publish.
 //!
-//! Every rank has a thread for saves. A save is under way in three stages: the thread writes the rank's file; when all are done,
-//! that of rank 0 writes the manifest and publishes, and each rank reads its file again; when all have found the numbers that
-//! they wrote, rank 0 removes the checkpoints that are not to be kept. Ranks learn that all are done from the control
-//! flags that they exchange with every step anyway ([`Saver::is_done`], [`Saver::advance`]), so no thread but compute ever
-//! asks for messages, and all ranks enter the next stage at the same step.
+//! Every rank has a thread for saves. A save is under way in three stages: the thread writes the
+//! rank's file; when all are done, that of rank 0 writes the manifest and publishes, and each rank
+//! reads its file again; when all have found the numbers that they wrote, rank 0 removes the
+//! checkpoints that are not to be kept. Ranks learn that all are done from the control flags that
+//! they exchange with every step anyway ([`Saver::is_done`], [`Saver::advance`]), so no thread but
+//! compute ever asks for messages, and all ranks enter the next stage at the same step.
 //!
-//! Training waits only for the copy of the owned ranges, into memory that serves every save. MPI's calls belong to the
-//! communication thread, whose requests must come in the same order on all ranks, so threads that save send no
-//! messages.
+//! Training waits only for the copy of the owned ranges, into memory that serves every save. MPI's
+//! calls belong to the communication thread, whose requests must come in the same order on all
+//! ranks, so threads that save send no messages.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -41,7 +42,8 @@ pub struct SaveContext {
     pub data: Option<TrainedOn>,
     /// The job that writes; version and time are filled in.
     pub origin: Origin,
-    /// Names the job, the same on all ranks: part of the names of directories that are being written.
+    /// Names the job, the same on all ranks: part of the names of directories that are being
+    /// written.
     pub id: String,
     /// Files that tell of the steps before a checkpoint: made durable before it is published.
     pub records: Vec<PathBuf>,
@@ -99,21 +101,36 @@ impl<B: Kernels> Saver<B> {
         asynchronous: bool,
     ) -> Result<Self> {
         let snapshot = asynchronous.then(|| Snapshot::new(backend, sharded)).transpose()?;
-        Ok(Self { job: Arc::new(job), world, snapshot, underway: None, thread: SaveThread::start()?, audited: None })
+        Ok(Self {
+            job: Arc::new(job),
+            world,
+            snapshot,
+            underway: None,
+            thread: SaveThread::start()?,
+            audited: None,
+        })
     }
 
-    /// Begins to save: collective. Returns once the state is copied, or, without asynchronous writing, once it is
-    /// published. While another save is under way this waits for its end, or does nothing and returns false.
+    /// Begins to save: collective. Returns once the state is copied, or, without asynchronous
+    /// writing, once it is published. While another save is under way this waits for its end, or
+    /// does nothing and returns false.
     ///
     /// # Errors
     /// Of the copy on this rank, or of a save that ended, on all.
-    pub fn save(&mut self, sharded: &mut Sharded<B>, progress: Progress) -> Result<(bool, Option<Published>)> {
+    pub fn save(
+        &mut self,
+        sharded: &mut Sharded<B>,
+        progress: Progress,
+    ) -> Result<(bool, Option<Published>)> {
         let mut published = None;
         if let Some(underway) = &self.underway {
-            let (step, before) = (progress.step, underway.progress.step);
+            let step = progress.step;
+            let before = underway.progress.step;
             match self.job.config.checkpoint.when_busy {
                 WhenBusy::Skip => {
-                    log::warn!("step {step}: not saved: the checkpoint of step {before} is still being written");
+                    log::warn!(
+                        "step {step}: not saved: the checkpoint of step {before} is still being written"
+                    );
                     return Ok((false, None));
                 }
                 WhenBusy::Wait => published = self.finish()?,
@@ -122,18 +139,25 @@ impl<B: Kernels> Saver<B> {
         let begun = Instant::now();
         self.audited = sharded.audited();
         let state = self.job.state.clone();
-        let (rank, staging) = (self.world.rank(), self.job.staging(progress.step));
+        let rank = self.world.rank();
+        let staging = self.job.staging(progress.step);
         let write = match self.snapshot.take() {
             Some(mut snapshot) => {
                 snapshot.take(sharded)?;
-                log::info!("step {}: state copied in {:.1} ms", progress.step, begun.elapsed().as_secs_f64() * 1e3);
+                log::info!(
+                    "step {}: state copied in {:.1} ms",
+                    progress.step,
+                    begun.elapsed().as_secs_f64() * 1e3
+                );
                 self.thread.begin(move || {
-                    let written = create(&staging).and_then(|()| snapshot.write(&staging, rank, &state));
+                    let written =
+                        create(&staging).and_then(|()| snapshot.write(&staging, rank, &state));
                     (Some(snapshot), written)
                 })
             }
             None => {
-                let written = create(&staging).and_then(|()| write_through(sharded, &staging, rank, &state));
+                let written =
+                    create(&staging).and_then(|()| write_through(sharded, &staging, rank, &state));
                 Task::Ready((None, written))
             }
         };
@@ -176,16 +200,20 @@ impl<B: Kernels> Saver<B> {
     /// All ranks are done with the stage under way: goes on to the next. Collective.
     ///
     /// # Errors
-    /// Some rank could not do its part: the same on all. Nothing is published, nothing published is lost.
+    /// Some rank could not do its part: the same on all. Nothing is published, nothing published is
+    /// lost.
     pub fn advance(&mut self) -> Result<Option<Published>> {
-        let Some(InFlightSave { progress, begun, stage }) = self.underway.take() else { return Ok(None) };
+        let Some(InFlightSave { progress, begun, stage }) = self.underway.take() else {
+            return Ok(None);
+        };
         let at = |e: Error| e.at(format_args!("checkpoint of step {}", progress.step));
         match stage {
             Stage::Writing(task) => {
                 let (snapshot, written) = task.join()?;
                 self.snapshot = snapshot;
                 let publishing = self.meet(progress, written).map_err(at)?;
-                self.underway = Some(InFlightSave { progress, begun, stage: Stage::Publishing(publishing) });
+                self.underway =
+                    Some(InFlightSave { progress, begun, stage: Stage::Publishing(publishing) });
                 Ok(None)
             }
             Stage::Publishing(task) => {
@@ -193,10 +221,12 @@ impl<B: Kernels> Saver<B> {
                 let took = published.saturating_duration_since(begun);
                 let path = self.job.checkpoints.path(progress.step);
                 log::info!("saved {} in {:.2} s", path.display(), took.as_secs_f64());
-                let (job, audited) = (self.job.clone(), self.audited);
+                let job = self.job.clone();
+                let audited = self.audited;
                 let root = self.world.rank() == 0;
                 let retaining = root.then(|| self.thread.begin(move || job.retain(audited)));
-                self.underway = Some(InFlightSave { progress, begun, stage: Stage::Retaining(retaining) });
+                self.underway =
+                    Some(InFlightSave { progress, begun, stage: Stage::Retaining(retaining) });
                 Ok(Some(Published { progress, took }))
             }
             Stage::Retaining(task) => {
@@ -220,7 +250,11 @@ impl<B: Kernels> Saver<B> {
     }
 
     /// The next stage of this rank, once all files are written or one has failed.
-    fn meet(&mut self, progress: Progress, written: Result<ShardFile>) -> Result<Task<Result<Instant>>> {
+    fn meet(
+        &mut self,
+        progress: Progress,
+        written: Result<ShardFile>,
+    ) -> Result<Task<Result<Instant>>> {
         let root = self.world.rank() == 0;
         let staging = self.job.staging(progress.step);
         let written = match self.world.all_ok(written) {
@@ -236,7 +270,8 @@ impl<B: Kernels> Saver<B> {
         let job = self.job.clone();
         Ok(self.thread.begin(move || {
             if root {
-                job.publish(progress, &everyone, &staging).inspect_err(|_| job.checkpoints.abandon(&staging))?;
+                job.publish(progress, &everyone, &staging)
+                    .inspect_err(|_| job.checkpoints.abandon(&staging))?;
             }
             let published = Instant::now();
             written.read_back()?;
@@ -268,8 +303,11 @@ impl SaveContext {
     /// Writes the manifest from the ranks' tables and publishes.
     pub fn publish(&self, progress: Progress, tables: &[Vec<u8>], staging: &Path) -> Result<()> {
         let table = |bytes: &Vec<u8>| serde_json::from_slice(bytes);
-        let written: Vec<ShardFileInfo> =
-            tables.iter().map(table).collect::<Result<_, _>>().map_err(|e| Error::internal(e.to_string()))?;
+        let written: Vec<ShardFileInfo> = tables
+            .iter()
+            .map(table)
+            .collect::<Result<_, _>>()
+            .map_err(|e| Error::internal(e.to_string()))?;
         let mut manifest = Manifest {
             version: VERSION,
             id: format!("{}-{}", self.id, progress.step),
@@ -296,7 +334,8 @@ impl SaveContext {
         self.checkpoints.publish(progress.step, staging).map(drop)
     }
 
-    /// Removes the checkpoints that are not to be kept; `audited` is the step at which an audit last found replicas equal.
+    /// Removes the checkpoints that are not to be kept; `audited` is the step at which an audit
+    /// last found replicas equal.
     pub fn retain(&self, audited: Option<u64>) {
         self.checkpoints.retain(&Retention { audited, ..Retention::of(&self.config.checkpoint) });
     }

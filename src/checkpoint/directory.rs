@@ -95,8 +95,8 @@ impl Checkpoints {
         Pointer::at(self.latest()).step()
     }
 
-    /// The step of the checkpoint that readers of the run take: the one that `latest` names, or the newest whole one where
-    /// `latest` names none that is there. None without checkpoints.
+    /// The step of the checkpoint that readers of the run take: the one that `latest` names, or the
+    /// newest whole one where `latest` names none that is there. None without checkpoints.
     ///
     /// # Errors
     /// Returns an error if the directory or `latest` cannot be read.
@@ -106,7 +106,9 @@ impl Checkpoints {
         let target = latest.target()?;
         if target == Target::Directory && !steps.is_empty() {
             let path = latest.path().display();
-            log::warn!("{path} is a directory, not a link, and may be old: the newest whole checkpoint is taken");
+            log::warn!(
+                "{path} is a directory, not a link, and may be old: the newest whole checkpoint is taken"
+            );
         }
         if let Target::Step(step) = target
             && steps.contains(&step)
@@ -139,9 +141,10 @@ impl Checkpoints {
     /// # Errors
     /// The file cannot be read.
     pub fn evaluated(&self) -> Result<Evaluations> {
-        self.root
-            .parent()
-            .map_or_else(|| Ok(Evaluations::default()), |run| evaluations::read(&run.join(evaluations::FILE)))
+        self.root.parent().map_or_else(
+            || Ok(Evaluations::default()),
+            |run| evaluations::read(&run.join(evaluations::FILE)),
+        )
     }
 
     /// The published save of a step, as its manifest names it.
@@ -157,8 +160,8 @@ impl Checkpoints {
         }
     }
 
-    /// The step of the last save. Of a run that has passed over newer checkpoints it is not the highest; the link may lead
-    /// nowhere where a user has removed checkpoints.
+    /// The step of the last save. Of a run that has passed over newer checkpoints it is not the
+    /// highest; the link may lead nowhere where a user has removed checkpoints.
     ///
     /// # Errors
     /// The directory cannot be read.
@@ -167,15 +170,21 @@ impl Checkpoints {
         Ok(self.latest_step()?.filter(|latest| steps.contains(latest)).or(steps.last().copied()))
     }
 
-    /// Creates the directory, restores checkpoints that an earlier job had set aside to replace them, and removes
-    /// directories that earlier jobs left half written or half removed. The caller is the only one who writes here.
+    /// Creates the directory, restores checkpoints that an earlier job had set aside to replace
+    /// them, and removes directories that earlier jobs left half written or half removed. The
+    /// caller is the only one who writes here.
     ///
     /// # Errors
     /// The file system refused, or lacks an operation that checkpoints need.
     pub fn prepare(&self) -> Result<()> {
-        self.root.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| own_files::directory(&self.root)).map_err(
-            |e| Error::io("create", &self.root, e).hint("choose a directory that can be written with --set run.root=…"),
-        )?;
+        self.root
+            .parent()
+            .map_or(Ok(()), fs::create_dir_all)
+            .and_then(|()| own_files::directory(&self.root))
+            .map_err(|e| {
+                Error::io("create", &self.root, e)
+                    .hint("choose a directory that can be written with --set run.root=…")
+            })?;
         filesystem::check(&self.root)?;
         self.may_change()?;
         let entries = fs::read_dir(&self.root).map_err(|e| Error::io("list", &self.root, e))?;
@@ -200,11 +209,13 @@ impl Checkpoints {
             gone.unwrap_or_else(|e| log::warn!("{}", one_line(&e)));
         }
         self.forget_doubts();
-        [self.latest(), self.best()].into_iter().try_for_each(|path| self.free_name(&Pointer::at(path)))
+        [self.latest(), self.best()]
+            .into_iter()
+            .try_for_each(|path| self.free_name(&Pointer::at(path)))
     }
 
-    /// Removes a directory under the name of a link if it is a copy of a checkpoint that is there: a tool that follows
-    /// links has copied the run.
+    /// Removes a directory under the name of a link if it is a copy of a checkpoint that is there:
+    /// a tool that follows links has copied the run.
     ///
     /// # Errors
     /// Returns an error ([`Kind::Input`]) if the directory is something else.
@@ -214,25 +225,31 @@ impl Checkpoints {
             return Ok(());
         }
         let copied = Manifest::read(path).map_err(|_| pointer.taken())?;
-        let is_there = whole(&self.path(copied.step)).is_ok_and(|original| original.id == copied.id);
+        let is_there =
+            whole(&self.path(copied.step)).is_ok_and(|original| original.id == copied.id);
         if !is_there {
             return Err(pointer.taken());
         }
-        let (path, name) = (path.display(), name_of(copied.step));
+        let path = path.display();
+        let name = name_of(copied.step);
         log::warn!(
             "{path}: removed the directory, a copy of {name}, where a link belongs: a tool that follows links has copied the run"
         );
         self.discard(pointer.path())
     }
 
-    /// A checkpoint that was renamed away goes back to its place if that is free and it is whole: a kill came between two
-    /// renames. Else it is removed, unless it is not known whether it is whole.
+    /// A checkpoint that was renamed away goes back to its place if that is free and it is whole: a
+    /// kill came between two renames. Else it is removed, unless it is not known whether it is
+    /// whole.
     fn bring_back(&self, step: u64, trash: &Path) -> Result<()> {
         let path = self.path(step);
         let is_free = !path.try_exists().map_err(|e| Error::io("look for", &path, e))?;
         match is_free.then(|| whole(trash)) {
             Some(Ok(_)) => {
-                log::warn!("{}: brought back; a job was killed while it replaced or removed it", path.display());
+                log::warn!(
+                    "{}: brought back; a job was killed while it replaced or removed it",
+                    path.display()
+                );
                 fs::rename(trash, &path).map_err(|e| refused("restore", &path, e))?;
                 sync(&self.root)
             }
@@ -243,7 +260,8 @@ impl Checkpoints {
 
     /// Forgets a checkpoint that could not be written.
     pub fn abandon(&self, staging: &Path) {
-        // It may not even have been created. If another trainer has taken the run over, the save has failed with that error.
+        // It may not even have been created. If another trainer has taken the run over, the save
+        // has failed with that error.
         if staging.exists()
             && self.may_change().is_ok()
             && let Err(e) = self.discard(staging)
@@ -252,7 +270,8 @@ impl Checkpoints {
         }
     }
 
-    /// Renames a complete directory into place and moves `latest`. One of the same step gives way at the same moment.
+    /// Renames a complete directory into place and moves `latest`. One of the same step gives way
+    /// at the same moment.
     ///
     /// # Errors
     /// The file system refused, or another trainer has taken the run over.
@@ -265,7 +284,9 @@ impl Checkpoints {
         self.may_change()?;
         match Pointer::at(self.latest()).point_to(step) {
             // Waiting would not help, and readers take the newest whole checkpoint.
-            Err(e) if e.kind() == Kind::Input => log::warn!("{}; {} is published", one_line(&e), path.display()),
+            Err(e) if e.kind() == Kind::Input => {
+                log::warn!("{}; {} is published", one_line(&e), path.display())
+            }
             pointed => pointed?,
         }
         sync(&self.root)?;
@@ -280,9 +301,9 @@ impl Checkpoints {
         Ok(path)
     }
 
-    /// Renames `staging` to `path`, and returns the new path of the directory that was there, if there was one. Without
-    /// a way to exchange names, a kill may come between two renames; then [`Checkpoints::prepare`] restores that
-    /// directory.
+    /// Renames `staging` to `path`, and returns the new path of the directory that was there, if
+    /// there was one. Without a way to exchange names, a kill may come between two renames; then
+    /// [`Checkpoints::prepare`] restores that directory.
     fn put(
         &self,
         staging: &Path,
@@ -312,7 +333,8 @@ impl Checkpoints {
         self.point_to_best_of(&self.steps()?, evaluated.all()?)
     }
 
-    /// Points `best` at one of `steps`; if none of them has a loss, removes the link, which might dangle.
+    /// Points `best` at one of `steps`; if none of them has a loss, removes the link, which might
+    /// dangle.
     fn point_to_best_of(&self, steps: &[u64], evaluated: &[Evaluation]) -> Result<()> {
         let best = Pointer::at(self.best());
         // As for retention, checkpoints newer than the last save do not count.
@@ -339,9 +361,9 @@ impl Checkpoints {
         }
     }
 
-    /// Removes the checkpoints that need not be kept; `best` is one that stays. One that somebody holds a lease on
-    /// stays, and is looked at again the next time; so is one that cannot be removed. Nothing goes while something that
-    /// decides about it cannot be read.
+    /// Removes the checkpoints that need not be kept; `best` is one that stays. One that somebody
+    /// holds a lease on stays, and is looked at again the next time; so is one that cannot be
+    /// removed. Nothing goes while something that decides about it cannot be read.
     pub fn retain(&self, retention: &Retention) {
         let retained = || {
             let evaluated = self.evaluated()?;
@@ -381,7 +403,8 @@ impl Checkpoints {
     pub(super) fn candidates(&self, evaluated: &[Evaluation]) -> Result<Vec<Candidate>> {
         let leases = self.leases();
         let waits = leases.queue_is_watched()?;
-        // A run that passed over a damaged checkpoint has gone back: checkpoints newer than the last save do not count.
+        // A run that passed over a damaged checkpoint has gone back: checkpoints newer than the
+        // last save do not count.
         let latest = Pointer::at(self.latest());
         if latest.target()? == Target::Directory {
             return Err(latest.taken());
@@ -396,7 +419,11 @@ impl Checkpoints {
                     (true, waits && !evaluations::is_settled(evaluated, &id))
                 }
                 Err(e) => {
-                    log::warn!("{} does not count as a checkpoint: {}", path.display(), one_line(&e));
+                    log::warn!(
+                        "{} does not count as a checkpoint: {}",
+                        path.display(),
+                        one_line(&e)
+                    );
                     match e.kind() {
                         Kind::Damaged => (false, false),
                         // Another program can read it.
@@ -411,13 +438,17 @@ impl Checkpoints {
         self.steps()?.into_iter().map(candidate).collect()
     }
 
-    /// The save of a step, if it is whole and not in doubt. One that was found whole before, and whose manifest is the
-    /// same file since, is not read again: there may be hundreds, of thousands of files each.
+    /// The save of a step, if it is whole and not in doubt. One that was found whole before, and
+    /// whose manifest is the same file since, is not read again: there may be hundreds, of
+    /// thousands of files each.
     fn sound_id(&self, step: u64) -> Result<String> {
         let path = self.path(step);
         let stamp = fs::metadata(path.join(manifest::FILE)).ok().map(|of| Stamp::of(&of));
         let known = || SOUND.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = known().get(&path).filter(|(before, _)| stamp.as_ref() == Some(before)).map(|(_, id)| id.clone());
+        let before = known()
+            .get(&path)
+            .filter(|(before, _)| stamp.as_ref() == Some(before))
+            .map(|(_, id)| id.clone());
         let id = match before {
             Some(id) => id,
             None => {
@@ -433,18 +464,20 @@ impl Checkpoints {
         doubt::check(&path, step, &id).map(|()| id)
     }
 
-    /// Reads the manifest of a step's checkpoint, and checks that its files are there with their lengths, and that no
-    /// audit has put it in doubt.
+    /// Reads the manifest of a step's checkpoint, and checks that its files are there with their
+    /// lengths, and that no audit has put it in doubt.
     ///
     /// # Errors
-    /// A file is missing or too short, or the checkpoint is doubtful ([`Kind::Damaged`]), or cannot be read.
+    /// A file is missing or too short, or the checkpoint is doubtful ([`Kind::Damaged`]), or cannot
+    /// be read.
     pub fn sound(&self, step: u64) -> Result<Manifest> {
         let path = self.path(step);
         let manifest = whole(&path)?;
         doubt::check(&path, step, &manifest.id).map(|()| manifest)
     }
 
-    /// Opens the checkpoint of a step. It may be missing for an instant, while a removal is taken back.
+    /// Opens the checkpoint of a step. It may be missing for an instant, while a removal is taken
+    /// back.
     ///
     /// # Errors
     /// It is missing or damaged.
@@ -460,7 +493,8 @@ impl Checkpoints {
 /// Prefix of the names of directories that are being removed.
 pub(super) const TRASH: &str = ".trash-";
 
-/// Checkpoints that retention has found whole, with the stamp of the manifest and the name of the save.
+/// Checkpoints that retention has found whole, with the stamp of the manifest and the name of the
+/// save.
 static SOUND: Mutex<BTreeMap<PathBuf, (Stamp, String)>> = Mutex::new(BTreeMap::new());
 
 /// Tells a file from another one of its name.
@@ -487,7 +521,8 @@ pub fn looked_at() -> u64 {
     LOOKED_AT.load(Ordering::Relaxed)
 }
 
-/// Reads the manifest of the checkpoint in `dir`, and checks that every file is there with its length.
+/// Reads the manifest of the checkpoint in `dir`, and checks that every file is there with its
+/// length.
 fn whole(dir: &Path) -> Result<Manifest> {
     let manifest = Manifest::read(dir)?;
     for (name, entry) in &manifest.files {
@@ -495,7 +530,11 @@ fn whole(dir: &Path) -> Result<Manifest> {
         LOOKED_AT.fetch_add(1, Ordering::Relaxed);
         let length = fs::metadata(&file).map_err(|e| Error::unread("read", &file, &e))?.len();
         if length != entry.bytes {
-            return Err(Error::damaged(format!("{} has {length} bytes, not {}", file.display(), entry.bytes)));
+            return Err(Error::damaged(format!(
+                "{} has {length} bytes, not {}",
+                file.display(),
+                entry.bytes
+            )));
         }
     }
     Ok(manifest)
@@ -550,14 +589,17 @@ mod tests {
         // Remains of killed jobs.
         fs::create_dir_all(checkpoints.staging(7, "dead").join("x")).unwrap();
         fs::create_dir_all(checkpoints.root().join(".trash-step-00000001")).unwrap();
-        std::os::unix::fs::symlink("step-00000020", checkpoints.root().join(".latest.77.tmp")).unwrap();
+        std::os::unix::fs::symlink("step-00000020", checkpoints.root().join(".latest.77.tmp"))
+            .unwrap();
         checkpoints.prepare().unwrap();
-        let left: Vec<_> = fs::read_dir(checkpoints.root()).unwrap().map(|e| e.unwrap().file_name()).collect();
+        let left: Vec<_> =
+            fs::read_dir(checkpoints.root()).unwrap().map(|e| e.unwrap().file_name()).collect();
         assert_eq!(left.len(), 3, "{left:?}");
         checkpoints.abandon(&checkpoints.staging(7, "never"));
     }
 
-    /// A run that passed over the damaged checkpoint of step 5 saves step 4: that one must not go for the sake of step 5.
+    /// A run that passed over the damaged checkpoint of step 5 saves step 4: that one must not go
+    /// for the sake of step 5.
     #[test]
     fn a_run_that_went_back_keeps_what_it_saves() {
         let dir = tempfile::tempdir().unwrap();
@@ -599,7 +641,8 @@ mod tests {
 
     const ONE: Retention = Retention { newest: 1, multiples: 0, best: 1, audited: None };
 
-    /// The checkpoint of step 1 has the lowest loss. A file that cannot be read may say so, or that somebody reads it.
+    /// The checkpoint of step 1 has the lowest loss. A file that cannot be read may say so, or that
+    /// somebody reads it.
     #[test]
     fn nothing_is_removed_on_doubt() {
         let evaluation = |step, loss| Evaluation::done(step, loss, Default::default());
@@ -641,13 +684,19 @@ mod tests {
             doubt(&log, &checkpoints);
             checkpoints.retain(&ONE);
             assert_eq!(checkpoints.steps().unwrap(), [1, 2, 3], "{what}");
-            assert_eq!(fs::read_link(checkpoints.best()).unwrap(), Path::new("step-00000001"), "{what}");
+            assert_eq!(
+                fs::read_link(checkpoints.best()).unwrap(),
+                Path::new("step-00000001"),
+                "{what}"
+            );
         }
         let (_dir, checkpoints) = prepared();
         fs::remove_dir_all(checkpoints.root()).unwrap();
         assert!(checkpoints.steps().unwrap().is_empty());
         loop_at(checkpoints.root());
-        assert!(checkpoints.steps().unwrap_err().to_string().contains("cannot list the checkpoints"));
+        assert!(
+            checkpoints.steps().unwrap_err().to_string().contains("cannot list the checkpoints")
+        );
     }
 
     /// A line that a kill has torn carries no evaluation and stops no retention.
@@ -697,15 +746,22 @@ mod tests {
         assert_eq!(id_of_seven(&checkpoints), "second");
         // As on a file system that cannot exchange names.
         let staging = stage(&checkpoints, "third");
-        let old = checkpoints.put(&staging, &checkpoints.path(7), |_, _| Err(Errno::INVAL)).unwrap().unwrap();
-        assert_eq!((id_of_seven(&checkpoints), Manifest::read(&old).unwrap().id), ("third".into(), "second".into()));
+        let old = checkpoints
+            .put(&staging, &checkpoints.path(7), |_, _| Err(Errno::INVAL))
+            .unwrap()
+            .unwrap();
+        assert_eq!(
+            (id_of_seven(&checkpoints), Manifest::read(&old).unwrap().id),
+            ("third".into(), "second".into())
+        );
         // The old one comes back if the new one cannot take its place.
         let missing = checkpoints.staging(7, "missing");
         checkpoints.put(&missing, &checkpoints.path(7), |_, _| Err(Errno::NOSYS)).unwrap_err();
         assert_eq!(id_of_seven(&checkpoints), "third");
         assert!(checkpoints.put(&missing, &checkpoints.path(7), |_, _| Err(Errno::IO)).is_err());
         checkpoints.prepare().unwrap();
-        let left: Vec<_> = fs::read_dir(checkpoints.root()).unwrap().map(|e| e.unwrap().file_name()).collect();
+        let left: Vec<_> =
+            fs::read_dir(checkpoints.root()).unwrap().map(|e| e.unwrap().file_name()).collect();
         assert_eq!(left.len(), 2, "{left:?}");
     }
 
@@ -744,8 +800,8 @@ mod tests {
         checkpoints.publish(7, &stage(&checkpoints, "first")).unwrap();
         stage(&checkpoints, "second");
         let trash = checkpoints.root().join(".trash-step-00000007");
-        // Killed without exchange, or while it was being removed; then a checkpoint that cannot be read stays in its
-        // place.
+        // Killed without exchange, or while it was being removed; then a checkpoint that cannot be
+        // read stays in its place.
         fs::rename(checkpoints.path(7), &trash).unwrap();
         let manifest = trash.join("manifest.json");
         fs::rename(&manifest, trash.join("x")).unwrap();
@@ -769,11 +825,17 @@ mod tests {
         let (dir, free) = prepared();
         publish(&free, 1);
         let leases = Leases::new(dir.path().join(".leases"));
-        let crate::lease::Claimed::Taken(lease) = leases.claim("trainer", false).unwrap() else { panic!() };
+        let crate::lease::Claimed::Taken(lease) = leases.claim("trainer", false).unwrap() else {
+            panic!()
+        };
         let checkpoints = free.clone().held_by(Some(Arc::new(lease)));
         publish(&checkpoints, 2);
         let staging = stage(&checkpoints, "late");
-        fs::write(leases.path("trainer"), "{\"host\":\"far\",\"pid\":1,\"started\":1,\"token\":\"x\"}").unwrap();
+        fs::write(
+            leases.path("trainer"),
+            "{\"host\":\"far\",\"pid\":1,\"started\":1,\"token\":\"x\"}",
+        )
+        .unwrap();
         let log = dir.path().join(evaluations::FILE);
         evaluations::append(&log, &Evaluation::done(1, 1.0, Default::default())).unwrap();
         let evaluated = free.evaluated().unwrap();

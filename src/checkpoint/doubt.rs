@@ -1,9 +1,10 @@
-//! Doubt: an audit finds replicas that differ some steps after they began to, and the checkpoints of these steps may hold
-//! wrong numbers.
+//! Doubt: an audit finds replicas that differ some steps after they began to, and the checkpoints
+//! of these steps may hold wrong numbers.
 //!
-//! The mark belongs to the run: `checkpoints/doubtful-<job>` says that no save of the job `<job>` after a step is
-//! trusted, also one that is published after the mark was written. Besides, each checkpoint that is there gets a file
-//! `doubt`, which goes with its copies. A mark that cannot be read counts as doubt.
+//! The mark belongs to the run: `checkpoints/doubtful-<job>` says that no save of the job `<job>`
+//! after a step is trusted, also one that is published after the mark was written. Besides, each
+//! checkpoint that is there gets a file `doubt`, which goes with its copies. A mark that cannot be
+//! read counts as doubt.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -32,15 +33,16 @@ pub(super) struct Mark {
 /// Refuses a checkpoint that is in doubt: the save `id` of step `step` in `dir`.
 ///
 /// # Errors
-/// Returns an error ([`hpctrain_base::error::Kind::Damaged`]) if an audit has put it in doubt, or one of another kind if the
-/// file system does not say whether there is a mark.
+/// Returns an error ([`hpctrain_base::error::Kind::Damaged`]) if an audit has put it in doubt, or
+/// one of another kind if the file system does not say whether there is a mark.
 pub(super) fn check(dir: &Path, step: u64, id: &str) -> Result<()> {
     let own = dir.join(FILE);
     if let Some(why) = content(&own)? {
         return Err(doubtful(dir, &own, why.as_deref().unwrap_or_else(|unread| unread)));
     }
     // The name of a save is that of its job and its step.
-    let Some((job, _)) = id.rsplit_once('-').filter(|(job, _)| safe_open::is_plain_name(job)) else {
+    let Some((job, _)) = id.rsplit_once('-').filter(|(job, _)| safe_open::is_plain_name(job))
+    else {
         return Ok(());
     };
     let mark = dir.join("..").join(format!("{MARK}{job}"));
@@ -57,8 +59,10 @@ pub(super) fn check(dir: &Path, step: u64, id: &str) -> Result<()> {
 }
 
 fn doubtful(dir: &Path, mark: &Path, why: &str) -> Error {
-    Error::damaged(format!("{} is doubtful: {}", dir.display(), why.trim()))
-        .hint(format!("resume from an older checkpoint; to use it all the same, remove {}", mark.display()))
+    Error::damaged(format!("{} is doubtful: {}", dir.display(), why.trim())).hint(format!(
+        "resume from an older checkpoint; to use it all the same, remove {}",
+        mark.display()
+    ))
 }
 
 /// The text of a mark, or the reason that it cannot be read; none if there is no mark.

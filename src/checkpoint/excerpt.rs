@@ -1,5 +1,6 @@
-//! Excerpts of a manifest. A manifest grows with the number of ranks that wrote the checkpoint, so rank 0 alone reads and
-//! parses it. The others receive its outline, which has no pieces and no files, and then the entries that they need.
+//! Excerpts of a manifest. A manifest grows with the number of ranks that wrote the checkpoint, so
+//! rank 0 alone reads and parses it. The others receive its outline, which has no pieces and no
+//! files, and then the entries that they need.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -13,8 +14,8 @@ use hpctrain_base::layout::TensorRange;
 /// The most bytes of a manifest that a rank has received for one checkpoint.
 static LARGEST: AtomicU64 = AtomicU64::new(0);
 
-/// The most bytes of a manifest that a rank other than 0 has received for one checkpoint since the last call, for tests of
-/// scale.
+/// The most bytes of a manifest that a rank other than 0 has received for one checkpoint since the
+/// last call, for tests of scale.
 #[doc(hidden)]
 pub fn most_received() -> u64 {
     LARGEST.swap(0, Relaxed)
@@ -63,7 +64,11 @@ pub(super) fn outline(manifest: &Manifest) -> Manifest {
         origin: Origin { hosts: vec![], ..manifest.origin.clone() },
         state: manifest.state.clone(),
         files: BTreeMap::new(),
-        tensors: manifest.tensors.iter().map(|(name, entry)| (name.clone(), outline(entry))).collect(),
+        tensors: manifest
+            .tensors
+            .iter()
+            .map(|(name, entry)| (name.clone(), outline(entry)))
+            .collect(),
     }
 }
 
@@ -92,16 +97,23 @@ impl<'a> Index<'a> {
         index
     }
 
-    /// The entries for the ranges that rank `rank` of `ranks` reads, and for every file that it checks.
+    /// The entries for the ranges that rank `rank` of `ranks` reads, and for every file that it
+    /// checks.
     pub fn excerpt(&self, wanted: &[TensorRange], rank: usize, ranks: usize) -> Excerpt {
-        let checked: Vec<&str> = self.manifest.files.keys().skip(rank).step_by(ranks).map(String::as_str).collect();
-        let of_checked = checked.iter().filter_map(|file| self.of_files.get(file)).flatten().copied();
+        let checked: Vec<&str> =
+            self.manifest.files.keys().skip(rank).step_by(ranks).map(String::as_str).collect();
+        let of_checked =
+            checked.iter().filter_map(|file| self.of_files.get(file)).flatten().copied();
         let mut found: BTreeSet<(&str, usize)> = of_checked.collect();
         for range in wanted {
-            let Some((name, entry)) = self.manifest.tensors.get_key_value(&range.tensor) else { continue };
+            let Some((name, entry)) = self.manifest.tensors.get_key_value(&range.tensor) else {
+                continue;
+            };
             for piece in self.overlapping(name, entry, range) {
-                // A dataset is numbered among those of its tensor in the file: all of them go together.
-                let beside = self.of_files[&piece.file[..]].iter().filter(|(tensor, _)| tensor == name);
+                // A dataset is numbered among those of its tensor in the file: all of them go
+                // together.
+                let beside =
+                    self.of_files[&piece.file[..]].iter().filter(|(tensor, _)| tensor == name);
                 found.extend(beside);
             }
         }
@@ -120,7 +132,12 @@ impl<'a> Index<'a> {
     }
 
     /// The pieces of a tensor that may have elements of a range.
-    fn overlapping(&self, name: &str, entry: &'a TensorEntry, range: &TensorRange) -> Vec<&'a ShardSlice> {
+    fn overlapping(
+        &self,
+        name: &str,
+        entry: &'a TensorEntry,
+        range: &TensorRange,
+    ) -> Vec<&'a ShardSlice> {
         let all = 0..entry.shape.last().copied().unwrap_or(1);
         let wanted = range.columns.as_ref().unwrap_or(&all);
         let mut found = Vec::new();
@@ -131,7 +148,8 @@ impl<'a> Index<'a> {
                 true => range.range.clone(),
                 false if wanted.start.max(stored.start) >= wanted.end.min(stored.end) => continue,
                 false => {
-                    let rows = range.range.start / wanted.len()..range.range.end.div_ceil(wanted.len());
+                    let rows =
+                        range.range.start / wanted.len()..range.range.end.div_ceil(wanted.len());
                     rows.start * stored.len()..rows.end * stored.len()
                 }
             };

@@ -1,4 +1,5 @@
-//! Tests of a file system for the operations that checkpoints rely on: atomic renames, links, durable directories.
+//! Tests of a file system for the operations that checkpoints rely on: atomic renames, links,
+//! durable directories.
 
 use std::fs::{self, File};
 use std::io;
@@ -8,9 +9,17 @@ use std::path::{Path, PathBuf};
 use super::pointer::lacks_links;
 use hpctrain_base::error::{Error, Result};
 
-/// File systems over object stores: a rename there copies one object after the other, and readers see it half done.
-const OBJECT_STORES: [&str; 7] =
-    ["fuse.s3fs", "fuse.mount-s3", "fuse.goofys", "fuse.gcsfuse", "fuse.rclone", "fuse.blobfuse", "fuse.blobfuse2"];
+/// File systems over object stores: a rename there copies one object after the other, and readers
+/// see it half done.
+const OBJECT_STORES: [&str; 7] = [
+    "fuse.s3fs",
+    "fuse.mount-s3",
+    "fuse.goofys",
+    "fuse.gcsfuse",
+    "fuse.rclone",
+    "fuse.blobfuse",
+    "fuse.blobfuse2",
+];
 
 /// A file system that checkpoints can be on.
 #[derive(Debug)]
@@ -29,7 +38,10 @@ pub struct FileSystem {
 /// The operation that does not work there.
 pub(super) fn check(dir: &Path) -> Result<()> {
     if let Err(e) = probe(dir)?.locks {
-        log::warn!("{} has no file locks ({e}): let one evaluator at a time write eval.jsonl", dir.display());
+        log::warn!(
+            "{} has no file locks ({e}): let one evaluator at a time write eval.jsonl",
+            dir.display()
+        );
     }
     Ok(())
 }
@@ -43,18 +55,24 @@ pub fn probe(dir: &Path) -> Result<FileSystem> {
     let real = fs::canonicalize(dir).map_err(|e| Error::io("open", dir, e))?;
     let kind = kind(&mounts, &real);
     if let Some(kind) = kind.filter(|kind| OBJECT_STORES.contains(kind)) {
-        return Err(unfit(dir, &format!("is on {kind}, where a rename copies and is seen half done")));
+        return Err(unfit(
+            dir,
+            &format!("is on {kind}, where a rename copies and is seen half done"),
+        ));
     }
-    let probe = tempfile::Builder::new().prefix(".probe-").suffix(".tmp").tempdir_in(dir).map_err(|e| {
-        Error::io("create a directory in", dir, e).hint("choose a directory that can be written with --set run.root=…")
-    })?;
+    let probe =
+        tempfile::Builder::new().prefix(".probe-").suffix(".tmp").tempdir_in(dir).map_err(|e| {
+            Error::io("create a directory in", dir, e)
+                .hint("choose a directory that can be written with --set run.root=…")
+        })?;
     let tried = try_all(probe.path());
     let path = probe.path().to_owned();
     probe.close().map_err(|e| Error::io("remove", &path, e))?;
     let Tried { locks, links } = tried.map_err(|(what, e)| match e.kind() {
         // Any file system can be full.
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
-            Error::io("write into", dir, e).hint("make room there, or choose another directory with --set run.root=…")
+            Error::io("write into", dir, e)
+                .hint("make room there, or choose another directory with --set run.root=…")
         }
         _ => unfit(dir, &format!("is on a file system that cannot {what}: {e}")),
     })?;
@@ -86,7 +104,8 @@ fn try_all(probe: &Path) -> Result<Tried, Failure> {
         fs::create_dir(path("before"))?;
         fs::write(path("before/file"), "x")?;
         fs::rename(path("before"), path("after"))?;
-        let moved = !path("before").exists() && fs::read_to_string(path("after/file")).is_ok_and(|text| text == "x");
+        let moved = !path("before").exists()
+            && fs::read_to_string(path("after/file")).is_ok_and(|text| text == "x");
         if moved { Ok(()) } else { Err(wrong("it is not seen afterwards")) }
     };
     rename().map_err(named("rename a directory"))?;
@@ -99,7 +118,8 @@ fn try_all(probe: &Path) -> Result<Tried, Failure> {
         if is_two(&path("link")) { Ok(()) } else { Err(wrong("the old one stays")) }
     };
     if links {
-        let is_two = |link: &Path| fs::read_link(link).is_ok_and(|target| target == Path::new("two"));
+        let is_two =
+            |link: &Path| fs::read_link(link).is_ok_and(|target| target == Path::new("two"));
         let replaced = symlink("two", path("new")).and_then(|()| replace(is_two));
         replaced.map_err(named("replace a symbolic link"))?;
     } else {
@@ -116,7 +136,8 @@ fn try_all(probe: &Path) -> Result<Tried, Failure> {
     Ok(Tried { locks: lock().map_err(|e| e.to_string()), links })
 }
 
-/// The type of the file system that holds `path`, in the words of /proc/mounts: the last mount on the longest prefix.
+/// The type of the file system that holds `path`, in the words of /proc/mounts: the last mount on
+/// the longest prefix.
 fn kind<'a>(mounts: &'a str, path: &Path) -> Option<&'a str> {
     let mounts = mounts.lines().filter_map(|line| {
         let mut words = line.split_whitespace().skip(1);
@@ -145,7 +166,10 @@ mod tests {
         fs::write(dir.path().join("before"), "in the way").unwrap();
         let (what, _) = try_all(dir.path()).map(drop).unwrap_err();
         let error = unfit(Path::new("runs/x"), &format!("cannot {what}")).to_string();
-        assert!(error.contains("runs/x cannot rename a directory\nhint: choose a run.root"), "{error}");
+        assert!(
+            error.contains("runs/x cannot rename a directory\nhint: choose a run.root"),
+            "{error}"
+        );
     }
 
     #[test]

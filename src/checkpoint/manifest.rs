@@ -1,4 +1,5 @@
-//! The manifest: everything about a checkpoint but the numbers. `docs/checkpoint-format.md` describes it.
+//! The manifest: everything about a checkpoint but the numbers. `docs/checkpoint-format.md`
+//! describes it.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -27,10 +28,12 @@ const OLDEST: u32 = 2;
 /// File name of the manifest.
 pub const FILE: &str = "manifest.json";
 
-/// File that holds the manifest's own checksum: eight hexadecimal digits of CRC-32, as checksum tools write it.
+/// File that holds the manifest's own checksum: eight hexadecimal digits of CRC-32, as checksum
+/// tools write it.
 pub const SEAL: &str = "manifest.crc32";
 
-/// Elements that one checksum covers at most: 4 MiB, so that reading a part of a range need not read all of it.
+/// Elements that one checksum covers at most: 4 MiB, so that reading a part of a range need not
+/// read all of it.
 pub const BLOCK: usize = 1 << 20;
 
 /// Manifests that this process has parsed.
@@ -55,8 +58,8 @@ pub struct Manifest {
     pub updates: u64,
     /// Samples consumed: the loader's whole state.
     pub position: u64,
-    /// Names every random stream. Streams are functions of their name and a counter, so that with `step` and
-    /// `position` this is the generators' whole state.
+    /// Names every random stream. Streams are functions of their name and a counter, so that with
+    /// `step` and `position` this is the generators' whole state.
     pub seed: u64,
     /// The resolved configuration.
     #[serde(deserialize_with = "hpctrain_config::deserialize_json")]
@@ -117,10 +120,12 @@ pub struct TensorEntry {
 pub struct ShardSlice {
     /// File in the checkpoint's directory.
     pub file: String,
-    /// The columns of a matrix whose elements `start` and `len` count; none if they count those of the whole tensor.
+    /// The columns of a matrix whose elements `start` and `len` count; none if they count those of
+    /// the whole tensor.
     #[serde(default, skip_serializing_if = "Option::is_none", with = "columns")]
     pub columns: Option<Range<usize>>,
-    /// First flat element of the tensor, or of the matrix `tensor[:, columns]`, which is row-major, too.
+    /// First flat element of the tensor, or of the matrix `tensor[:, columns]`, which is row-major,
+    /// too.
     pub start: usize,
     /// Elements.
     pub len: usize,
@@ -134,11 +139,16 @@ mod columns {
 
     use serde::{Deserialize as _, Deserializer, Serialize as _, Serializer};
 
-    pub fn serialize<S: Serializer>(columns: &Option<Range<usize>>, to: S) -> Result<S::Ok, S::Error> {
+    pub fn serialize<S: Serializer>(
+        columns: &Option<Range<usize>>,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
         columns.as_ref().map(|columns| [columns.start, columns.end]).serialize(to)
     }
 
-    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Range<usize>>, D::Error> {
+    pub fn deserialize<'de, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<Option<Range<usize>>, D::Error> {
         Ok(Option::<[usize; 2]>::deserialize(from)?.map(|[start, end]| start..end))
     }
 }
@@ -167,13 +177,15 @@ impl Manifest {
     /// Reads the manifest of the checkpoint in `dir`, and checks it against its seal and in itself.
     ///
     /// # Errors
-    /// It is missing, damaged, or its pieces do not cover every tensor once ([`Kind::Damaged`](hpctrain_base::error::Kind::Damaged));
-    /// it is of another version of the format or the program; or the file system refused.
+    /// It is missing, damaged, or its pieces do not cover every tensor once
+    /// ([`Kind::Damaged`](hpctrain_base::error::Kind::Damaged)); it is of another version of the
+    /// format or the program; or the file system refused.
     pub fn read(dir: &Path) -> Result<Self> {
         Self::parse(dir, &sealed_text(dir)?)
     }
 
-    /// The manifest of this text, whose seal fits: a program that knows other keys wrote it where it cannot be read.
+    /// The manifest of this text, whose seal fits: a program that knows other keys wrote it where
+    /// it cannot be read.
     fn parse(dir: &Path, text: &str) -> Result<Self> {
         PARSED.fetch_add(1, Relaxed);
         let path = dir.join(FILE);
@@ -185,17 +197,21 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Writes it and its seal, durably. The next reader, which is the retention of this save, reads them from the disk.
+    /// Writes it and its seal, durably. The next reader, which is the retention of this save, reads
+    /// them from the disk.
     ///
     /// # Errors
     /// The file system refused.
     pub fn write(&self, dir: &Path) -> Result<()> {
-        let text = serde_json::to_string(self).map_err(|e| Error::internal(format!("manifest: {e}")))?;
+        let text =
+            serde_json::to_string(self).map_err(|e| Error::internal(format!("manifest: {e}")))?;
         let seal = sealed_as(&format!("{:08x}", crc32fast::hash(text.as_bytes())));
         for (name, text) in [(FILE, &text), (SEAL, &seal)] {
             let path = dir.join(name);
             own_files::create(&path)
-                .and_then(|mut file| file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).map(|()| file))
+                .and_then(|mut file| {
+                    file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).map(|()| file)
+                })
                 .map(|file| writeback::forget(&file, &path))
                 .map_err(|e| refused("write", &path, e))?;
         }
@@ -210,15 +226,19 @@ impl Manifest {
         for ShardFileInfo { file, entry, ranges } in written {
             self.files.insert(file, entry);
             for (tensor, shape, piece) in ranges {
-                self.tensors.entry(tensor).or_insert(TensorEntry { shape, pieces: vec![] }).pieces.push(piece);
+                self.tensors
+                    .entry(tensor)
+                    .or_insert(TensorEntry { shape, pieces: vec![] })
+                    .pieces
+                    .push(piece);
             }
         }
         self.tensors.values_mut().for_each(|entry| entry.pieces.sort_by_key(ShardSlice::place));
         self.check_cover().map_err(|e| Error::internal(format!("the ranks' ranges: {e}")))
     }
 
-    /// Every element of every tensor lies in exactly one piece, and every piece within its file, which lies beside the
-    /// manifest.
+    /// Every element of every tensor lies in exactly one piece, and every piece within its file,
+    /// which lies beside the manifest.
     fn check_cover(&self) -> Result<(), String> {
         // A manifest may be of others: it names files beside it, nothing else.
         if let Some(name) = self.files.keys().find(|name| !is_plain_name(name)) {
@@ -238,13 +258,17 @@ impl Manifest {
     /// A piece of the tensor `name` lies within its file.
     fn check_place(&self, name: &str, piece: &ShardSlice) -> Result<(), String> {
         let file = self.files.get(&piece.file);
-        let file = file.ok_or_else(|| format!("tensor {name} is in the file {}, unknown there", piece.file))?;
+        let file = file
+            .ok_or_else(|| format!("tensor {name} is in the file {}, unknown there", piece.file))?;
         if piece.parts.len() != 1 + self.state.len() {
             return Err(format!("a piece of tensor {name} has {} parts", piece.parts.len()));
         }
         for part in &piece.parts {
-            let end = (piece.len as u64).checked_mul(4).and_then(|bytes| bytes.checked_add(part.offset));
-            if end.is_none_or(|end| end > file.bytes) || part.crc32.len() != piece.len.div_ceil(BLOCK) {
+            let end =
+                (piece.len as u64).checked_mul(4).and_then(|bytes| bytes.checked_add(part.offset));
+            if end.is_none_or(|end| end > file.bytes)
+                || part.crc32.len() != piece.len.div_ceil(BLOCK)
+            {
                 return Err(format!("a piece of tensor {name} does not fit into {}", piece.file));
             }
         }
@@ -254,20 +278,28 @@ impl Manifest {
     /// Makes `data` read samples as the network learned them. Returns notes about it, for people.
     ///
     /// # Errors
-    /// The data cannot be brought to that: its tokenizer is another, or a column, a category or a class is not known.
+    /// The data cannot be brought to that: its tokenizer is another, or a column, a category or a
+    /// class is not known.
     pub fn conform(&self, data: &mut dyn Source) -> Result<Vec<String>> {
         let own = data.preprocessing();
         // Checkpoints of older versions, and of programs that made their samples themselves.
         let is_known = self.preprocessing.as_ref().is_some_and(|known| !known.scales.is_empty());
         let is_unknown = !own.scales.is_empty() && !is_known;
-        let tokenizer = own.tokenizer.as_ref().filter(|_| self.tokenizer.is_none()).map(Tokenizer::name);
+        let tokenizer =
+            own.tokenizer.as_ref().filter(|_| self.tokenizer.is_none()).map(Tokenizer::name);
         let known = self.preprocessing.clone().unwrap_or(own);
-        let mut notes = data.conform(&Preprocessing { tokenizer: self.tokenizer.clone(), ..known })?;
+        let mut notes =
+            data.conform(&Preprocessing { tokenizer: self.tokenizer.clone(), ..known })?;
         if is_unknown {
-            notes.push("the checkpoint does not tell the scale of its inputs: that of the data is taken".into());
+            notes.push(
+                "the checkpoint does not tell the scale of its inputs: that of the data is taken"
+                    .into(),
+            );
         }
         if let Some(name) = tokenizer {
-            notes.push(format!("the checkpoint does not tell its tokenizer: that of the data is taken, {name}"));
+            notes.push(format!(
+                "the checkpoint does not tell its tokenizer: that of the data is taken, {name}"
+            ));
         }
         Ok(notes)
     }
@@ -287,7 +319,8 @@ impl Manifest {
         self.files.values().map(|file| file.bytes).sum()
     }
 
-    /// Checks that the tensors are those of a whole model, and the optimizer's buffers those of a rule.
+    /// Checks that the tensors are those of a whole model, and the optimizer's buffers those of a
+    /// rule.
     ///
     /// # Errors
     /// The first tensor that differs, with both shapes.
@@ -302,7 +335,10 @@ impl Manifest {
             match self.tensors.get(&tensor.name) {
                 None => return other(format!("it has no tensor {}", tensor.name)),
                 Some(entry) if entry.shape != tensor.shape => {
-                    return other(format!("{} is {:?} there, {:?} here", tensor.name, entry.shape, tensor.shape));
+                    return other(format!(
+                        "{} is {:?} there, {:?} here",
+                        tensor.name, entry.shape, tensor.shape
+                    ));
                 }
                 Some(_) => {}
             }
@@ -312,9 +348,13 @@ impl Manifest {
         }
         match state {
             Some(state) if self.state != state => {
-                let message = format!("its optimizer state is {:?}, here it is {state:?}", self.state);
-                Err(Error::input(format!("{}: checkpoint of another optimizer: {message}", dir.display()))
-                    .hint("resume with the optimizer it was saved with, or with --skip-optimizer"))
+                let message =
+                    format!("its optimizer state is {:?}, here it is {state:?}", self.state);
+                Err(Error::input(format!(
+                    "{}: checkpoint of another optimizer: {message}",
+                    dir.display()
+                ))
+                .hint("resume with the optimizer it was saved with, or with --skip-optimizer"))
             }
             _ => Ok(()),
         }
@@ -338,22 +378,31 @@ fn sealed_text(dir: &Path) -> Result<String> {
     let seal = dir.join(SEAL);
     let sealed = safe_open::read_to_string(&seal);
     let found = format!("{:08x}", crc32fast::hash(text.as_bytes()));
-    // If the seal is broken, the version itself may have changed. A format of another version may have no seal.
-    let is_broken =
-        sealed.as_ref().is_ok_and(|seal| seal.len() == sealed_as(&found).len() && *seal != sealed_as(&found));
+    // If the seal is broken, the version itself may have changed. A format of another version may
+    // have no seal.
+    let is_broken = sealed
+        .as_ref()
+        .is_ok_and(|seal| seal.len() == sealed_as(&found).len() && *seal != sealed_as(&found));
     if let Ok(Version { version }) = serde_json::from_str(&text)
         && !(OLDEST..=VERSION).contains(&version)
         && !is_broken
     {
         let (age, known) = if version > VERSION { ("newer", VERSION) } else { ("older", OLDEST) };
-        return Err(Error::input(format!("{}: format version {version} is {age} than {known}", path.display()))
-            .hint("use the version of hpctrain that wrote it"));
+        return Err(Error::input(format!(
+            "{}: format version {version} is {age} than {known}",
+            path.display()
+        ))
+        .hint("use the version of hpctrain that wrote it"));
     }
     let sealed = sealed.map_err(|e| {
-        Error::unread("read the manifest's checksum", &seal, &e).hint("resume from an older checkpoint")
+        Error::unread("read the manifest's checksum", &seal, &e)
+            .hint("resume from an older checkpoint")
     })?;
     if sealed != sealed_as(&found) {
-        return Err(damaged(&path, format!("malformed manifest: checksum {found} is not the one in {SEAL}")));
+        return Err(damaged(
+            &path,
+            format!("malformed manifest: checksum {found} is not the one in {SEAL}"),
+        ));
     }
     Ok(text)
 }
@@ -363,15 +412,16 @@ fn damaged(path: &Path, what: String) -> Error {
 }
 
 impl TensorEntry {
-    /// The dataset of the piece `number` of the tensor `name`, in each group of its file. A second piece in the file and
-    /// the ones after it have names of their own, `name@1` and so on: no tensor's name ends so.
+    /// The dataset of the piece `number` of the tensor `name`, in each group of its file. A second
+    /// piece in the file and the ones after it have names of their own, `name@1` and so on: no
+    /// tensor's name ends so.
     pub(super) fn dataset(&self, name: &str, number: usize) -> String {
         let (before, rest) = self.pieces.split_at(number);
         dataset(name, before.iter().filter(|piece| piece.file == rest[0].file).count())
     }
 
-    /// Every element of the tensor `name` lies in exactly one piece: all pieces are of the whole tensor, or every
-    /// column is in one slice, and every element of a slice in one piece.
+    /// Every element of the tensor `name` lies in exactly one piece: all pieces are of the whole
+    /// tensor, or every column is in one slice, and every element of a slice in one piece.
     fn check_cover(&self, name: &str) -> Result<(), String> {
         let Self { shape, pieces } = self;
         let len = shape.iter().try_fold(1, |len: usize, extent| len.checked_mul(*extent));
@@ -380,21 +430,31 @@ impl TensorEntry {
             return check_once(pieces, len, &format!("tensor {name}"));
         }
         let &[rows, width] = &shape[..] else {
-            return Err(format!("a piece of tensor {name} has columns, and its shape is {shape:?}"));
+            return Err(format!(
+                "a piece of tensor {name} has columns, and its shape is {shape:?}"
+            ));
         };
         if pieces.iter().any(|piece| piece.columns.is_none()) {
             return Err(format!("some pieces of tensor {name} have columns, others none"));
         }
         let mut next = 0;
         let slices = pieces.chunk_by(|a, b| a.columns == b.columns);
-        for (slice, columns) in slices.filter_map(|slice| Some((slice, slice[0].columns.as_ref()?))) {
+        for (slice, columns) in slices.filter_map(|slice| Some((slice, slice[0].columns.as_ref()?)))
+        {
             let of = format!("columns {columns:?} of tensor {name}");
             if columns.is_empty() || columns.end > width {
                 return Err(format!("there are no {of}, which has {width}"));
             }
             match columns.start.cmp(&next) {
-                Ordering::Less => return Err(format!("slices of tensor {name} overlap at column {}", columns.start)),
-                Ordering::Greater => return Err(format!("no piece of tensor {name} holds column {next}")),
+                Ordering::Less => {
+                    return Err(format!(
+                        "slices of tensor {name} overlap at column {}",
+                        columns.start
+                    ));
+                }
+                Ordering::Greater => {
+                    return Err(format!("no piece of tensor {name} holds column {next}"));
+                }
                 Ordering::Equal => next = columns.end,
             }
             check_once(slice, rows * columns.len(), &of)?;
@@ -418,7 +478,8 @@ pub fn place(columns: Option<&Range<usize>>, start: usize) -> (usize, usize) {
     (columns.map_or(0, |columns| columns.start), start)
 }
 
-/// The dataset of a piece of the tensor `name` that `before` other pieces of it in the same file come before.
+/// The dataset of a piece of the tensor `name` that `before` other pieces of it in the same file
+/// come before.
 pub fn dataset(name: &str, before: usize) -> String {
     match before {
         0 => name.to_string(),
@@ -431,11 +492,16 @@ fn check_once(pieces: &[ShardSlice], len: usize, of: &str) -> Result<(), String>
     let mut next = 0;
     for piece in pieces {
         match piece.start.cmp(&next) {
-            Ordering::Less => return Err(format!("pieces of {of} overlap at element {}", piece.start)),
+            Ordering::Less => {
+                return Err(format!("pieces of {of} overlap at element {}", piece.start));
+            }
             Ordering::Greater => return Err(format!("no piece of {of} holds element {next}")),
             Ordering::Equal => {}
         }
-        next = piece.start.checked_add(piece.len).ok_or_else(|| format!("a piece of {of} is too long"))?;
+        next = piece
+            .start
+            .checked_add(piece.len)
+            .ok_or_else(|| format!("a piece of {of} is too long"))?;
     }
     match next.cmp(&len) {
         Ordering::Less => Err(format!("no piece of {of} holds element {next}")),
@@ -479,8 +545,13 @@ pub(super) mod tests {
 
     fn slice(file: &str, columns: Option<Range<usize>>, start: usize, len: usize) -> ShardFileInfo {
         let part = |offset| Stored { offset, crc32: vec![0; len.div_ceil(BLOCK)] };
-        let piece =
-            ShardSlice { file: file.into(), columns, start, len, parts: vec![part(100), part(100 + 4 * len as u64)] };
+        let piece = ShardSlice {
+            file: file.into(),
+            columns,
+            start,
+            len,
+            parts: vec![part(100), part(100 + 4 * len as u64)],
+        };
         let entry = FileEntry { bytes: 100 + 8 * len as u64, rest_crc32: 0 };
         ShardFileInfo { file: file.into(), entry, ranges: vec![("w".into(), vec![3, 4], piece)] }
     }
@@ -514,24 +585,43 @@ pub(super) mod tests {
             manifest.enter(written.to_vec()).map_err(|e| e.to_string()).map(|()| manifest)
         };
         // Of a matrix of 3 x 4.
-        let (left, right) = (slice("a", Some(0..1), 0, 3), slice("b", Some(1..4), 0, 9));
+        let left = slice("a", Some(0..1), 0, 3);
+        let right = slice("b", Some(1..4), 0, 9);
         let whole = enter(&[right.clone(), left.clone()]).unwrap();
-        assert_eq!(whole.tensors["w"].pieces.iter().map(|piece| &piece.file[..]).collect::<String>(), "ab");
+        assert_eq!(
+            whole.tensors["w"].pieces.iter().map(|piece| &piece.file[..]).collect::<String>(),
+            "ab"
+        );
         enter(&[slice("a", Some(0..4), 7, 5), slice("b", Some(0..4), 0, 7)]).unwrap();
         let [l, r] = [&left, &right];
         #[expect(clippy::reversed_empty_ranges, reason = "it is refused")]
         let backward = slice("c", Some(4..1), 0, 9);
         for (pieces, words) in [
-            (&[l, &slice("b", Some(1..4), 0, 8)][..], "no piece of columns 1..4 of tensor w holds element 8"),
-            (&[l, &slice("b", Some(1..4), 1, 8)], "no piece of columns 1..4 of tensor w holds element 0"),
-            (&[l, r, &slice("c", Some(1..4), 8, 1)], "pieces of columns 1..4 of tensor w overlap at element 8"),
-            (&[l, &slice("b", Some(1..4), 0, 10)], "columns 1..4 of tensor w ends at element 10 of 9"),
+            (
+                &[l, &slice("b", Some(1..4), 0, 8)][..],
+                "no piece of columns 1..4 of tensor w holds element 8",
+            ),
+            (
+                &[l, &slice("b", Some(1..4), 1, 8)],
+                "no piece of columns 1..4 of tensor w holds element 0",
+            ),
+            (
+                &[l, r, &slice("c", Some(1..4), 8, 1)],
+                "pieces of columns 1..4 of tensor w overlap at element 8",
+            ),
+            (
+                &[l, &slice("b", Some(1..4), 0, 10)],
+                "columns 1..4 of tensor w ends at element 10 of 9",
+            ),
             (&[l], "no piece of tensor w holds column 1"),
             (&[r], "no piece of tensor w holds column 0"),
             (&[l, &slice("b", Some(2..4), 0, 6)], "no piece of tensor w holds column 1"),
             (&[l, r, &slice("c", Some(3..4), 0, 3)], "slices of tensor w overlap at column 3"),
             (&[r, &slice("c", Some(0..2), 0, 6)], "slices of tensor w overlap at column 1"),
-            (&[l, &slice("b", Some(1..5), 0, 12)], "there are no columns 1..5 of tensor w, which has 4"),
+            (
+                &[l, &slice("b", Some(1..5), 0, 12)],
+                "there are no columns 1..5 of tensor w, which has 4",
+            ),
             (&[l, &slice("b", Some(1..usize::MAX), 0, 9)], "there are no columns"),
             (&[l, r, &slice("c", Some(4..4), 0, 0)], "there are no columns 4..4 of tensor w"),
             (&[l, &backward], "there are no columns 4..1 of tensor w"),
@@ -548,14 +638,27 @@ pub(super) mod tests {
             change(manifest.tensors.get_mut("w").unwrap());
             manifest.check_cover().unwrap_err()
         };
-        assert!(told(|w| w.shape = vec![12]).contains("a piece of tensor w has columns, and its shape is [12]"));
+        assert!(
+            told(|w| w.shape = vec![12])
+                .contains("a piece of tensor w has columns, and its shape is [12]")
+        );
         assert!(told(|w| w.shape = vec![1, 3, 4]).contains("its shape is [1, 3, 4]"));
         assert!(told(|w| w.shape = vec![usize::MAX, 4]).contains("tensor w is too long"));
-        assert!(told(|w| w.shape[0] = usize::MAX / 4).contains("columns 0..1 of tensor w holds element 3"));
-        assert!(told(|w| w.pieces[0].len = usize::MAX).contains("columns 0..1 of tensor w ends at element"));
         assert!(
-            told(|w| w.pieces.push(ShardSlice { start: 9, len: usize::MAX, ..w.pieces[1].clone() }))
-                .contains("too long")
+            told(|w| w.shape[0] = usize::MAX / 4)
+                .contains("columns 0..1 of tensor w holds element 3")
+        );
+        assert!(
+            told(|w| w.pieces[0].len = usize::MAX)
+                .contains("columns 0..1 of tensor w ends at element")
+        );
+        assert!(
+            told(|w| w.pieces.push(ShardSlice {
+                start: 9,
+                len: usize::MAX,
+                ..w.pieces[1].clone()
+            }))
+            .contains("too long")
         );
     }
 
@@ -566,7 +669,10 @@ pub(super) mod tests {
         assert_eq!(text["columns"], serde_json::json!([2, 4]));
         assert_eq!(serde_json::from_value::<ShardSlice>(text).unwrap(), piece);
         let text = serde_json::to_value(written("a", 0, 6).ranges.remove(0).2).unwrap();
-        assert!(text.get("columns").is_none() && serde_json::from_value::<ShardSlice>(text).unwrap().columns.is_none());
+        assert!(
+            text.get("columns").is_none()
+                && serde_json::from_value::<ShardSlice>(text).unwrap().columns.is_none()
+        );
     }
 
     #[test]
@@ -582,13 +688,18 @@ pub(super) mod tests {
             assert_eq!(error.kind(), Kind::Damaged, "{error}");
             error.to_string()
         };
-        assert!(refusal(&text.replace("\"position\":56", "\"position\":57")).contains("malformed manifest: checksum"));
+        assert!(
+            refusal(&text.replace("\"position\":56", "\"position\":57"))
+                .contains("malformed manifest: checksum")
+        );
         assert!(refusal("").contains("malformed manifest"));
         // A version that does not match the seal is damage; one that does is another program's.
         let newer = text.replace("\"version\":3", "\"version\":4");
         assert_ne!(newer, text);
         assert!(refusal(&newer).contains("malformed manifest: checksum"));
-        for (version, words) in [(4, "format version 4 is newer than 3"), (1, "format version 1 is older than 2")] {
+        for (version, words) in
+            [(4, "format version 4 is newer than 3"), (1, "format version 1 is older than 2")]
+        {
             Manifest { version, ..empty(7) }.write(dir.path()).unwrap();
             let error = Manifest::read(dir.path()).unwrap_err();
             assert!(error.kind() == Kind::Input && error.to_string().contains(words), "{error}");

@@ -10,26 +10,32 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
 
 impl Checkpoints {
-    /// Marks all saves of the job `job` after a step as doubtful, because of an audit's finding: to readers they count as
-    /// damaged.
+    /// Marks all saves of the job `job` after a step as doubtful, because of an audit's finding: to
+    /// readers they count as damaged.
     ///
     /// # Errors
     /// Returns an error if the file system refuses.
     pub fn doubt_after(&self, job: &str, step: u64, why: &str) -> Result<()> {
         let mark = Mark { after: step, why: why.to_owned() };
-        let text = serde_json::to_string(&mark).map_err(|e| Error::internal(format!("doubt: {e}")))?;
+        let text =
+            serde_json::to_string(&mark).map_err(|e| Error::internal(format!("doubt: {e}")))?;
         let path = self.root().join(format!("{MARK}{job}"));
         // Several ranks may find the same.
         let temporary = self.root().join(format!(".{MARK}{job}.{}.tmp", std::process::id()));
-        let written = own_files::write(&temporary, text + "\n").and_then(|()| fs::File::open(&temporary)?.sync_all());
-        written.and_then(|()| fs::rename(&temporary, &path)).map_err(|e| Error::io("write", &path, e))?;
+        let written = own_files::write(&temporary, text + "\n")
+            .and_then(|()| fs::File::open(&temporary)?.sync_all());
+        written
+            .and_then(|()| fs::rename(&temporary, &path))
+            .map_err(|e| Error::io("write", &path, e))?;
         sync(self.root())?;
         for step in self.steps()?.into_iter().filter(|&other| other > step) {
             let dir = self.path(step);
-            let is_of_job = Manifest::read(&dir).map_or(true, |manifest| belongs(&manifest.id, job));
+            let is_of_job =
+                Manifest::read(&dir).map_or(true, |manifest| belongs(&manifest.id, job));
             if is_of_job {
                 let path = dir.join(FILE);
-                own_files::write(&path, format!("{why}\n")).map_err(|e| Error::io("write", &path, e))?;
+                own_files::write(&path, format!("{why}\n"))
+                    .map_err(|e| Error::io("write", &path, e))?;
             }
         }
         Ok(())
@@ -38,7 +44,8 @@ impl Checkpoints {
     /// Removes the marks of jobs that have no save here any more.
     pub(super) fn forget_doubts(&self) {
         let Ok(entries) = fs::read_dir(self.root()) else { return };
-        let (mut marks, mut saves) = (Vec::new(), Vec::new());
+        let mut marks = Vec::new();
+        let mut saves = Vec::new();
         for entry in entries.flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
             if let Some(job) = name.strip_prefix(MARK) {

@@ -11,8 +11,8 @@
 //!   .leases/                who reads which
 //! ```
 //!
-//! Nothing in it depends on the ranks that wrote it: any number of ranks in any layout can read it. The format is in
-//! `docs/checkpoint-format.md`.
+//! Nothing in it depends on the ranks that wrote it: any number of ranks in any layout can read it.
+//! The format is in `docs/checkpoint-format.md`.
 
 mod async_save;
 mod directory;

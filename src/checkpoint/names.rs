@@ -17,10 +17,18 @@ mod tests {
 
     #[test]
     fn only_names_that_the_program_writes_are_checkpoints() {
-        assert_eq!((step_of("step-00000007"), step_of("step-123456789")), (Some(7), Some(123_456_789)));
-        for name in
-            ["step-7", "step-+0000007", "step--0000007", "step-0123456789", "step-00000007.tmp", "step-0000000x"]
-        {
+        assert_eq!(
+            (step_of("step-00000007"), step_of("step-123456789")),
+            (Some(7), Some(123_456_789))
+        );
+        for name in [
+            "step-7",
+            "step-+0000007",
+            "step--0000007",
+            "step-0123456789",
+            "step-00000007.tmp",
+            "step-0000000x",
+        ] {
             assert_eq!(step_of(name), None, "{name}");
         }
     }

@@ -1,8 +1,8 @@
 //! `latest` and `best`: names that lead to one of a run's checkpoints.
 //!
-//! Each is a symbolic link, or, on file systems without symbolic links, a file of one line with the name of the
-//! checkpoint. Tools that follow links while they copy a run leave a directory there: a copy of the checkpoint, which
-//! would grow stale with the next save.
+//! Each is a symbolic link, or, on file systems without symbolic links, a file of one line with the
+//! name of the checkpoint. Tools that follow links while they copy a run leave a directory there: a
+//! copy of the checkpoint, which would grow stale with the next save.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -88,7 +88,8 @@ impl Pointer {
     /// Makes it name the checkpoint of a step, in one rename.
     ///
     /// # Errors
-    /// Returns an error if its name is taken by a directory ([`hpctrain_base::error::Kind::Input`]), or the file system refuses.
+    /// Returns an error if its name is taken by a directory
+    /// ([`hpctrain_base::error::Kind::Input`]), or the file system refuses.
     pub(super) fn point_to(&self, step: u64) -> Result<()> {
         self.point_to_by(step, |target, link| symlink(target, link))
     }
@@ -100,13 +101,19 @@ impl Pointer {
             std::process::id(),
             hpctrain_config::telemetry::unix_time()
         ));
-        // A process that was killed between the two calls below may have left it; mostly it does not exist.
+        // A process that was killed between the two calls below may have left it; mostly it does
+        // not exist.
         let _ = fs::remove_file(&temporary);
-        let pointed = make(&temporary, &name_of(step), make_link).and_then(|()| fs::rename(&temporary, &self.path));
+        let pointed = make(&temporary, &name_of(step), make_link)
+            .and_then(|()| fs::rename(&temporary, &self.path));
         pointed.map_err(|e| {
             // The error of the rename says more than one of this.
             let _ = fs::remove_file(&temporary);
-            if self.path.is_dir() && !self.path.is_symlink() { self.taken() } else { refused("link", &self.path, e) }
+            if self.path.is_dir() && !self.path.is_symlink() {
+                self.taken()
+            } else {
+                refused("link", &self.path, e)
+            }
         })
     }
 
@@ -118,7 +125,8 @@ impl Pointer {
     }
 }
 
-/// Makes a symbolic link to `name`, or, where the file system has none, a durable file that holds `name`.
+/// Makes a symbolic link to `name`, or, where the file system has none, a durable file that holds
+/// `name`.
 fn make(path: &Path, name: &str, make_link: MakeLink) -> io::Result<()> {
     match make_link(Path::new(name), path) {
         Err(e) if lacks_links(&e) => {
@@ -129,8 +137,8 @@ fn make(path: &Path, name: &str, make_link: MakeLink) -> io::Result<()> {
     }
 }
 
-/// Whether a file system that fails like this has no symbolic links. See symlink(2): `EPERM` of vfat and exFAT; SMB,
-/// FUSE and others have their own errors.
+/// Whether a file system that fails like this has no symbolic links. See symlink(2): `EPERM` of
+/// vfat and exFAT; SMB, FUSE and others have their own errors.
 pub(super) fn lacks_links(e: &io::Error) -> bool {
     matches!(e.raw_os_error(), Some(libc::EPERM | libc::ENOSYS | libc::EOPNOTSUPP | libc::EINVAL))
 }
@@ -177,7 +185,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         for text in ["", "step-4\n", "step-00000004\nstep-00000006\n"] {
             fs::write(dir.path().join("latest"), text).unwrap();
-            assert_eq!(Pointer::at(dir.path().join("latest")).target().unwrap_err().kind(), Kind::Damaged, "{text:?}");
+            assert_eq!(
+                Pointer::at(dir.path().join("latest")).target().unwrap_err().kind(),
+                Kind::Damaged,
+                "{text:?}"
+            );
         }
     }
 }

@@ -59,11 +59,13 @@ impl Reader {
         Ok(Self::of(dir, manifest, checked))
     }
 
-    /// Opens the checkpoint in `dir` on all ranks of `world`: collective. Rank 0 alone does so by `open`; the others
-    /// receive the manifest without files and pieces, which [`Reader::fetch`] brings.
+    /// Opens the checkpoint in `dir` on all ranks of `world`: collective. Rank 0 alone does so by
+    /// `open`; the others receive the manifest without files and pieces, which [`Reader::fetch`]
+    /// brings.
     ///
     /// # Errors
-    /// Returns the error of `open`, the same on all ranks, or an error if a message between ranks failed.
+    /// Returns the error of `open`, the same on all ranks, or an error if a message between ranks
+    /// failed.
     pub fn open_together<B: Backend>(
         world: &Group<B>,
         dir: &Path,
@@ -86,7 +88,8 @@ impl Reader {
         })
     }
 
-    // Messages are encoded and decoded in functions that are not generic, so that serde's code is compiled once.
+    // Messages are encoded and decoded in functions that are not generic, so that serde's code is
+    // compiled once.
 
     /// The manifest without files and pieces, as a message.
     fn outline(&self) -> Result<Vec<u8>> {
@@ -100,8 +103,8 @@ impl Reader {
         Ok(Self { received: received.len(), ..Self::of(dir, manifest, vec![]) })
     }
 
-    /// Brings the entries of the manifest for the ranges `wanted` of this rank, and for its share of the files, which
-    /// [`Reader::check_files`] checks: collective over `world`.
+    /// Brings the entries of the manifest for the ranges `wanted` of this rank, and for its share
+    /// of the files, which [`Reader::check_files`] checks: collective over `world`.
     ///
     /// # Errors
     /// Returns an error if a message between ranks failed.
@@ -141,7 +144,12 @@ impl Reader {
     }
 
     fn of(dir: &Path, manifest: Manifest, checked: Vec<String>) -> Self {
-        let files = Files { dir: dir.to_path_buf(), open: HashMap::new(), uses: 0, most: fd_limit::share(OPEN) };
+        let files = Files {
+            dir: dir.to_path_buf(),
+            open: HashMap::new(),
+            uses: 0,
+            most: fd_limit::share(OPEN),
+        };
         Self { manifest, files, block: Vec::new(), checked, received: 0 }
     }
 
@@ -160,18 +168,20 @@ impl Reader {
         &self.files.dir
     }
 
-    /// The part that is used rather than trained: the running average of the parameters, if there is one, else themselves.
+    /// The part that is used rather than trained: the running average of the parameters, if there
+    /// is one, else themselves.
     pub fn used(&self) -> usize {
         self.manifest.state.iter().position(|name| name == AVERAGE).map_or(0, |k| k + 1)
     }
 
-    /// Reads elements `range` of a tensor, or of the matrix `tensor[:, columns]` if columns are given, into `out`, which is
-    /// as long: part 0 is the parameters, part k the k-th state buffer. The tensor may be stored whole or in any slices.
-    /// Every block touched is read once and checked against its checksum.
+    /// Reads elements `range` of a tensor, or of the matrix `tensor[:, columns]` if columns are
+    /// given, into `out`, which is as long: part 0 is the parameters, part k the k-th state buffer.
+    /// The tensor may be stored whole or in any slices. Every block touched is read once and
+    /// checked against its checksum.
     ///
     /// # Errors
-    /// A file is missing or damaged, or there is no such tensor: which tensor, which file. An internal error if the
-    /// tensor has no such elements.
+    /// A file is missing or damaged, or there is no such tensor: which tensor, which file. An
+    /// internal error if the tensor has no such elements.
     pub fn read(
         &mut self,
         tensor: &str,
@@ -218,8 +228,12 @@ impl Reader {
         }
         if !is_there || written != range.len() {
             let of = columns.map_or_else(String::new, |columns| format!("columns {columns:?} of "));
-            let what = format!("elements {range:?} of {of}{tensor} {:?} into {}", entry.shape, out.len());
-            return Err(Error::internal(format!("{}: {what}: {written} were there", files.dir.display())));
+            let what =
+                format!("elements {range:?} of {of}{tensor} {:?} into {}", entry.shape, out.len());
+            return Err(Error::internal(format!(
+                "{}: {what}: {written} were there",
+                files.dir.display()
+            )));
         }
         Ok(())
     }
@@ -229,7 +243,8 @@ impl Reader {
         self.checked = self.manifest.files.keys().skip(first).step_by(of).cloned().collect();
     }
 
-    /// Checks the lengths of the files, and the bytes that belong to no tensor: of all files, or of this process's share.
+    /// Checks the lengths of the files, and the bytes that belong to no tensor: of all files, or of
+    /// this process's share.
     ///
     /// # Errors
     /// The first that is missing or damaged.
@@ -240,9 +255,9 @@ impl Reader {
             pieces.entry(&piece.file).or_default().push(piece);
         }
         let none = Vec::new();
-        checked
-            .iter()
-            .try_for_each(|name| files.check(name, &manifest.files[name], pieces.get(&name[..]).unwrap_or(&none)))
+        checked.iter().try_for_each(|name| {
+            files.check(name, &manifest.files[name], pieces.get(&name[..]).unwrap_or(&none))
+        })
     }
 
     /// Reads and checks everything in the file `name`.
@@ -255,7 +270,9 @@ impl Reader {
         let pieces: Vec<&ShardSlice> = pieces.filter(|piece| piece.file == *name).collect();
         files.check(name, &manifest.files[name], &pieces)?;
         for (tensor, entry) in &manifest.tensors {
-            for (number, piece) in entry.pieces.iter().enumerate().filter(|(_, piece)| piece.file == name) {
+            for (number, piece) in
+                entry.pieces.iter().enumerate().filter(|(_, piece)| piece.file == name)
+            {
                 for part in 0..piece.parts.len() {
                     let group = part.checked_sub(1).map_or(PARAMS, |k| &manifest.state[k]);
                     for index in 0..piece.len.div_ceil(BLOCK) {
@@ -300,7 +317,8 @@ impl Slice<'_> {
     /// Columns of the elements in one of the rows.
     fn in_row(&self, row: usize) -> Range<usize> {
         let width = self.columns.len();
-        let column = |element: usize| self.columns.start + element.saturating_sub(row * width).min(width);
+        let column =
+            |element: usize| self.columns.start + element.saturating_sub(row * width).min(width);
         column(self.range.start)..column(self.range.end)
     }
 
@@ -310,8 +328,14 @@ impl Slice<'_> {
         (here.start.max(there.start)..here.end.min(there.end)).filter_map(move |row| {
             let [here, there] = [self.in_row(row), other.in_row(row)];
             let columns = here.start.max(there.start)..here.end.min(there.end);
-            let at = |of: &Self| row * of.columns.len() + (columns.start - of.columns.start) - of.range.start;
-            (!columns.is_empty()).then(|| Run { here: at(self), there: at(other), len: columns.len() })
+            let at = |of: &Self| {
+                row * of.columns.len() + (columns.start - of.columns.start) - of.range.start
+            };
+            (!columns.is_empty()).then(|| Run {
+                here: at(self),
+                there: at(other),
+                len: columns.len(),
+            })
         })
     }
 }
@@ -323,16 +347,23 @@ impl Files {
         let file = self.get(name)?;
         let length = file.metadata().map_err(|e| unread("read", &path, &e))?.len();
         if length != entry.bytes {
-            return Err(damaged(&path, format!("{length} bytes where the manifest says {}", entry.bytes)));
+            return Err(damaged(
+                &path,
+                format!("{length} bytes where the manifest says {}", entry.bytes),
+            ));
         }
         let found = rest_crc32(file, length, pieces).map_err(|e| unread("read", &path, &e))?;
         if found != entry.rest_crc32 {
-            return Err(damaged(&path, format!("HDF5 structure: checksum {found:08x} is not the manifest's")));
+            return Err(damaged(
+                &path,
+                format!("HDF5 structure: checksum {found:08x} is not the manifest's"),
+            ));
         }
         Ok(())
     }
 
-    /// Reads a whole block of a piece and checks it. `name` gives the path of its dataset, for errors.
+    /// Reads a whole block of a piece and checks it. `name` gives the path of its dataset, for
+    /// errors.
     fn read_block(
         &mut self,
         piece: &ShardSlice,
@@ -346,22 +377,31 @@ impl Files {
         let offset = stored.offset + (index * BLOCK * size_of::<f32>()) as u64;
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(out);
         let file = self.get(&piece.file)?;
-        file.read_exact_at(bytes, offset).map_err(|e| unread(&format!("read {} in", name()), &path, &e))?;
+        file.read_exact_at(bytes, offset)
+            .map_err(|e| unread(&format!("read {} in", name()), &path, &e))?;
         let found = crc32fast::hash(bytes);
         if found != stored.crc32[index] {
-            return Err(damaged(&path, format!("{}: checksum {found:08x} is not the manifest's", name())));
+            return Err(damaged(
+                &path,
+                format!("{}: checksum {found:08x} is not the manifest's", name()),
+            ));
         }
         Ok(())
     }
 
-    /// The file called `name`; of more than may be open, the one of these that was not used for longest is closed.
+    /// The file called `name`; of more than may be open, the one of these that was not used for
+    /// longest is closed.
     fn get(&mut self, name: &str) -> Result<&File> {
         self.uses += 1;
         let file = match self.open.remove(name) {
             Some((_, file)) => file,
             None => {
                 let path = self.dir.join(name);
-                let longest = self.open.iter().min_by_key(|(_, (used, _))| *used).map(|(name, _)| name.clone());
+                let longest = self
+                    .open
+                    .iter()
+                    .min_by_key(|(_, (used, _))| *used)
+                    .map(|(name, _)| name.clone());
                 if let Some(name) = longest.filter(|_| HELD.load(Ordering::Relaxed) >= self.most) {
                     self.open.remove(&name);
                     HELD.fetch_sub(1, Ordering::Relaxed);
@@ -371,7 +411,8 @@ impl Files {
                 file
             }
         };
-        let (_, file) = &*self.open.entry(name.to_string()).insert_entry((self.uses, file)).into_mut();
+        let (_, file) =
+            &*self.open.entry(name.to_string()).insert_entry((self.uses, file)).into_mut();
         Ok(file)
     }
 }
@@ -427,8 +468,13 @@ mod tests {
         element as f32 + 0.25 * part as f32
     }
 
-    /// The elements of a matrix that `range` counts in some of its columns, by their indices in the matrix.
-    fn elements([rows, width]: [usize; 2], columns: Option<&Range<usize>>, range: &Range<usize>) -> Vec<usize> {
+    /// The elements of a matrix that `range` counts in some of its columns, by their indices in the
+    /// matrix.
+    fn elements(
+        [rows, width]: [usize; 2],
+        columns: Option<&Range<usize>>,
+        range: &Range<usize>,
+    ) -> Vec<usize> {
         let columns = columns.cloned().unwrap_or(0..width);
         let all = (0..rows).flat_map(|row| columns.clone().map(move |column| row * width + column));
         all.skip(range.start).take(range.len()).collect()
@@ -442,7 +488,8 @@ mod tests {
         ends.windows(2).map(|ends| ends[0]..ends[1]).collect()
     }
 
-    /// Writes a checkpoint of the matrix `w` of this shape and a buffer `m`: each piece into the file with its number.
+    /// Writes a checkpoint of the matrix `w` of this shape and a buffer `m`: each piece into the
+    /// file with its number.
     fn write(dir: &Path, shape: [usize; 2], pieces: &[Placed]) -> Reader {
         let files = pieces.iter().map(|(file, ..)| *file).max().unwrap() + 1;
         let written = (0..files).map(|file| {
@@ -458,7 +505,8 @@ mod tests {
             for (i, (_, columns, range)) in here.into_iter().enumerate() {
                 let elements = elements(shape, columns.as_ref(), range);
                 for part in 0..2 {
-                    let values: Vec<f32> = elements.iter().map(|element| value(part, *element)).collect();
+                    let values: Vec<f32> =
+                        elements.iter().map(|element| value(part, *element)).collect();
                     writer.write(i, part, &values).unwrap();
                 }
             }
@@ -479,23 +527,39 @@ mod tests {
         for (number, piece) in entry.pieces.iter().enumerate() {
             let file = hdf5::File::open(reader.dir().join(&piece.file)).unwrap();
             for (group, part) in ["params", "m"].into_iter().zip(&piece.parts) {
-                let dataset = file.group(group).unwrap().dataset(&entry.dataset("w", number)).unwrap();
+                let dataset =
+                    file.group(group).unwrap().dataset(&entry.dataset("w", number)).unwrap();
                 assert_eq!((dataset.offset(), dataset.size()), (Some(part.offset), piece.len));
-                assert_eq!(dataset.attr("start").unwrap().read_scalar::<u64>().unwrap(), piece.start as u64);
-                let columns = dataset.attr("columns").ok().map(|columns| columns.read_raw::<u64>().unwrap());
-                assert_eq!(columns, piece.columns.as_ref().map(|of| vec![of.start as u64, of.end as u64]));
+                assert_eq!(
+                    dataset.attr("start").unwrap().read_scalar::<u64>().unwrap(),
+                    piece.start as u64
+                );
+                let columns =
+                    dataset.attr("columns").ok().map(|columns| columns.read_raw::<u64>().unwrap());
+                assert_eq!(
+                    columns,
+                    piece.columns.as_ref().map(|of| vec![of.start as u64, of.end as u64])
+                );
             }
         }
         reader.check_files().unwrap();
         manifest.files.keys().for_each(|name| reader.verify(name).unwrap());
     }
 
-    /// Writes a matrix in these slices, or whole, each cut at `pieces`, into the `files`, and reads what is wanted.
-    fn check(shape: [usize; 2], slices: &[Range<usize>], pieces: &[Index], files: &[Index], wanted: &[Wanted]) {
+    /// Writes a matrix in these slices, or whole, each cut at `pieces`, into the `files`, and reads
+    /// what is wanted.
+    fn check(
+        shape: [usize; 2],
+        slices: &[Range<usize>],
+        pieces: &[Index],
+        files: &[Index],
+        wanted: &[Wanted],
+    ) {
         let [rows, width] = shape;
         let mut extents = Vec::new();
         let whole = [(None, width)];
-        let of = slices.iter().map(|columns| (Some(columns.clone()), columns.len())).collect::<Vec<_>>();
+        let of =
+            slices.iter().map(|columns| (Some(columns.clone()), columns.len())).collect::<Vec<_>>();
         for (columns, width) in if of.is_empty() { &whole[..] } else { &of } {
             for range in cut(rows * width, pieces) {
                 let file = files[extents.len() % files.len()].index(3);
@@ -513,7 +577,8 @@ mod tests {
                 let [a, b] = ends.map(|end| end.index(len + 1));
                 a.min(b)..a.max(b)
             };
-            let columns = columns.map(|ends| ordered(width, &ends)).filter(|columns| !columns.is_empty());
+            let columns =
+                columns.map(|ends| ordered(width, &ends)).filter(|columns| !columns.is_empty());
             let range = ordered(rows * columns.as_ref().map_or(width, Range::len), ends);
             // As a rank reads it that has an excerpt alone.
             let mut narrow = narrowed(&reader, columns.clone(), &range, files.len() % 3);
@@ -521,14 +586,24 @@ mod tests {
             for (part, reader) in [(0, &mut reader), (1, &mut narrow)] {
                 let mut out = vec![f32::NAN; range.len()];
                 reader.read("w", part, columns.as_ref(), range.clone(), &mut out).unwrap();
-                let want = elements(shape, columns.as_ref(), &range).into_iter().map(|element| value(part, element));
-                assert!(out.into_iter().eq(want), "{columns:?} {range:?} of {shape:?} in {extents:?}");
+                let want = elements(shape, columns.as_ref(), &range)
+                    .into_iter()
+                    .map(|element| value(part, element));
+                assert!(
+                    out.into_iter().eq(want),
+                    "{columns:?} {range:?} of {shape:?} in {extents:?}"
+                );
             }
         }
     }
 
     /// The reader of rank `rank` of three, which reads this range of these columns of the tensor.
-    fn narrowed(reader: &Reader, columns: Option<Range<usize>>, range: &Range<usize>, rank: usize) -> Reader {
+    fn narrowed(
+        reader: &Reader,
+        columns: Option<Range<usize>>,
+        range: &Range<usize>,
+        rank: usize,
+    ) -> Reader {
         let wanted = TensorRange { tensor: "w".into(), columns, range: range.clone() };
         let excerpt = excerpt::Index::new(reader.manifest()).excerpt(&[wanted], rank, 3);
         let checked = excerpt.checked.clone();
@@ -540,22 +615,28 @@ mod tests {
     #[test]
     fn an_excerpt_has_the_pieces_of_its_ranges_and_of_its_files() {
         let dir = tempfile::tempdir().unwrap();
-        // A matrix of 4 x 6 in two slices, each in four files; the first file has two pieces of the second slice.
+        // A matrix of 4 x 6 in two slices, each in four files; the first file has two pieces of the
+        // second slice.
         let first = (0..4).map(|i| (i, Some(0..2), 2 * i..2 * i + 2));
         let second = (0..4).map(|i| (i % 3, Some(2..6), 4 * i..4 * i + 4));
         let reader = write(dir.path(), [4, 6], &first.chain(second).collect::<Vec<_>>());
         let found = |columns: Option<Range<usize>>, range: Range<usize>, rank| {
             let narrow = narrowed(&reader, columns, &range, rank);
             let pieces = narrow.manifest.tensors["w"].pieces.iter();
-            let pieces: Vec<_> = pieces.map(|piece| (piece.columns.clone().unwrap().start, piece.start)).collect();
+            let pieces: Vec<_> =
+                pieces.map(|piece| (piece.columns.clone().unwrap().start, piece.start)).collect();
             (pieces, narrow.manifest.files.len(), narrow.checked.len())
         };
         // Of four files rank 0 checks two, of which each has two or three pieces.
         assert_eq!(found(Some(0..2), 0..0, 0), (vec![(0, 0), (0, 6), (2, 0), (2, 12)], 2, 2));
         assert_eq!(found(Some(0..2), 0..0, 1), (vec![(0, 2), (2, 4)], 1, 1));
-        // Of the same columns, of the others, and of some of each: with the pieces beside them in the file.
+        // Of the same columns, of the others, and of some of each: with the pieces beside them in
+        // the file.
         assert_eq!(found(Some(0..2), 4..5, 1), (vec![(0, 2), (0, 4), (2, 4), (2, 8)], 2, 1));
-        assert_eq!(found(Some(2..6), 8..16, 1).0, [(0, 0), (0, 2), (0, 4), (2, 0), (2, 4), (2, 8), (2, 12)]);
+        assert_eq!(
+            found(Some(2..6), 8..16, 1).0,
+            [(0, 0), (0, 2), (0, 4), (2, 0), (2, 4), (2, 8), (2, 12)]
+        );
         assert_eq!(found(Some(1..3), 4..6, 1).0, [(0, 2), (0, 4), (2, 4), (2, 8)]);
         assert_eq!(found(None, 12..18, 1).0, [(0, 2), (0, 4), (2, 4), (2, 8)]);
         assert_eq!(found(None, 0..24, 1).0.len(), 8);
@@ -643,7 +724,8 @@ mod tests {
     #[test]
     fn elements_that_are_not_there_are_an_error() {
         let dir = tempfile::tempdir().unwrap();
-        let mut reader = write(dir.path(), [4, 6], &[(0, Some(0..2), 0..8), (1, Some(2..6), 0..16)]);
+        let mut reader =
+            write(dir.path(), [4, 6], &[(0, Some(0..2), 0..8), (1, Some(2..6), 0..16)]);
         let mut read = |columns: Option<Range<usize>>, range: Range<usize>, len: usize| {
             reader.read("w", 0, columns.as_ref(), range, &mut vec![0.0; len])
         };

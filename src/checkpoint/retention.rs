@@ -11,15 +11,21 @@ pub struct Retention {
     pub multiples: u64,
     /// Number of checkpoints kept for the lowest validation losses.
     pub best: usize,
-    /// The step at which an audit last found replicas equal, if audits compare any: the newest checkpoint that is not
-    /// after this step is kept, since a later audit may put all others in doubt.
+    /// The step at which an audit last found replicas equal, if audits compare any: the newest
+    /// checkpoint that is not after this step is kept, since a later audit may put all others in
+    /// doubt.
     pub audited: Option<u64>,
 }
 
 impl Retention {
     /// The retention that a configuration asks for.
     pub fn of(config: &config::Checkpoint) -> Self {
-        Self { newest: config.keep, multiples: config.keep_every, best: config.keep_best, audited: None }
+        Self {
+            newest: config.keep,
+            multiples: config.keep_every,
+            best: config.keep_best,
+            audited: None,
+        }
     }
 }
 
@@ -40,12 +46,17 @@ pub struct Candidate {
 pub fn removed(candidates: &[Candidate], retention: &Retention) -> Vec<u64> {
     let sound: Vec<&Candidate> = candidates.iter().filter(|candidate| candidate.sound).collect();
     let newest = &sound[sound.len().saturating_sub(retention.newest)..];
-    // No checkpoint is removed that is newer than the oldest of these: while all are damaged, all stay.
+    // No checkpoint is removed that is newer than the oldest of these: while all are damaged, all
+    // stay.
     let Some(oldest) = newest.first().map(|candidate| candidate.step) else { return Vec::new() };
-    let mut by_loss: Vec<(f64, u64)> = sound.iter().filter_map(|one| Some((one.loss?, one.step))).collect();
+    let mut by_loss: Vec<(f64, u64)> =
+        sound.iter().filter_map(|one| Some((one.loss?, one.step))).collect();
     by_loss.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
     by_loss.truncate(retention.best);
-    let proven = retention.audited.and_then(|step| sound.iter().rev().find(|one| one.step <= step)).map(|one| one.step);
+    let proven = retention
+        .audited
+        .and_then(|step| sound.iter().rev().find(|one| one.step <= step))
+        .map(|one| one.step);
     let kept = |one: &Candidate| {
         one.held
             || proven == Some(one.step)
@@ -66,9 +77,12 @@ mod tests {
 
     #[test]
     fn newest_multiples_best_and_held_stay() {
-        let all: Vec<Candidate> =
-            (1..=8).map(|n| Candidate { loss: Some((n as f64 - 2.2).abs()), ..at(n * 10) }).collect();
-        let keep = |newest, multiples, best| removed(&all, &Retention { newest, multiples, best, audited: None });
+        let all: Vec<Candidate> = (1..=8)
+            .map(|n| Candidate { loss: Some((n as f64 - 2.2).abs()), ..at(n * 10) })
+            .collect();
+        let keep = |newest, multiples, best| {
+            removed(&all, &Retention { newest, multiples, best, audited: None })
+        };
         assert_eq!(keep(2, 0, 0), [10, 20, 30, 40, 50, 60]);
         assert_eq!(keep(9, 0, 0), [0u64; 0]);
         assert_eq!(keep(1, 30, 0), [10, 20, 40, 50, 70]);
@@ -81,7 +95,8 @@ mod tests {
     #[test]
     fn the_newest_that_an_audit_covers_stays() {
         let all: Vec<Candidate> = (1..=8).map(|n| at(n * 500)).collect();
-        let keep = |audited| removed(&all, &Retention { newest: 2, audited, ..Retention::default() });
+        let keep =
+            |audited| removed(&all, &Retention { newest: 2, audited, ..Retention::default() });
         assert_eq!(keep(None), [500, 1000, 1500, 2000, 2500, 3000]);
         assert_eq!(keep(Some(1999)), [500, 1000, 2000, 2500, 3000]);
         assert_eq!(keep(Some(2000)), [500, 1000, 1500, 2500, 3000]);

@@ -36,15 +36,17 @@ impl<T> Task<T> {
     /// Returns an error if the work panicked.
     pub fn join(self) -> Result<T> {
         match self {
-            Self::Begun { result, .. } => result.recv().map_err(|_| Error::internal("the thread that saves panicked")),
+            Self::Begun { result, .. } => {
+                result.recv().map_err(|_| Error::internal("the thread that saves panicked"))
+            }
             Self::Ready(result) => Ok(result),
         }
     }
 }
 
-/// The thread that does the work of saves, one piece after the other. It runs from the first step on: a system that has no room for
-/// it says so before any work could be lost.
-/// It ends once this is dropped and its work is done.
+/// The thread that does the work of saves, one piece after the other. It runs from the first step
+/// on: a system that has no room for it says so before any work could be lost. It ends once this is
+/// dropped and its work is done.
 pub struct SaveThread {
     tasks: Sender<Box<dyn FnOnce() + Send>>,
 }

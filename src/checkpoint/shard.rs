@@ -1,10 +1,11 @@
 //! One rank's file: HDF5 lays it out, plain writes fill it.
 //!
-//! HDF5 locks its library while it works, and the loader reads with it: a thread that wrote a checkpoint through it would
-//! stop the training's data. So HDF5 only reserves the place of every dataset.
+//! HDF5 locks its library while it works, and the loader reads with it: a thread that wrote a
+//! checkpoint through it would stop the training's data. So HDF5 only reserves the place of every
+//! dataset.
 //!
-//! Each block is handed to the disk as soon as it is written, and the copy bypasses the caches, so a save runs at the
-//! disk's speed.
+//! Each block is handed to the disk as soon as it is written, and the copy bypasses the caches, so
+//! a save runs at the disk's speed.
 
 use std::fs::File;
 use std::ops::Range;
@@ -31,9 +32,11 @@ pub struct Extent {
     pub tensor: String,
     /// Its shape.
     pub shape: Vec<usize>,
-    /// The columns of a matrix whose elements `range` counts; none if it counts those of the whole tensor.
+    /// The columns of a matrix whose elements `range` counts; none if it counts those of the whole
+    /// tensor.
     pub columns: Option<Range<usize>>,
-    /// The range, in flat elements of the tensor, or of the matrix `tensor[:, columns]`, which is row-major, too.
+    /// The range, in flat elements of the tensor, or of the matrix `tensor[:, columns]`, which is
+    /// row-major, too.
     pub range: Range<usize>,
 }
 
@@ -55,8 +58,8 @@ fn bytes(elements: usize) -> u64 {
 }
 
 impl ShardWriter {
-    /// Creates the file `name` in `dir` with a dataset for each extent: of the parameters and of each buffer of
-    /// `state`.
+    /// Creates the file `name` in `dir` with a dataset for each extent: of the parameters and of
+    /// each buffer of `state`.
     ///
     /// # Errors
     /// The file system refused.
@@ -65,14 +68,30 @@ impl ShardWriter {
         let file = own_files::update(&path).map_err(|e| refused(WRITE, &path, e))?;
         // HDF5 follows links: it gets the file that is open, not its name.
         let opened = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-        let offsets = lay_out(&opened, state, extents).map_err(|e| refused(WRITE, &path, one_line(&e)))?;
+        let offsets =
+            lay_out(&opened, state, extents).map_err(|e| refused(WRITE, &path, one_line(&e)))?;
         let ranges = extents.iter().zip(offsets).map(|(extent, offsets)| {
-            let parts = offsets.into_iter().map(|offset| Stored { offset, crc32: vec![] }).collect();
+            let parts =
+                offsets.into_iter().map(|offset| Stored { offset, crc32: vec![] }).collect();
             let Extent { tensor, shape, columns, range } = extent.clone();
-            (tensor, shape, ShardSlice { file: name.to_string(), columns, start: range.start, len: range.len(), parts })
+            (
+                tensor,
+                shape,
+                ShardSlice {
+                    file: name.to_string(),
+                    columns,
+                    start: range.start,
+                    len: range.len(),
+                    parts,
+                },
+            )
         });
         let entry = FileEntry { bytes: 0, rest_crc32: 0 };
-        Ok(Self { written: ShardFileInfo { file: name.to_string(), entry, ranges: ranges.collect() }, path, file })
+        Ok(Self {
+            written: ShardFileInfo { file: name.to_string(), entry, ranges: ranges.collect() },
+            path,
+            file,
+        })
     }
 
     /// Writes one part of an extent.
@@ -101,7 +120,8 @@ impl ShardWriter {
         file.sync_all().map_err(|e| refused(WRITE, &path, e))?;
         let length = file.metadata().map_err(|e| Error::io("read", &path, e))?.len();
         let pieces: Vec<&ShardSlice> = written.ranges.iter().map(|(_, _, piece)| piece).collect();
-        let rest_crc32 = rest_crc32(&file, length, &pieces).map_err(|e| Error::io("read back", &path, e))?;
+        let rest_crc32 =
+            rest_crc32(&file, length, &pieces).map_err(|e| Error::io("read back", &path, e))?;
         written.entry = FileEntry { bytes: length, rest_crc32 };
         Ok(ShardFile { path, file, written })
     }
@@ -129,8 +149,8 @@ impl ShardFile {
         serde_json::to_vec(&self.written).map_err(|e| Error::internal(e.to_string()))
     }
 
-    /// Reads all of it again, past the kernel's copy: older checkpoints are removed only once the file system gives back
-    /// the bytes written.
+    /// Reads all of it again, past the kernel's copy: older checkpoints are removed only once the
+    /// file system gives back the bytes written.
     ///
     /// # Errors
     /// The file system gave back something else.
@@ -147,7 +167,9 @@ impl ShardFile {
                 for (index, crc32) in stored.crc32.iter().enumerate() {
                     block.resize(bytes(BLOCK.min(piece.len - index * BLOCK)) as usize, 0);
                     let offset = stored.offset + bytes(index * BLOCK);
-                    self.file.read_exact_at(&mut block, offset).map_err(|e| Error::io("read back", &self.path, e))?;
+                    self.file
+                        .read_exact_at(&mut block, offset)
+                        .map_err(|e| Error::io("read back", &self.path, e))?;
                     if crc32fast::hash(&block) != *crc32 {
                         return otherwise(tensor);
                     }
@@ -155,8 +177,10 @@ impl ShardFile {
             }
         }
         let FileEntry { bytes, rest_crc32: known } = self.written.entry;
-        let pieces: Vec<&ShardSlice> = self.written.ranges.iter().map(|(_, _, piece)| piece).collect();
-        let rest = rest_crc32(&self.file, bytes, &pieces).map_err(|e| Error::io("read back", &self.path, e))?;
+        let pieces: Vec<&ShardSlice> =
+            self.written.ranges.iter().map(|(_, _, piece)| piece).collect();
+        let rest = rest_crc32(&self.file, bytes, &pieces)
+            .map_err(|e| Error::io("read back", &self.path, e))?;
         if rest == known { Ok(()) } else { otherwise("its HDF5 structure") }
     }
 }
@@ -171,11 +195,16 @@ fn lay_out(path: &Path, state: &[&str], extents: &[Extent]) -> hdf5::Result<Vec<
         for ((extent, name), offsets) in extents.iter().zip(&names).zip(&mut offsets) {
             let dataset = group
                 .new_dataset_builder()
-                .with_dcpl(|dcpl| dcpl.alloc_time(Some(AllocTime::Early)).fill_time(FillTime::Never))
+                .with_dcpl(|dcpl| {
+                    dcpl.alloc_time(Some(AllocTime::Early)).fill_time(FillTime::Never)
+                })
                 .empty::<f32>()
                 .shape(extent.range.len())
                 .create(name.as_str())?;
-            dataset.new_attr::<u64>().create("start")?.write_scalar(&(extent.range.start as u64))?;
+            dataset
+                .new_attr::<u64>()
+                .create("start")?
+                .write_scalar(&(extent.range.start as u64))?;
             if let Some(columns) = &extent.columns {
                 let columns = [columns.start as u64, columns.end as u64];
                 dataset.new_attr::<u64>().shape(2).create("columns")?.write_raw(&columns)?;
@@ -187,7 +216,8 @@ fn lay_out(path: &Path, state: &[&str], extents: &[Extent]) -> hdf5::Result<Vec<
     Ok(offsets)
 }
 
-/// The datasets of the extents: those of one tensor are counted in the order that their pieces have in the manifest.
+/// The datasets of the extents: those of one tensor are counted in the order that their pieces have
+/// in the manifest.
 fn datasets(extents: &[Extent]) -> Vec<String> {
     let mut order: Vec<usize> = (0..extents.len()).collect();
     let place = |extent: &Extent| place(extent.columns.as_ref(), extent.range.start);
@@ -213,7 +243,9 @@ pub fn rest_crc32(file: &File, length: u64, pieces: &[&ShardSlice]) -> std::io::
     let mut ranges: Vec<Range<u64>> = ranges.collect();
     ranges.sort_by_key(|range| range.start);
     ranges.push(length..length);
-    let (mut hasher, mut at, mut buffer) = (crc32fast::Hasher::new(), 0, vec![0; 1 << 16]);
+    let mut hasher = crc32fast::Hasher::new();
+    let mut at = 0;
+    let mut buffer = vec![0; 1 << 16];
     for range in ranges {
         while at < range.start {
             let take = buffer.len().min((range.start - at) as usize);
@@ -232,8 +264,12 @@ mod tests {
 
     /// A file of 6 MiB, with three blocks in two tensors.
     fn written(dir: &Path) -> ShardFile {
-        let extent =
-            |tensor: &str, len| Extent { tensor: tensor.into(), shape: vec![len], columns: None, range: 0..len };
+        let extent = |tensor: &str, len| Extent {
+            tensor: tensor.into(),
+            shape: vec![len],
+            columns: None,
+            range: 0..len,
+        };
         let extents = [extent("a", BLOCK + 7), extent("b", BLOCK / 2)];
         let mut writer = ShardWriter::create(dir, "x.h5", &[], &extents).unwrap();
         for (number, extent) in extents.iter().enumerate() {
@@ -249,12 +285,17 @@ mod tests {
         let file = written(dir.path());
         file.read_back().unwrap();
         let piece = &file.written.ranges[1].2;
-        for (offset, told) in [(piece.parts[0].offset + 9, "b reads back"), (30, "its HDF5 structure reads back")] {
+        for (offset, told) in
+            [(piece.parts[0].offset + 9, "b reads back"), (30, "its HDF5 structure reads back")]
+        {
             let mut byte = [0];
             file.file.read_exact_at(&mut byte, offset).unwrap();
             file.file.write_all_at(&[byte[0] ^ 4], offset).unwrap();
             let error = file.read_back().unwrap_err().to_string();
-            assert!(error.contains(told) && error.contains("hint: older checkpoints are kept"), "{error}");
+            assert!(
+                error.contains(told) && error.contains("hint: older checkpoints are kept"),
+                "{error}"
+            );
             file.file.write_all_at(&byte, offset).unwrap();
         }
         file.read_back().unwrap();
@@ -273,7 +314,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let kind = rustix::fs::statfs(dir.path()).unwrap().f_type as u32;
         let Some(before) = fetched().filter(|_| ON_DISK.contains(&kind)) else {
-            return println!("SKIPPED: the kernel does not count reads of file systems of type {kind:#x}");
+            return println!(
+                "SKIPPED: the kernel does not count reads of file systems of type {kind:#x}"
+            );
         };
         let file = written(dir.path());
         assert!(fetched().unwrap() - before < 1 << 20, "written bytes are in the kernel's copy");
@@ -282,7 +325,11 @@ mod tests {
             let before = fetched().unwrap();
             file.read_back().unwrap();
             let fetched = fetched().unwrap() - before;
-            assert!(fetched >= file.written.entry.bytes, "{fetched} bytes of {:?}", file.written.entry);
+            assert!(
+                fetched >= file.written.entry.bytes,
+                "{fetched} bytes of {:?}",
+                file.written.entry
+            );
         }
     }
 }

@@ -32,7 +32,9 @@ impl<B: Kernels> Snapshot<B> {
     /// # Errors
     /// A message between ranks failed.
     pub fn new(backend: &B, sharded: &mut Sharded<B>) -> Result<Self> {
-        let (mut extents, mut places, mut len) = (Vec::new(), Vec::new(), 0);
+        let mut extents = Vec::new();
+        let mut places = Vec::new();
+        let mut len = 0;
         for unit in sharded.owned()? {
             let first = extents.len();
             extents.extend(extents_of(&unit));
@@ -72,7 +74,9 @@ impl<B: Kernels> Snapshot<B> {
         let mut writer = ShardWriter::create(dir, &file_name(rank), state, &self.extents)?;
         for Place { part, data, extents } in &self.places {
             let values = &self.data[data.clone()];
-            extents.iter().try_for_each(|(extent, of)| writer.write(*extent, *part, &values[of.clone()]))?;
+            extents
+                .iter()
+                .try_for_each(|(extent, of)| writer.write(*extent, *part, &values[of.clone()]))?;
         }
         writer.finish()
     }
@@ -85,7 +89,8 @@ impl<B: Kernels> Drop for Snapshot<B> {
     }
 }
 
-/// Writes the state into the file of `rank` in `dir`, with no more than one part of one unit on the host.
+/// Writes the state into the file of `rank` in `dir`, with no more than one part of one unit on the
+/// host.
 ///
 /// # Errors
 /// The file system refused, or the device failed.
@@ -98,13 +103,16 @@ pub fn write_through<B: Kernels>(
     let units = sharded.owned()?;
     let extents: Vec<Extent> = units.iter().flat_map(extents_of).collect();
     let mut writer = ShardWriter::create(dir, &file_name(rank), state, &extents)?;
-    let (mut first, mut host) = (0, Vec::new());
+    let mut first = 0;
+    let mut host = Vec::new();
     for unit in &units {
         host.resize(unit.range.len(), 0.0);
         let extents = within(unit, first);
         for (part, values) in parts(unit).enumerate() {
             values.read(&mut host)?;
-            extents.iter().try_for_each(|(extent, of)| writer.write(*extent, part, &host[of.clone()]))?;
+            extents
+                .iter()
+                .try_for_each(|(extent, of)| writer.write(*extent, part, &host[of.clone()]))?;
         }
         first += extents.len();
     }
@@ -121,11 +129,17 @@ pub struct Ranged<'a> {
     pub parts: Vec<&'a [f32]>,
 }
 
-/// Writes ranges into the file of `rank` in `dir`, and reads it back; returns the table of its content.
+/// Writes ranges into the file of `rank` in `dir`, and reads it back; returns the table of its
+/// content.
 ///
 /// # Errors
 /// The file system refused.
-pub fn write_ranges(dir: &Path, rank: usize, state: &[&str], ranges: &[Ranged<'_>]) -> Result<ShardFileInfo> {
+pub fn write_ranges(
+    dir: &Path,
+    rank: usize,
+    state: &[&str],
+    ranges: &[Ranged<'_>],
+) -> Result<ShardFileInfo> {
     let extents: Vec<Extent> = ranges.iter().flat_map(|of| extents(of.layout, &of.range)).collect();
     let mut writer = ShardWriter::create(dir, &file_name(rank), state, &extents)?;
     let mut extent = 0;

@@ -1,4 +1,5 @@
-//! The removal of checkpoints, in two steps: renamed away, and removed once every lease on them shows.
+//! The removal of checkpoints, in two steps: renamed away, and removed once every lease on them
+//! shows.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -22,8 +23,9 @@ pub enum Removal {
 }
 
 impl Checkpoints {
-    /// Removes the checkpoint of a step unless somebody takes a lease on it meanwhile. A holder makes its lease first and
-    /// looks for the checkpoint then: either the lease is seen here, or the holder finds no checkpoint.
+    /// Removes the checkpoint of a step unless somebody takes a lease on it meanwhile. A holder
+    /// makes its lease first and looks for the checkpoint then: either the lease is seen here, or
+    /// the holder finds no checkpoint.
     ///
     /// # Errors
     /// The file system refused.
@@ -35,13 +37,15 @@ impl Checkpoints {
         self.sweep_one(&trash)
     }
 
-    /// As [`Checkpoints::discard_unless_leased`], until all of `steps` are removed or held; those that are removed, and
-    /// those that are held.
+    /// As [`Checkpoints::discard_unless_leased`], until all of `steps` are removed or held; those
+    /// that are removed, and those that are held.
     ///
     /// # Errors
     /// The file system refused.
     pub fn discard_all(&self, steps: &[u64]) -> Result<(Vec<u64>, Vec<u64>)> {
-        let (mut gone, mut held, mut begun) = (Vec::new(), Vec::new(), Vec::new());
+        let mut gone = Vec::new();
+        let mut held = Vec::new();
+        let mut begun = Vec::new();
         for &step in steps {
             match self.discard_unless_leased(step) {
                 Ok(Removal::Removed) => gone.push(step),
@@ -58,7 +62,8 @@ impl Checkpoints {
             std::thread::sleep(time);
             self.sweep()?;
         }
-        let (back, removed): (Vec<u64>, Vec<u64>) = begun.into_iter().partition(|step| self.path(*step).exists());
+        let (back, removed): (Vec<u64>, Vec<u64>) =
+            begun.into_iter().partition(|step| self.path(*step).exists());
         gone.extend(removed);
         held.extend(back);
         Ok((gone, held))
@@ -72,7 +77,8 @@ impl Checkpoints {
         let unreadable = |e| Error::io("list", self.root(), e);
         for entry in fs::read_dir(self.root()).map_err(unreadable)? {
             let path = entry.map_err(unreadable)?.path();
-            let is_trash = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(TRASH));
+            let is_trash =
+                path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(TRASH));
             if is_trash && let Err(e) = self.sweep_one(&path) {
                 log::warn!("{}", one_line(&e));
             }
@@ -86,37 +92,42 @@ impl Checkpoints {
         let name = trash.file_name().unwrap_or_default().to_string_lossy();
         let name = name.strip_prefix(TRASH).unwrap_or(&name);
         let of = name.split('.').next().unwrap_or(name);
-        // Only what has the name of a checkpoint is a whole one, whose readers know it by that name.
+        // Only what has the name of a checkpoint is a whole one, whose readers know it by that
+        // name.
         let path = step_of(name).map(|step| self.path(step));
         let leases = self.leases();
         let fate = leases.trash_status(trash, of);
         let bring_back = || match &path {
-            Some(path) if !path.exists() => {
-                fs::rename(trash, path).map_err(|e| refused("restore", path, e)).map(|()| Removal::Held)
-            }
+            Some(path) if !path.exists() => fs::rename(trash, path)
+                .map_err(|e| refused("restore", path, e))
+                .map(|()| Removal::Held),
             _ => Ok(Removal::Held),
         };
         match fate {
-            Ok(TrashStatus::Free) => {
-                leases.remove_retired(trash).map_err(|e| refused("remove", trash, e)).map(|()| Removal::Removed)
-            }
+            Ok(TrashStatus::Free) => leases
+                .remove_retired(trash)
+                .map_err(|e| refused("remove", trash, e))
+                .map(|()| Removal::Removed),
             Ok(TrashStatus::Held) => bring_back(),
             Ok(TrashStatus::Waits) => Ok(Removal::Begun),
             Err(e) => bring_back().and(Err(e)),
         }
     }
 
-    /// Removes a directory of the trainer's own that no reader knows, if it exists: renamed first, so that no reader sees
-    /// half of it under its name.
+    /// Removes a directory of the trainer's own that no reader knows, if it exists: renamed first,
+    /// so that no reader sees half of it under its name.
     pub(super) fn discard(&self, path: &Path) -> Result<()> {
         let trash = self.set_aside(path)?;
-        let removed = trash.map(|trash| self.leases().remove_retired(&trash).map_err(|e| refused("remove", &trash, e)));
+        let removed = trash.map(|trash| {
+            self.leases().remove_retired(&trash).map_err(|e| refused("remove", &trash, e))
+        });
         removed.unwrap_or(Ok(()))
     }
 
     /// Removes a save that another of the same step has replaced, unless somebody reads it.
     pub(super) fn discard_replaced(&self, path: &Path) -> Result<()> {
-        let is_aside = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(TRASH));
+        let is_aside =
+            path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(TRASH));
         let trash = if is_aside { Some(path.to_path_buf()) } else { self.set_aside(path)? };
         trash.map_or(Ok(()), |trash| self.sweep_one(&trash).map(drop))
     }

@@ -1,4 +1,5 @@
-//! `hpctrain checkpoint`: look at, check, compare, thin out and convert checkpoints. None of it needs MPI.
+//! `hpctrain checkpoint`: look at, check, compare, thin out and convert checkpoints. None of it
+//! needs MPI.
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -52,7 +53,8 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Compare two checkpoints bit by bit; the exit code is 0 if they are identical, 1 if they differ
+    /// Compare two checkpoints bit by bit; the exit code is 0 if they are identical, 1 if they
+    /// differ
     Diff(DiffArgs),
     /// Remove checkpoints of a run that need not be kept
     ///
@@ -64,7 +66,8 @@ enum Command {
     Export {
         /// A checkpoint, or a run: its latest
         checkpoint: PathBuf,
-        /// Directory for model.safetensors, config.json, tokenizer.json and their settings; it may hold no files yet
+        /// Directory for model.safetensors, config.json, tokenizer.json and their settings; it may
+        /// hold no files yet
         #[arg(long, value_name = "DIR")]
         out: PathBuf,
     },
@@ -114,8 +117,8 @@ struct ImportArgs {
     /// Directory for the checkpoint; it may hold no files yet
     #[arg(long, value_name = "CHECKPOINT")]
     out: PathBuf,
-    /// How text becomes ids; data that it is trained or measured on must have the same [default: the tokenizer.json in DIR, if
-    /// there is one]
+    /// How text becomes ids; data that it is trained or measured on must have the same [default:
+    /// the tokenizer.json in DIR, if there is one]
     #[arg(long, value_name = "none|byte|gpt2|FILE")]
     tokenizer: Option<ImportTokenizer>,
 }
@@ -183,20 +186,27 @@ fn verify_all(path: &Path, as_json: bool) -> Result<()> {
         Ok(run) => run.steps()?.into_iter().map(|step| run.path(step)).collect(),
         Err(_) => vec![resolve_path::checkpoint(path)?],
     };
-    let (mut all, mut read) = (Verified::default(), Vec::new());
+    let mut all = Verified::default();
+    let mut read = Vec::new();
     for dir in &dirs {
         let _lease = resolve_path::hold(dir);
-        let Verified { files, damaged } = verify(dir, &mut |file| if as_json { read.push(file) } else { say(file) });
+        let Verified { files, damaged } =
+            verify(dir, &mut |file| if as_json { read.push(file) } else { say(file) });
         all = Verified { files: all.files + files, damaged: all.damaged + damaged };
     }
     if as_json {
         json(&Read { damaged: all.damaged, files: read })?;
     }
     match (all.damaged, dirs.len()) {
-        (0, 0) => Err(Error::input(format!("there is no checkpoint in {}", path.display())).hint("give another run")),
+        (0, 0) => Err(Error::input(format!("there is no checkpoint in {}", path.display()))
+            .hint("give another run")),
         (0, _) => Ok(()),
-        (damaged, _) => Err(Error::input(format!("{}: {damaged} of {} files are damaged", path.display(), all.files))
-            .hint("--resume auto passes over damaged checkpoints; restore a copy if you have one")),
+        (damaged, _) => Err(Error::input(format!(
+            "{}: {damaged} of {} files are damaged",
+            path.display(),
+            all.files
+        ))
+        .hint("--resume auto passes over damaged checkpoints; restore a copy if you have one")),
     }
 }
 
@@ -220,7 +230,8 @@ fn compare(args: &DiffArgs) -> Result<i32> {
         json(&Differences { tensors: found.tensors, elements: found.elements, differences: told })?;
         return Ok(i32::from(found.differences > 0));
     }
-    let (tensors, elements) = (found.tensors, grouped(found.elements));
+    let tensors = found.tensors;
+    let elements = grouped(found.elements);
     match found.differences {
         0 => say(format_args!("identical: {tensors} tensors, {elements} elements")),
         n => say(format_args!("{n} differences in {tensors} tensors, {elements} elements")),
@@ -238,8 +249,12 @@ struct Pruned {
 
 fn thin_out(args: &PruneArgs) -> Result<()> {
     let checkpoints = resolve_path::run(&args.run)?;
-    let retention =
-        Retention { newest: args.keep as usize, multiples: args.keep_every, best: args.keep_best, audited: None };
+    let retention = Retention {
+        newest: args.keep as usize,
+        multiples: args.keep_every,
+        best: args.keep_best,
+        audited: None,
+    };
     let (done, verb) = match args.dry_run {
         true => (prune::plan(&checkpoints, &retention)?, "would remove"),
         false => (prune::prune(&checkpoints, &retention)?, "removed"),
@@ -269,7 +284,11 @@ fn export(path: &Path, out: &Path) -> Result<()> {
         Some(tokenizer) => format!("tokenizer {}", tokenizer.name()),
         None => "no tokenizer".into(),
     };
-    say(format_args!("{}: {tensors} tensors{zero}, {} elements, {tokenizer}", out.display(), grouped(elements)));
+    say(format_args!(
+        "{}: {tensors} tensors{zero}, {} elements, {tokenizer}",
+        out.display(),
+        grouped(elements)
+    ));
     Ok(())
 }
 
@@ -280,24 +299,36 @@ fn import(args: &ImportArgs) -> Result<()> {
         Some(ImportTokenizer::Named(kind)) => Some(Tokenizer::for_text(kind, "")?),
     };
     let manifest = huggingface::import(&args.dir, &args.out, tokenizer.clone())?;
-    let (out, model) = (args.out.display(), &manifest.config.model);
-    say(format_args!("{out}: {} tensors, {} parameters", manifest.tensors.len(), grouped(manifest.parameters())));
+    let out = args.out.display();
+    let model = &manifest.config.model;
+    say(format_args!(
+        "{out}: {} tensors, {} parameters",
+        manifest.tensors.len(),
+        grouped(manifest.parameters())
+    ));
     match tokenizer {
         Some(tokenizer) => {
             let name = match (&args.tokenizer, tokenizer) {
-                (Some(ImportTokenizer::Named(TokenizerKind::File(path))), _) => path.display().to_string(),
+                (Some(ImportTokenizer::Named(TokenizerKind::File(path))), _) => {
+                    path.display().to_string()
+                }
                 (None, Tokenizer::Char { .. } | Tokenizer::HuggingFace(_)) => {
                     args.dir.join("tokenizer.json").display().to_string()
                 }
                 (_, tokenizer) => tokenizer.name().into(),
             };
-            say(format_args!("import text for it: hpctrain data import text FILE --tokenizer {name} --out DIR"));
+            say(format_args!(
+                "import text for it: hpctrain data import text FILE --tokenizer {name} --out DIR"
+            ));
         }
         None => say(
             "its data: shards of token ids in DIR, made with the tokenizer of the model; --tokenizer names one for text",
         ),
     }
-    say(format_args!("train it: hpctrain train --resume {out} --weights-only --set data.path=DIR{}", settings(model)?));
+    say(format_args!(
+        "train it: hpctrain train --resume {out} --weights-only --set data.path=DIR{}",
+        settings(model)?
+    ));
     say(format_args!("measure it: hpctrain eval --checkpoint {out} --data DIR"));
     Ok(())
 }
@@ -314,7 +345,9 @@ fn add_settings(text: &mut String, section: &str, table: &Table, defaults: &Tabl
     for (key, value) in table.iter().filter(|(key, value)| defaults.get(*key) != Some(value)) {
         let name = format!("{section}.{key}");
         match (value, defaults.get(key)) {
-            (Value::Table(inner), Some(Value::Table(defaults))) => add_settings(text, &name, inner, defaults),
+            (Value::Table(inner), Some(Value::Table(defaults))) => {
+                add_settings(text, &name, inner, defaults)
+            }
             (Value::String(value), _) => *text += &format!(" --set {name}={value}"),
             _ => *text += &format!(" --set {name}={value}"),
         }

@@ -43,7 +43,8 @@ enum ConfigCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Print the network's layers: output, parameters, operations and kept elements of each; of a pipeline, its stages as well.
+    /// Print the network's layers: output, parameters, operations and kept elements of each; of a
+    /// pipeline, its stages as well.
     Summary {
         #[command(flatten)]
         sources: SourceArgs,
@@ -82,18 +83,27 @@ fn summary(sources: &SourceArgs, as_json: bool) -> Result<()> {
     let of_data = of_data(&config)?;
     let whole = config.clone();
     let network = network(&mut config.model, of_data)?;
-    let pipeline = (whole.parallel.pipeline > 1).then(|| Pipeline::of(whole, of_data)).transpose()?;
+    let pipeline =
+        (whole.parallel.pipeline > 1).then(|| Pipeline::of(whole, of_data)).transpose()?;
     if as_json {
         return json(&Report { network: network.describe(), layers: network.summary(), pipeline });
     }
     let mut rows = vec![["layer", "output", "parameters", "flops", "kept"].map(str::to_owned)];
-    let (mut parameters, mut flops, mut kept) = (0, 0, 0);
+    let mut parameters = 0;
+    let mut flops = 0;
+    let mut kept = 0;
     for layer in network.summary() {
         parameters += layer.parameters;
         flops += layer.flops;
         kept += layer.kept;
         let [of_layer, computed] = [layer.parameters as u64, layer.flops].map(grouped);
-        rows.push([layer.name, shown(&layer.output), of_layer, computed, bytes(layer.kept * size_of::<f32>())]);
+        rows.push([
+            layer.name,
+            shown(&layer.output),
+            of_layer,
+            computed,
+            bytes(layer.kept * size_of::<f32>()),
+        ]);
     }
     let all = [grouped(parameters as u64), grouped(flops), bytes(kept * size_of::<f32>())];
     let [parameters, flops, kept] = all;
@@ -140,10 +150,20 @@ struct Stage {
 impl Pipeline {
     fn of(config: Config, of_data: Option<usize>) -> Result<Self> {
         let Parallel { pipeline, shard, replica, .. } = config.parallel;
-        let (ranks, on_gpu) = (pipeline * shard.unwrap_or(1) * replica.unwrap_or(1), config.needs_gpu());
-        let plan = resolve(config.of_any_length(), &Environment { ranks, threads: 1, vocabulary: of_data, on_gpu })?;
-        let held = memory::Held { messages: 0, messages_on_device: false, resident: memory::resident().0, cache: 0 };
-        let (blocks, work) = (plan.network.blocks_summary(), plan.network.work(plan.config.parallel.recompute));
+        let ranks = pipeline * shard.unwrap_or(1) * replica.unwrap_or(1);
+        let on_gpu = config.needs_gpu();
+        let plan = resolve(
+            config.of_any_length(),
+            &Environment { ranks, threads: 1, vocabulary: of_data, on_gpu },
+        )?;
+        let held = memory::Held {
+            messages: 0,
+            messages_on_device: false,
+            resident: memory::resident().0,
+            cache: 0,
+        };
+        let blocks = plan.network.blocks_summary();
+        let work = plan.network.work(plan.config.parallel.recompute);
         let all: f64 = work.iter().sum();
         let stage = |(stage, units): (usize, &Range<usize>)| Stage {
             blocks: blocks[units.clone()].iter().map(|block| block.name.clone()).collect(),
@@ -156,19 +176,33 @@ impl Pipeline {
         };
         let schedule = plan.step_schedule(0);
         let stages = plan.stages.iter().enumerate().map(stage).collect();
-        Ok(Self { ranks, micro_batches: schedule.micros(), idle: schedule.bubble_fraction(), stages })
+        Ok(Self {
+            ranks,
+            micro_batches: schedule.micros(),
+            idle: schedule.bubble_fraction(),
+            stages,
+        })
     }
 
     fn print(&self) {
-        let mut rows = vec![["stage", "blocks", "parameters", "work", "memory a rank"].map(str::to_owned)];
-        for (stage, Stage { blocks, parameters, work, memory_bytes }) in self.stages.iter().enumerate() {
+        let mut rows =
+            vec![["stage", "blocks", "parameters", "work", "memory a rank"].map(str::to_owned)];
+        for (stage, Stage { blocks, parameters, work, memory_bytes }) in
+            self.stages.iter().enumerate()
+        {
             let names = match &blocks[..] {
                 [one] => one.clone(),
                 [first, .., last] => format!("{first} to {last} ({})", blocks.len()),
                 [] => String::new(),
             };
             let work = format!("{:.1} %", 100.0 * work);
-            rows.push([stage.to_string(), names, grouped(*parameters as u64), work, bytes(*memory_bytes)]);
+            rows.push([
+                stage.to_string(),
+                names,
+                grouped(*parameters as u64),
+                work,
+                bytes(*memory_bytes),
+            ]);
         }
         let Self { ranks, micro_batches, idle, .. } = self;
         let idle = 100.0 * idle;
@@ -186,7 +220,10 @@ fn show(sources: &SourceArgs, ranks: u16, as_json: bool) -> Result<()> {
     let of_data = of_data(&config)?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let on_gpu = config.needs_gpu();
-    let plan = resolve(config, &Environment { ranks: usize::from(ranks), threads, vocabulary: of_data, on_gpu })?;
+    let plan = resolve(
+        config,
+        &Environment { ranks: usize::from(ranks), threads, vocabulary: of_data, on_gpu },
+    )?;
     if as_json {
         return json(&plan.config);
     }

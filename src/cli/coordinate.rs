@@ -10,7 +10,8 @@ use crate::signals;
 /// Arguments of `hpctrain coordinate`.
 #[derive(Args)]
 pub struct CoordinateArgs {
-    /// Workers that the run is meant for; left out, servers.workers, or those that are there at the start.
+    /// Workers that the run is meant for; left out, servers.workers, or those that are there at the
+    /// start.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     workers: Option<u16>,
     /// Servers to wait for.

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use crate::data::import::{
-    Arrays, Categories, ImportCsv, ImportIds, ImportIdx, ImportImages, ImportNumpy, ImportOptions, ImportText, Meaning,
-    Missing, NotFinite, StreamShards, TableFormat, import_csv, import_ids, import_idx, import_images, import_numpy,
-    import_text,
+    Arrays, Categories, ImportCsv, ImportIds, ImportIdx, ImportImages, ImportNumpy, ImportOptions,
+    ImportText, Meaning, Missing, NotFinite, StreamShards, TableFormat, import_csv, import_ids,
+    import_idx, import_images, import_numpy, import_text,
 };
 use crate::data::{TokenizerKind, inspect, verify};
 use crate::error::Result;
@@ -55,8 +55,11 @@ enum Source {
         after_help = "Example: hpctrain data import text input.txt --tokenizer char --shards 4 --out data/mine\n         hpctrain data import text articles.jsonl --field text --tokenizer gpt2 --end-of-text '<|endoftext|>' --out data/articles"
     )]
     Text(TextArgs),
-    /// Token ids of another program, an array of NumPy or a dataset of an HDF5 file, into train-*.h5 and val-*.h5
-    #[command(after_help = "Example: hpctrain data import ids packed.npy --tokenizer gpt2 --out data/packed")]
+    /// Token ids of another program, an array of NumPy or a dataset of an HDF5 file, into
+    /// train-*.h5 and val-*.h5
+    #[command(
+        after_help = "Example: hpctrain data import ids packed.npy --tokenizer gpt2 --out data/packed"
+    )]
     Ids(IdsArgs),
     /// Images and labels in the IDX format of MNIST, plain or gzipped, into train-*.h5 and val-*.h5
     #[command(
@@ -71,18 +74,22 @@ enum Source {
         kept: KeptArgs,
     },
     /// PNG and JPEG images in folders, one folder a class, into train-*.h5 and val-*.h5
-    #[command(after_help = "Example: hpctrain data import images photos --size 64 --out data/photos")]
+    #[command(
+        after_help = "Example: hpctrain data import images photos --size 64 --out data/photos"
+    )]
     Images {
-        /// Holds a folder for each class, which are numbered in the order of their names, and nothing else
+        /// Holds a folder for each class, which are numbered in the order of their names, and
+        /// nothing else
         folder: PathBuf,
-        /// Bring every image to this height and width (one number: both): scaled until it covers them, then cut to them around the
-        /// middle [default: as they are, all of one size]
+        /// Bring every image to this height and width (one number: both): scaled until it covers
+        /// them, then cut to them around the middle [default: as they are, all of one size]
         #[arg(long, value_name = "HxW", value_parser = size)]
         size: Option<[u32; 2]>,
         /// One channel instead of three
         #[arg(long)]
         grey: bool,
-        /// The folder holds the images themselves, in no class: rows to be predicted, in the order of their names
+        /// The folder holds the images themselves, in no class: rows to be predicted, in the order
+        /// of their names
         #[arg(long, conflicts_with = "val_every")]
         no_target: bool,
         #[command(flatten)]
@@ -113,7 +120,8 @@ enum Source {
         #[command(flatten)]
         kept: KeptArgs,
     },
-    /// Two arrays of an archive, as numpy.savez and numpy.savez_compressed write it, into train-*.h5 and val-*.h5
+    /// Two arrays of an archive, as numpy.savez and numpy.savez_compressed write it, into
+    /// train-*.h5 and val-*.h5
     #[command(
         after_help = "Example: hpctrain data import npz mnist.npz --features x_train --labels y_train --out data/mnist"
     )]
@@ -146,8 +154,8 @@ struct CsvArgs {
     input: PathBuf,
     #[command(flatten)]
     format: TableFormat,
-    /// A column to predict; may be given several times. One column of integers from 0 on, or of words, is of classes [with
-    /// --like: those of the earlier table, if this one has them]
+    /// A column to predict; may be given several times. One column of integers from 0 on, or of
+    /// words, is of classes [with --like: those of the earlier table, if this one has them]
     #[arg(long = "target", value_name = "COLUMN", required_unless_present_any = ["like", "no_target"])]
     targets: Vec<String>,
     /// Rows have no targets: they are to be predicted
@@ -165,8 +173,9 @@ struct CsvArgs {
     /// Values of the target are names of classes, even where they are numbers
     #[arg(long, conflicts_with_all = ["regression", "like"])]
     classes: bool,
-    /// Missing numbers of inputs: an error, rows left out, filled up with the mean of their column, or with a number [default:
-    /// error; with --like, as in the earlier table; with --not-finite skip, skip]
+    /// Missing numbers of inputs: an error, rows left out, filled up with the mean of their column,
+    /// or with a number [default: error; with --like, as in the earlier table; with --not-finite
+    /// skip, skip]
     #[arg(long, value_name = "error|skip|mean|NUMBER", allow_negative_numbers = true)]
     missing: Option<Missing>,
     /// Columns of categories, whose values become ids from 1 on; empty cells have id 0
@@ -175,7 +184,8 @@ struct CsvArgs {
     /// Hash the values of each category to so many ids, rather than list them
     #[arg(long, value_name = "IDS", requires = "categorical")]
     hash: Option<u32>,
-    /// Take inputs, categories, ids, scale, classes and targets from the table that was imported into this directory
+    /// Take inputs, categories, ids, scale, classes and targets from the table that was imported
+    /// into this directory
     #[arg(long, value_name = "DIR", conflicts_with_all = ["categorical", "hash"])]
     like: Option<PathBuf>,
     #[command(flatten)]
@@ -184,13 +194,26 @@ struct CsvArgs {
 
 impl From<CsvArgs> for ImportCsv {
     fn from(args: CsvArgs) -> Self {
-        let CsvArgs { input, format, targets, weight, drop, regression, classes, missing, .. } = args;
+        let CsvArgs { input, format, targets, weight, drop, regression, classes, missing, .. } =
+            args;
         let categories = match args.like {
             Some(earlier) => Categories::Like(earlier),
             None => Categories::Named { columns: args.categorical, hash: args.hash },
         };
         let kept = args.kept.into();
-        Self { input, format, targets, weight, drop, regression, classes, missing, categories, kept, needs_all: false }
+        Self {
+            input,
+            format,
+            targets,
+            weight,
+            drop,
+            regression,
+            classes,
+            missing,
+            categories,
+            kept,
+            needs_all: false,
+        }
     }
 }
 
@@ -202,13 +225,16 @@ struct KeptArgs {
     /// Number of training shards
     #[arg(long, value_name = "N", default_value_t = 1)]
     shards: usize,
-    /// Of so many samples in a row the last is kept for validation; 0 keeps none. Rows without targets stay together
+    /// Of so many samples in a row the last is kept for validation; 0 keeps none. Rows without
+    /// targets stay together
     #[arg(long, value_name = "N", default_value_t = 5)]
     val_every: usize,
-    /// Leave numbers as they are, rather than bring each channel or column to mean 0 and deviation 1
+    /// Leave numbers as they are, rather than bring each channel or column to mean 0 and deviation
+    /// 1
     #[arg(long)]
     raw: bool,
-    /// Treatment of rows with a number that is not finite; empty cells of tables count as such, too, if they are skipped
+    /// Treatment of rows with a number that is not finite; empty cells of tables count as such,
+    /// too, if they are skipped
     #[arg(long, value_enum, default_value_t)]
     not_finite: NotFinite,
 }
@@ -226,23 +252,27 @@ fn size(text: &str) -> Result<[u32; 2], String> {
     let (height, width) = text.split_once('x').unwrap_or((text, text));
     match (height.parse(), width.parse()) {
         (Ok(height @ 1..=MOST), Ok(width @ 1..=MOST)) => Ok([height, width]),
-        _ => Err(format!("height and width, such as 32x48, or one number for both, from 1 to {MOST}")),
+        _ => Err(format!(
+            "height and width, such as 32x48, or one number for both, from 1 to {MOST}"
+        )),
     }
 }
 
 #[derive(Debug, Args)]
 struct TextArgs {
-    /// Text files, directories of them, or - for the standard input; UTF-8 unless the tokenizer is byte
+    /// Text files, directories of them, or - for the standard input; UTF-8 unless the tokenizer is
+    /// byte
     #[arg(required = true, value_name = "INPUT")]
     inputs: Vec<PathBuf>,
     /// Inputs are lines of JSON objects, with the text of a document in this field
     #[arg(long, value_name = "NAME")]
     field: Option<String>,
-    /// How text becomes token ids: one for each of its characters, or for each byte; GPT-2's byte-pair encoding; or that of a Hugging
-    /// Face tokenizer.json
+    /// How text becomes token ids: one for each of its characters, or for each byte; GPT-2's
+    /// byte-pair encoding; or that of a Hugging Face tokenizer.json
     #[arg(long, value_name = "char|byte|gpt2|FILE", default_value = "char")]
     tokenizer: TokenizerKind,
-    /// A token after each document (each file, or line of JSON), by its text, such as '<|endoftext|>'
+    /// A token after each document (each file, or line of JSON), by its text, such as
+    /// '<|endoftext|>'
     #[arg(long, value_name = "TOKEN")]
     end_of_text: Option<String>,
     #[command(flatten)]
@@ -311,10 +341,14 @@ pub fn run(args: DataArgs) -> Result<()> {
         Command::Import(ImportArgs { source: Source::Idx { images, labels, kept } }) => {
             say(import_idx(&ImportIdx { images, labels, kept: kept.into() })?);
         }
-        Command::Import(ImportArgs { source: Source::Images { folder, size, grey, no_target, kept } }) => {
+        Command::Import(ImportArgs {
+            source: Source::Images { folder, size, grey, no_target, kept },
+        }) => {
             say(import_images(&ImportImages { folder, no_target, size, grey, kept: kept.into() })?);
         }
-        Command::Import(ImportArgs { source: Source::Csv(args) }) => say(import_csv(&(*args).into())?),
+        Command::Import(ImportArgs { source: Source::Csv(args) }) => {
+            say(import_csv(&(*args).into())?)
+        }
         Command::Import(ImportArgs {
             source: Source::Npy { features, labels, no_target: _, weights, regression, kept },
         }) => {
@@ -329,7 +363,9 @@ pub fn run(args: DataArgs) -> Result<()> {
             say(import_numpy(&ImportNumpy { arrays, regression, kept: kept.into() })?);
         }
         Command::Inspect { path, json: true } => super::json(&inspect::inspect(&path)?)?,
-        Command::Inspect { path, json: false } => say(inspect::inspect(&path)?.to_string().trim_end()),
+        Command::Inspect { path, json: false } => {
+            say(inspect::inspect(&path)?.to_string().trim_end())
+        }
         Command::Verify { path, json: true } => super::json(&verify::verify(&path)?)?,
         Command::Verify { path, json: false } => say(verify::verify(&path)?),
     }

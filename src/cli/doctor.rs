@@ -24,7 +24,8 @@ pub struct DoctorArgs {
     /// Directory of runs to come: its file system is tried. Files written there are removed.
     #[arg(long, value_name = "DIR", default_value = "runs")]
     run_root: PathBuf,
-    /// Fail if a rank has no GPU, or shares one: training with run.device=cuda would end. Without this it is a warning.
+    /// Fail if a rank has no GPU, or shares one: training with run.device=cuda would end. Without
+    /// this it is a warning.
     #[arg(long)]
     require_gpus: bool,
     /// Print one JSON object instead of the table.
@@ -41,7 +42,8 @@ pub fn run(args: &DoctorArgs, launch: Option<&Launch>) -> i32 {
         return fail(&e);
     }
     let launcher = launch.map(|launch| launch.by);
-    let request = Request { run_root: args.run_root.clone(), launcher, requires_gpus: args.require_gpus };
+    let request =
+        Request { run_root: args.run_root.clone(), launcher, requires_gpus: args.require_gpus };
     job::run(launch, super::with_checkpoint::patience(&[]), |comm| {
         let report = doctor::run(comm, &request)?;
         if comm.rank() == 0 {

@@ -1,4 +1,5 @@
-//! `hpctrain eval`: the evaluator of a run, one rank of a job of its own or of the trainer's; or the measure of one checkpoint.
+//! `hpctrain eval`: the evaluator of a run, one rank of a job of its own or of the trainer's; or
+//! the measure of one checkpoint.
 
 use std::path::PathBuf;
 
@@ -21,13 +22,16 @@ use crate::signals;
 #[derive(Args)]
 #[command(group = ArgGroup::new("what").required(true))]
 pub struct EvalArgs {
-    /// Evaluate the checkpoints of this run, such as runs/gpt-char, on its own validation data, and record the results there.
+    /// Evaluate the checkpoints of this run, such as runs/gpt-char, on its own validation data, and
+    /// record the results there.
     #[arg(long, value_name = "DIR", group = "what")]
     run: Option<PathBuf>,
-    /// Measure this checkpoint, or the newest of this run, and print the results; nothing is recorded.
+    /// Measure this checkpoint, or the newest of this run, and print the results; nothing is
+    /// recorded.
     #[arg(long, value_name = "DIR", group = "what")]
     checkpoint: Option<PathBuf>,
-    /// Measure on this directory of shards or this HDF5 file [default: the data that the checkpoint was trained on]
+    /// Measure on this directory of shards or this HDF5 file [default: the data that the checkpoint
+    /// was trained on]
     #[arg(long, value_name = "PATH", conflicts_with = "run")]
     data: Option<PathBuf>,
     /// Of a directory, measure on these shards [default: those for validation, if there are any]
@@ -45,7 +49,8 @@ pub struct EvalArgs {
     /// End with exit code 1 when no trainer has held the run for so long, such as 2h [default: 30m]
     #[arg(long, value_name = "TIME", conflicts_with = "checkpoint")]
     timeout: Option<Time>,
-    /// Override one key of the configuration, such as run.device=cpu or, with --checkpoint, eval.samples=100; may be repeated.
+    /// Override one key of the configuration, such as run.device=cpu or, with --checkpoint,
+    /// eval.samples=100; may be repeated.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
 }
@@ -54,10 +59,16 @@ pub struct EvalArgs {
 pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
     let run = match (&args.run, &args.checkpoint) {
         (_, Some(checkpoint)) => {
-            let (checkpoint, overrides) = (checkpoint.clone(), args.overrides.clone());
+            let checkpoint = checkpoint.clone();
+            let overrides = args.overrides.clone();
             let EvalArgs { data, split, json, .. } = args;
-            let request =
-                eval_checkpoint::Request { checkpoint, data: data.clone(), split: *split, json: *json, overrides };
+            let request = eval_checkpoint::Request {
+                checkpoint,
+                data: data.clone(),
+                split: *split,
+                json: *json,
+                overrides,
+            };
             return eval_checkpoint::run(&request, launch);
         }
         (run, None) => run.clone().unwrap_or_default(),
@@ -73,7 +84,11 @@ pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
             run: run.clone(),
             watch: args.watch,
             policy: args.policy,
-            timeout: if role.mixed { None } else { Some(args.timeout.map_or(ABANDONED, |Time(timeout)| timeout)) },
+            timeout: if role.mixed {
+                None
+            } else {
+                Some(args.timeout.map_or(ABANDONED, |Time(timeout)| timeout))
+            },
             overrides: args.overrides.clone(),
             threads: role.threads,
             beside_trainer: role.mixed,
@@ -91,10 +106,12 @@ pub fn watch_on_device(comm: &Comm<Cpu>, request: &Request) -> Result<RunOutcome
     }
 }
 
-/// Evaluates as one of the ranks that do; returns the exit code. A failure here does not end the trainer.
+/// Evaluates as one of the ranks that do; returns the exit code. A failure here does not end the
+/// trainer.
 ///
 /// # Errors
-/// The errors of [`watch`], in a job of evaluators alone, and errors that the evaluators do not share.
+/// The errors of [`watch`], in a job of evaluators alone, and errors that the evaluators do not
+/// share.
 pub fn evaluate(role: &Role, mut request: Request) -> Result<i32> {
     if role.mixed {
         // The trainer knows where it is, also where its run has no name.

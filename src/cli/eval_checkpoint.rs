@@ -1,4 +1,5 @@
-//! `hpctrain eval --checkpoint`: the loss and metrics of a checkpoint on any data. Nothing is written into a run.
+//! `hpctrain eval --checkpoint`: the loss and metrics of a checkpoint on any data. Nothing is
+//! written into a run.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -72,7 +73,11 @@ impl Work for Request {
 
     fn on<B: Kernels>(&self, mut found: Found<'_, B>) -> Result<()> {
         let data = found.data(|catalogue, plan| {
-            micro_batches::measured(catalogue, &plan.config, with_checkpoint::split(&plan.config, self.split)?)
+            micro_batches::measured(
+                catalogue,
+                &plan.config,
+                with_checkpoint::split(&plan.config, self.split)?,
+            )
         })?;
         let mut model = found.network()?;
         let Found { reader, plan, world, .. } = &found;
@@ -80,8 +85,9 @@ impl Work for Request {
         let evaluator = Evaluator::new(data, plan.config.eval.samples, plan.config.eval.batch);
         let mut evaluator = evaluator.naming(Mix::names(&plan.config.data.mix));
         let measured = evaluator.measure(&mut model, world, || false)?;
-        let measures =
-            measured.ok_or_else(|| Error::internal("an evaluation that nobody interrupts was interrupted"))?;
+        let measures = measured.ok_or_else(|| {
+            Error::internal("an evaluation that nobody interrupts was interrupted")
+        })?;
         if world.rank() == 0 {
             say(told(reader, plan, split, &evaluator, &measures, self.json)?);
         }
@@ -103,20 +109,43 @@ fn told(
     found: &Metrics,
     json: bool,
 ) -> Result<String> {
-    let (checkpoint, data, samples) = (reader.dir(), plan.config.data.told(), set.samples());
+    let checkpoint = reader.dir();
+    let data = plan.config.data.told();
+    let samples = set.samples();
     if !json {
-        let (measures, samples) = (found.told(), grouped(samples));
-        let line = format!("{}: {measures} over {samples} samples of {data} ({split})", checkpoint.display());
-        let classes = found.classes.as_ref().map(|classes| format!("\n\n{}", classes.told().trim_end()));
+        let measures = found.told();
+        let samples = grouped(samples);
+        let line = format!(
+            "{}: {measures} over {samples} samples of {data} ({split})",
+            checkpoint.display()
+        );
+        let classes =
+            found.classes.as_ref().map(|classes| format!("\n\n{}", classes.told().trim_end()));
         return Ok(line + &classes.unwrap_or_default());
     }
     let manifest = reader.manifest();
-    let (id, step, split) = (&manifest.id[..], manifest.step, split.name());
+    let id = &manifest.id[..];
+    let step = manifest.step;
+    let split = split.name();
     let Metrics { loss, metrics, sets, classes } = found;
     let perplexity = plan.network.is_language().then(|| loss.exp());
-    let (data, fingerprint) = (&data[..], set.digest());
-    let (loss, classes) = (*loss, classes.as_ref());
-    let report =
-        Report { checkpoint, id, step, data, split, fingerprint, samples, loss, perplexity, metrics, sets, classes };
+    let data = &data[..];
+    let fingerprint = set.digest();
+    let loss = *loss;
+    let classes = classes.as_ref();
+    let report = Report {
+        checkpoint,
+        id,
+        step,
+        data,
+        split,
+        fingerprint,
+        samples,
+        loss,
+        perplexity,
+        metrics,
+        sets,
+        classes,
+    };
     serde_json::to_string(&report).map_err(|e| Error::internal(format!("report: {e}")))
 }

@@ -56,25 +56,30 @@ struct Cli {
 enum Command {
     /// Train a network, one rank for each process that mpirun or srun starts.
     Train(train::TrainArgs),
-    /// Evaluate the checkpoints of a run, beside its trainer or afterwards; or any checkpoint on any data.
+    /// Evaluate the checkpoints of a run, beside its trainer or afterwards; or any checkpoint on
+    /// any data.
     Eval(eval::EvalArgs),
-    /// Write a network's outputs for every row of a data set, one rank for each process that mpirun or srun starts.
+    /// Write a network's outputs for every row of a data set, one rank for each process that mpirun
+    /// or srun starts.
     Predict(predict::PredictArgs),
     /// Train with threads as ranks: the same program in one process, without MPI.
     Simulate(simulate::SimulateArgs),
-    /// Begin a run on parameter servers, and give its work out: servers and workers come by themselves.
+    /// Begin a run on parameter servers, and give its work out: servers and workers come by
+    /// themselves.
     Coordinate(coordinate::CoordinateArgs),
     /// Hold parameters for a run on servers, until it ends.
     Server(servers::ServerArgs),
     /// Train for a run on servers, until it ends or this process is asked to (SIGTERM).
     Worker(servers::WorkerArgs),
-    /// Take the part in a run on servers that `TF_CONFIG`, or `RANK` and `WORLD_SIZE`, give this process.
+    /// Take the part in a run on servers that `TF_CONFIG`, or `RANK` and `WORLD_SIZE`, give this
+    /// process.
     Role(ps_auto::RoleArgs),
     /// Show a run on servers: who is there, how far each is, the load of every server.
     Status(servers::StatusArgs),
     /// Start a job again until its run has ended: hpctrain supervise -- mpirun -np 8 hpctrain train
     Supervise(supervise::SuperviseArgs),
-    /// Compare layouts: the same loss, parameters and optimizer state on any ranks, in any ZeRO stage.
+    /// Compare layouts: the same loss, parameters and optimizer state on any ranks, in any ZeRO
+    /// stage.
     Verify(verify::VerifyArgs),
     /// One rank of a row of `verify --mpi`.
     #[command(hide = true)]
@@ -93,13 +98,15 @@ enum Command {
     Checkpoint(checkpoint::CheckpointArgs),
     /// List the runs of a directory: state, step, losses, speed, age, layout, size.
     Runs(runs::RunsArgs),
-    /// Compare two runs: configuration, version, data, the first step whose bits differ, losses, speed.
+    /// Compare two runs: configuration, version, data, the first step whose bits differ, losses,
+    /// speed.
     Compare(compare::CompareArgs),
     /// Show the configuration that would run.
     Config(config::ConfigArgs),
     /// Make a page about runs: curves, where time went, ranks, checkpoints, evaluations, settings.
     Report(report::ReportArgs),
-    /// Choose a layout: every one for so many ranks, with its memory, the time of its step, and the reasons.
+    /// Choose a layout: every one for so many ranks, with its memory, the time of its step, and the
+    /// reasons.
     Plan(plan::PlanArgs),
     /// Look whether this machine is fit to train on: GPUs, MPI, HDF5, file system, limits.
     Doctor(doctor::DoctorArgs),
@@ -149,7 +156,8 @@ pub fn run() -> i32 {
         return fail(&e);
     }
     let launch = comm::launched(|name| std::env::var(name).ok());
-    // Every rank reads the same arguments: one of them speaks for all. Processes without ranks speak for themselves.
+    // Every rank reads the same arguments: one of them speaks for all. Processes without ranks
+    // speak for themselves.
     let speaks = !matches!(&launch, Ok(Some(launch)) if launch.rank.unwrap_or(0) > 0);
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
@@ -163,7 +171,9 @@ pub fn run() -> i32 {
     };
     match std::env::current_exe() {
         Ok(program) => sandbox::enable(program, vec![sandbox::COMMAND.to_owned()]),
-        Err(e) => log::warn!("data: HDF5 files are opened without a child process: where is this program? {e}"),
+        Err(e) => log::warn!(
+            "data: HDF5 files are opened without a child process: where is this program? {e}"
+        ),
     }
     let command = cli.command.unwrap_or(Command::Train(cli.train));
     let launch = match launch {
@@ -176,20 +186,26 @@ pub fn run() -> i32 {
     if let Some(ranks) = cli.spawn {
         match launch.as_ref() {
             None if !command.has_ranks() => {
-                let e = Error::input(format!("--spawn {ranks}, but this command does not run on ranks"));
+                let e = Error::input(format!(
+                    "--spawn {ranks}, but this command does not run on ranks"
+                ));
                 return fail(&e.hint("train, eval, predict, sample, plan, bench and doctor do"));
             }
             None => return spawn::run(usize::from(ranks)),
             Some(Launch { meeting: Some(_), .. }) => {}
             Some(launch) if speaks => {
-                let e = Error::input(format!("--spawn {ranks}, but this process was started by {}", launch.by));
+                let e = Error::input(format!(
+                    "--spawn {ranks}, but this process was started by {}",
+                    launch.by
+                ));
                 return fail(&e.hint("use one of them"));
             }
             Some(_) => return 2,
         }
     }
     // The results of a training are its records and checkpoints.
-    let is_for_output = !matches!(command, Command::Train(_) | Command::Simulate(_) | Command::Coordinate(_));
+    let is_for_output =
+        !matches!(command, Command::Train(_) | Command::Simulate(_) | Command::Coordinate(_));
     let code = carry_out(command, launch.as_ref(), speaks);
     match telemetry::lost() {
         Some(e) if is_for_output && code == 0 => fail(&e),
@@ -240,7 +256,9 @@ fn carry_out(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
 
 /// Prints a result as JSON.
 fn json(result: &impl Serialize) -> Result<()> {
-    telemetry::say(serde_json::to_string_pretty(result).map_err(|e| Error::internal(e.to_string()))?);
+    telemetry::say(
+        serde_json::to_string_pretty(result).map_err(|e| Error::internal(e.to_string()))?,
+    );
     Ok(())
 }
 

@@ -20,21 +20,25 @@ const SHOWN: usize = 10;
 
 /// Arguments of `hpctrain plan`.
 #[derive(Args)]
-#[command(after_help = "Keys of [parallel], and batch.micro, that a file or --set gives stay as they are.\n\
-                        Example: mpirun -np 4 hpctrain plan --preset gpt-baby --measure")]
+#[command(
+    after_help = "Keys of [parallel], and batch.micro, that a file or --set gives stay as they are.\n\
+                        Example: mpirun -np 4 hpctrain plan --preset gpt-baby --measure"
+)]
 pub struct PlanArgs {
     #[command(flatten)]
     sources: SourceArgs,
     /// Ranks; left out, those that mpirun or srun starts.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
     ranks: Option<u32>,
-    /// Nodes that the ranks are on, equally many on each; left out, as many as the machine's description needs, or one.
+    /// Nodes that the ranks are on, equally many on each; left out, as many as the machine's
+    /// description needs, or one.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), conflicts_with = "measure")]
     nodes: Option<u32>,
     /// The machine: a100x8, h100x8, h200x8, or a file; left out, this one, by a rough look.
     #[arg(long, value_name = "NAME|FILE", conflicts_with = "measure")]
     machine: Option<String>,
-    /// Time blocks and collectives on all ranks at once: those of mpirun, or threads of this process.
+    /// Time blocks and collectives on all ranks at once: those of mpirun, or threads of this
+    /// process.
     #[arg(long)]
     measure: bool,
     /// Run some steps of the first so many layouts as well, and order those by their real time.
@@ -59,7 +63,11 @@ pub fn run(args: &PlanArgs, launch: Option<&Launch>) -> i32 {
         if !args.measure {
             let ranks = args.ranks.map_or(comm.size(), |ranks| ranks as usize);
             return world
-                .all_ok(if comm.rank() == 0 { described(args, &config, &name, ranks) } else { Ok(()) })
+                .all_ok(if comm.rank() == 0 {
+                    described(args, &config, &name, ranks)
+                } else {
+                    Ok(())
+                })
                 .map(|()| 0);
         }
         world.all_ok(args.check_ranks(comm.size()))?;
@@ -74,8 +82,10 @@ pub fn run(args: &PlanArgs, launch: Option<&Launch>) -> i32 {
                 )?;
             }
             Some(gpu) => {
-                let (comm, backend) = (&gpu.beside(comm), |plan: &ResolvedConfig| gpu.backend(plan));
-                let here = Here { comm, backend, gpu: Some(gpu.memory), threads: None, vocabulary: None };
+                let comm = &gpu.beside(comm);
+                let backend = |plan: &ResolvedConfig| gpu.backend(plan);
+                let here =
+                    Here { comm, backend, gpu: Some(gpu.memory), threads: None, vocabulary: None };
                 measured(args, &config, &name, &here)?;
             }
         }
@@ -93,10 +103,10 @@ impl PlanArgs {
     /// Ranks that are measured are those that run.
     fn check_ranks(&self, started: usize) -> Result<()> {
         match self.ranks {
-            Some(ranks) if ranks as usize != started => {
-                Err(Error::input(format!("--measure with --ranks {ranks}, but {started} ranks were started"))
-                    .hint(format!("mpirun -np {ranks} hpctrain plan --measure, or leave --ranks out")))
-            }
+            Some(ranks) if ranks as usize != started => Err(Error::input(format!(
+                "--measure with --ranks {ranks}, but {started} ranks were started"
+            ))
+            .hint(format!("mpirun -np {ranks} hpctrain plan --measure, or leave --ranks out"))),
             _ => Ok(()),
         }
     }
@@ -127,9 +137,12 @@ fn described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) -> Resu
             let machine = Machine::named(machine)?;
             let per_node = asked.unwrap_or(machine.ranks_per_node.min(ranks));
             if per_node > machine.ranks_per_node {
-                let (most, name) = (machine.ranks_per_node, &machine.name);
-                return Err(Error::input(format!("{per_node} ranks on each node, but {name} has room for {most}"))
-                    .hint(format!("--nodes {} or more", ranks.div_ceil(most))));
+                let most = machine.ranks_per_node;
+                let name = &machine.name;
+                return Err(Error::input(format!(
+                    "{per_node} ranks on each node, but {name} has room for {most}"
+                ))
+                .hint(format!("--nodes {} or more", ranks.div_ceil(most))));
             }
             let held = held(machine.gpu);
             (machine, per_node, held)
@@ -142,7 +155,8 @@ fn described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) -> Resu
             let per_node = asked.unwrap_or(ranks);
             let held = held(false);
             let limit = config.run.memory_limit.map_or(usize::MAX, |limit| limit.0);
-            let share = memory::available().map_or(usize::MAX, |bytes| bytes / per_node + held.resident);
+            let share =
+                memory::available().map_or(usize::MAX, |bytes| bytes / per_node + held.resident);
             (Machine::here(per_node, threads(per_node), limit.min(share)), per_node, held)
         }
     };
@@ -165,7 +179,8 @@ fn measured<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     if here.comm.rank() > 0 {
         return Ok(());
     }
-    let (ranks, rates) = (here.comm.size(), format!("measured here, {}", here.comm.library()));
+    let ranks = here.comm.size();
+    let rates = format!("measured here, {}", here.comm.library());
     args.print(&Report { network: name, ranks, per_node, rates, choice: &choice, trials: &trials })
 }
 
@@ -183,7 +198,12 @@ fn on_threads_here(args: &PlanArgs) -> Result<()> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = Some((cores / ranks).max(1));
     let rank = |comm: &Comm<Cpu>| {
-        measured(args, &config, &name, &Here { comm, backend: cpu, gpu: None, threads, vocabulary: None })
+        measured(
+            args,
+            &config,
+            &name,
+            &Here { comm, backend: cpu, gpu: None, threads, vocabulary: None },
+        )
     };
     on_threads(ranks, rank).map(drop)
 }

@@ -27,26 +27,29 @@ pub struct PredictArgs {
     /// A checkpoint, or a run, of which the newest is taken.
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
-    /// Rows of inputs; targets are not needed: a table (.csv, .tsv), an array of NumPy (.npy), a folder of PNG and JPEG images, an
-    /// HDF5 file (.h5), or a directory of shards.
+    /// Rows of inputs; targets are not needed: a table (.csv, .tsv), an array of NumPy (.npy), a
+    /// folder of PNG and JPEG images, an HDF5 file (.h5), or a directory of shards.
     #[arg(long, alias = "data", value_name = "PATH")]
     input: PathBuf,
     /// Of a directory of shards, which of them [default: those for validation, if there are any]
     #[arg(long, value_enum)]
     split: Option<Part>,
-    /// The file to write, in the form of its name: a table (.csv), lines of JSON (.jsonl) or HDF5 (.h5).
+    /// The file to write, in the form of its name: a table (.csv), lines of JSON (.jsonl) or HDF5
+    /// (.h5).
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// Columns of a table that are written beside the predictions, in the place of the number of the row.
+    /// Columns of a table that are written beside the predictions, in the place of the number of
+    /// the row.
     #[arg(long, value_name = "COLUMN,…", value_delimiter = ',')]
     keep: Vec<String>,
     #[command(flatten)]
     format: TableFormat,
-    /// Missing numbers of a table: an error, filled up with the column's mean in the training data, or with a number [default: as
-    /// in the training data, else error]
+    /// Missing numbers of a table: an error, filled up with the column's mean in the training data,
+    /// or with a number [default: as in the training data, else error]
     #[arg(long, value_name = "error|mean|NUMBER", allow_negative_numbers = true)]
     missing: Option<Missing>,
-    /// A key of the configuration, such as run.device=cpu or eval.batch=1000 (rows computed at once); repeatable.
+    /// A key of the configuration, such as run.device=cpu or eval.batch=1000 (rows computed at
+    /// once); repeatable.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
 }
@@ -54,10 +57,15 @@ pub struct PredictArgs {
 impl PredictArgs {
     /// The rows of inputs, for a network that gives outputs for rows.
     fn open(&self, catalogue: &mut ShardIndex, plan: &ResolvedConfig) -> Result<Dataset> {
-        micro_batches::inputs(catalogue, &plan.config, with_checkpoint::split(&plan.config, self.split)?)
+        micro_batches::inputs(
+            catalogue,
+            &plan.config,
+            with_checkpoint::split(&plan.config, self.split)?,
+        )
     }
 
-    /// Refuses a network that gives no outputs for rows, and options that this form of input does not have.
+    /// Refuses a network that gives no outputs for rows, and options that this form of input does
+    /// not have.
     fn check(&self, plan: &ResolvedConfig, form: Form) -> Result<()> {
         if plan.network.is_language() {
             return Err(Error::input("a language model predicts tokens of a text")
@@ -66,30 +74,38 @@ impl PredictArgs {
         let of_tables = [
             ("--keep", !self.keep.is_empty()),
             ("--missing", self.missing.is_some()),
-            ("--delimiter, --decimal-comma, --na and --no-header", self.format != TableFormat::default()),
+            (
+                "--delimiter, --decimal-comma, --na and --no-header",
+                self.format != TableFormat::default(),
+            ),
         ];
         match of_tables.iter().find(|(_, is_given)| *is_given && form != Form::Table) {
-            Some((options, _)) => Err(Error::input(format!("{options}: {} is no table", self.input.display()))
-                .hint("leave it out, or give a table: --input FILE.csv")),
+            Some((options, _)) => {
+                Err(Error::input(format!("{options}: {} is no table", self.input.display()))
+                    .hint("leave it out, or give a table: --input FILE.csv"))
+            }
             None => Ok(()),
         }
     }
 
-    /// Columns that tell rows apart: names of images, those of a table that are kept, or else numbers.
+    /// Columns that tell rows apart: names of images, those of a table that are kept, or else
+    /// numbers.
     fn beside(&self, form: Form, rows: &Unlabelled) -> Result<RowIds> {
         match form {
-            Form::Images => {
-                Ok(RowIds::columns(vec!["file".to_owned()], rows.images()?.into_iter().map(|name| Ok(vec![name]))))
-            }
-            Form::Table if !self.keep.is_empty() => {
-                Ok(RowIds::columns(self.keep.clone(), column_texts(&self.input, &self.format, &self.keep)?))
-            }
+            Form::Images => Ok(RowIds::columns(
+                vec!["file".to_owned()],
+                rows.images()?.into_iter().map(|name| Ok(vec![name])),
+            )),
+            Form::Table if !self.keep.is_empty() => Ok(RowIds::columns(
+                self.keep.clone(),
+                column_texts(&self.input, &self.format, &self.keep)?,
+            )),
             _ => Ok(RowIds::numbers()),
         }
     }
 
-    /// Brings the input into the form of shards, in a directory beside the output that all ranks see; it goes with what is
-    /// returned, by rank 0. Collective.
+    /// Brings the input into the form of shards, in a directory beside the output that all ranks
+    /// see; it goes with what is returned, by rank 0. Collective.
     fn shards<B: Kernels>(
         &self,
         world: &Group<B>,
@@ -99,15 +115,20 @@ impl PredictArgs {
         let import = || {
             // A column that is missing shows before a long import.
             self.beside(form, rows)?;
-            let directory = tempfile::Builder::new().prefix(".predict-").tempdir_in(folder(&self.out));
-            let directory = directory.map_err(|e| Error::io("create a directory for rows beside", &self.out, e))?;
+            let directory =
+                tempfile::Builder::new().prefix(".predict-").tempdir_in(folder(&self.out));
+            let directory = directory
+                .map_err(|e| Error::io("create a directory for rows beside", &self.out, e))?;
             rows.import(form, directory.path())?;
             Ok(directory)
         };
         // It may take longer than any message.
         let directory = world.with_keepalive((world.rank() == 0).then_some(import))?;
-        let path = directory.as_ref().map(|directory| directory.path().to_path_buf().into_os_string());
-        let told = world.gather_bytes(path.map_or(vec![], std::os::unix::ffi::OsStringExt::into_vec)).wait()?;
+        let path =
+            directory.as_ref().map(|directory| directory.path().to_path_buf().into_os_string());
+        let told = world
+            .gather_bytes(path.map_or(vec![], std::os::unix::ffi::OsStringExt::into_vec))
+            .wait()?;
         let path = <std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(&told[0]);
         Ok((Path::new(path).to_path_buf(), directory))
     }
@@ -136,7 +157,8 @@ impl Work for PredictArgs {
             let (path, directory) = self.shards(&found.world, form, &rows)?;
             let own = &found.plan.config.data;
             let path = path.display().to_string();
-            found.plan.config.data = Data { path, axes: own.axes, scale: own.scale, ..Data::default() };
+            found.plan.config.data =
+                Data { path, axes: own.axes, scale: own.scale, ..Data::default() };
             // That such rows get the network's scale goes without saying.
             (found.converted(|catalogue, plan| self.open(catalogue, plan))?.0, directory)
         };
@@ -145,7 +167,8 @@ impl Work for PredictArgs {
         let samples = dataset.samples();
         // The last stage of a pipeline has the outputs.
         let writes = model.sharded.stage().is_last() && model.sharded.data().rank() == 0;
-        let create = || Predictions::create(&self.out, samples as usize, meaning, self.beside(form, &rows)?);
+        let create =
+            || Predictions::create(&self.out, samples as usize, meaning, self.beside(form, &rows)?);
         let to = world.all_ok(writes.then(create).transpose())?;
         predict(&mut model, dataset, plan.config.eval.batch, to)?;
         // Shards that were made for this stay until every rank has read them.

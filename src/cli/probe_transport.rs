@@ -19,7 +19,8 @@ pub struct TogetherArgs {
     device: String,
 }
 
-/// Hands the MPI library memory of a device of this node: of two processes each takes one of its own, if there are two.
+/// Hands the MPI library memory of a device of this node: of two processes each takes one of its
+/// own, if there are two.
 pub fn run() -> Result<()> {
     match devices().unwrap_or(0) {
         0 => mpi::prove(|_| Ok(Cpu::new(1))),

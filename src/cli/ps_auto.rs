@@ -1,4 +1,5 @@
-//! `hpctrain role`: the part of this process in a run on servers, by the variables that cluster managers set.
+//! `hpctrain role`: the part of this process in a run on servers, by the variables that cluster
+//! managers set.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -85,20 +86,28 @@ fn task(env: impl Fn(&str) -> Option<String>, servers: usize) -> Result<Task> {
     }
     let number = |name: &str| -> Result<Option<usize>> {
         let Some(text) = env(name) else { return Ok(None) };
-        let wrong =
-            || Error::input(format!("{name}={text} is no number")).hint("torchrun sets it; unset it to go without");
+        let wrong = || {
+            Error::input(format!("{name}={text} is no number"))
+                .hint("torchrun sets it; unset it to go without")
+        };
         text.parse().map(Some).map_err(|_| wrong())
     };
     let (Some(rank), Some(ranks)) = (number("RANK")?, number("WORLD_SIZE")?) else {
-        return Err(Error::input("neither TF_CONFIG nor RANK and WORLD_SIZE give this process a part")
-            .hint("set one of them, or use hpctrain coordinate, server and worker"));
+        return Err(Error::input(
+            "neither TF_CONFIG nor RANK and WORLD_SIZE give this process a part",
+        )
+        .hint("set one of them, or use hpctrain coordinate, server and worker"));
     };
     if rank >= ranks || servers + 2 > ranks || servers == 0 {
-        return Err(Error::input(format!("RANK={rank}, WORLD_SIZE={ranks} and --servers {servers} leave no worker"))
-            .hint("rank 0 coordinates, so many ranks after it serve, and the rest work"));
+        return Err(Error::input(format!(
+            "RANK={rank}, WORLD_SIZE={ranks} and --servers {servers} leave no worker"
+        ))
+        .hint("rank 0 coordinates, so many ranks after it serve, and the rest work"));
     }
     Ok(match rank {
-        0 => Task::Coordinate { servers, workers: ranks - 1 - servers, address: env("MASTER_ADDR") },
+        0 => {
+            Task::Coordinate { servers, workers: ranks - 1 - servers, address: env("MASTER_ADDR") }
+        }
         rank if rank <= servers => Task::Serve { address: None },
         _ => Task::Work,
     })
@@ -111,21 +120,33 @@ fn task(env: impl Fn(&str) -> Option<String>, servers: usize) -> Result<Task> {
 pub fn of_tf_config(text: &str) -> Result<Task> {
     let hint = r#"such as {"cluster": {"chief": ["a:2222"], "ps": ["b:2222"], "worker": ["c:2222"]}, "task": {"type": "worker", "index": 0}}"#;
     let wrong = |what: String| Error::input(format!("{TF_CONFIG}: {what}")).hint(hint);
-    let TfConfig { cluster, task } = serde_json::from_str(text).map_err(|e| wrong(e.to_string()))?;
+    let TfConfig { cluster, task } =
+        serde_json::from_str(text).map_err(|e| wrong(e.to_string()))?;
     let Cluster { chief, ps, worker, evaluator } = cluster;
     let of_kind = match task.kind.as_str() {
         "chief" | "coordinator" => &chief,
         "ps" => &ps,
         "worker" => &worker,
         "evaluator" => &evaluator,
-        other => return Err(wrong(format!("task.type is {other:?}, not chief, ps, worker or evaluator"))),
+        other => {
+            return Err(wrong(format!(
+                "task.type is {other:?}, not chief, ps, worker or evaluator"
+            )));
+        }
     };
     // Guides leave the evaluator out of the cluster.
     if task.kind != "evaluator" && task.index >= of_kind.len() {
-        return Err(wrong(format!("task.index is {}, but cluster.{} has {}", task.index, task.kind, of_kind.len())));
+        return Err(wrong(format!(
+            "task.index is {}, but cluster.{} has {}",
+            task.index,
+            task.kind,
+            of_kind.len()
+        )));
     }
     if ps.is_empty() {
-        return Err(wrong("cluster.ps is empty: a run without servers is started by mpirun or srun".into()));
+        return Err(wrong(
+            "cluster.ps is empty: a run without servers is started by mpirun or srun".into(),
+        ));
     }
     if chief.len() != 1 {
         return Err(wrong(format!("cluster.chief has {} addresses, not one", chief.len())));
@@ -142,8 +163,10 @@ pub fn of_tf_config(text: &str) -> Result<Task> {
 /// The directory of a run, which all its processes must know.
 fn directory(config: &Config) -> Result<PathBuf> {
     let name = config.run.name.as_ref().ok_or_else(|| {
-        Error::input("run.name is not set, but the processes of a run find each other in its directory")
-            .hint("--set run.name=NAME, the same for all")
+        Error::input(
+            "run.name is not set, but the processes of a run find each other in its directory",
+        )
+        .hint("--set run.name=NAME, the same for all")
     })?;
     Ok(Path::new(&config.run.root).join(name))
 }
@@ -161,7 +184,9 @@ pub fn run(args: &RoleArgs) -> i32 {
                 request.config.servers.address = request.config.servers.address.or(address);
                 Ok(coordinate_as(request, servers, Some(workers)))
             }
-            Task::Serve { address } => serve_as(&run, address.or(request.config.servers.address), patience).map(|()| 0),
+            Task::Serve { address } => {
+                serve_as(&run, address.or(request.config.servers.address), patience).map(|()| 0)
+            }
             Task::Work => work_as(&run, patience),
             Task::Evaluate => {
                 let request = evaluate::Request {
@@ -194,7 +219,10 @@ mod tests {
     fn guides_of_tensorflow_are_followed() {
         let chief = Task::Coordinate { servers: 2, workers: 2, address: Some("a:2222".into()) };
         assert_eq!(of_tf_config(&tf("chief", 0)).unwrap(), chief);
-        assert_eq!(of_tf_config(&tf("ps", 1)).unwrap(), Task::Serve { address: Some("b2:2222".into()) });
+        assert_eq!(
+            of_tf_config(&tf("ps", 1)).unwrap(),
+            Task::Serve { address: Some("b2:2222".into()) }
+        );
         assert_eq!(of_tf_config(&tf("worker", 1)).unwrap(), Task::Work);
         assert_eq!(of_tf_config(&tf("evaluator", 0)).unwrap(), Task::Evaluate);
         let wrong = |text: &str, words: &str| {
@@ -209,16 +237,26 @@ mod tests {
         wrong(r#"{"cluster": {}}"#, "missing field `task`");
         wrong(&tf("worker", 2), "task.index is 2, but cluster.worker has 2");
         wrong(&tf("master", 0), "task.type is \"master\"");
-        wrong(r#"{"cluster": {"worker": ["a"]}, "task": {"type": "worker", "index": 0}}"#, "cluster.ps is empty");
+        wrong(
+            r#"{"cluster": {"worker": ["a"]}, "task": {"type": "worker", "index": 0}}"#,
+            "cluster.ps is empty",
+        );
     }
 
     #[test]
     fn variables_of_torchrun_are_followed() {
         let ask = |vars: &[(&str, &str)], servers| {
-            task(|name| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into()), servers)
+            task(
+                |name| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into()),
+                servers,
+            )
         };
-        let of_rank = |rank| ask(&[("RANK", rank), ("WORLD_SIZE", "5"), ("MASTER_ADDR", "a")], 2).unwrap();
-        assert_eq!(of_rank("0"), Task::Coordinate { servers: 2, workers: 2, address: Some("a".into()) });
+        let of_rank =
+            |rank| ask(&[("RANK", rank), ("WORLD_SIZE", "5"), ("MASTER_ADDR", "a")], 2).unwrap();
+        assert_eq!(
+            of_rank("0"),
+            Task::Coordinate { servers: 2, workers: 2, address: Some("a".into()) }
+        );
         assert_eq!((of_rank("2"), of_rank("3")), (Task::Serve { address: None }, Task::Work));
         let refused = |vars: &[(&str, &str)], servers| ask(vars, servers).unwrap_err().to_string();
         assert!(refused(&[], 1).contains("neither TF_CONFIG nor RANK"));

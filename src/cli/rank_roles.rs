@@ -1,5 +1,5 @@
-//! The roles of the ranks of a job, training and evaluation: one exchange between all ranks, so that one binary serves
-//! both.
+//! The roles of the ranks of a job, training and evaluation: one exchange between all ranks, so
+//! that one binary serves both.
 
 use serde::{Deserialize, Serialize};
 
@@ -90,7 +90,8 @@ impl Role {
         Ok(Self { everyone: everyone.clone(), comm, side, part, counts, mixed, threads })
     }
 
-    /// Ends the job after an error that all ranks but the evaluators share: these would wait for ever.
+    /// Ends the job after an error that all ranks but the evaluators share: these would wait for
+    /// ever.
     pub fn release_evaluators(&self, error: &Error) {
         if self.mixed && error.is_shared() && self.side.rank() == 0 {
             fail(error);
@@ -99,8 +100,8 @@ impl Role {
     }
 }
 
-/// The work of each rank: those started to train do, but for the last ones if some are to evaluate, and those before them if some
-/// are to serve.
+/// The work of each rank: those started to train do, but for the last ones if some are to evaluate,
+/// and those before them if some are to serve.
 fn parts(starts: &[Start]) -> Result<Vec<Part>> {
     let asked = starts.iter().filter_map(|start| match start {
         Start::Train { evaluators, servers } => Some((*evaluators, *servers)),
@@ -112,11 +113,17 @@ fn parts(starts: &[Start]) -> Result<Vec<Part>> {
     if count > 0 && evaluators + servers >= count {
         let ranks = if count == 1 { "the only rank".into() } else { format!("{count} ranks") };
         let counts = [("--evaluators", evaluators), ("--servers", servers)];
-        let told: Vec<String> =
-            counts.iter().filter(|(_, count)| *count > 0).map(|(name, count)| format!("{name} {count}")).collect();
-        return Err(Error::input(format!("{} of {ranks} leaves none to train", told.join(" and ")))
-            .hint(format!("start {} ranks or more", evaluators + servers + 1))
-            .shared());
+        let told: Vec<String> = counts
+            .iter()
+            .filter(|(_, count)| *count > 0)
+            .map(|(name, count)| format!("{name} {count}"))
+            .collect();
+        return Err(Error::input(format!(
+            "{} of {ranks} leaves none to train",
+            told.join(" and ")
+        ))
+        .hint(format!("start {} ranks or more", evaluators + servers + 1))
+        .shared());
     }
     let workers = count - evaluators - servers;
     let mut number = 0;
@@ -142,16 +149,25 @@ mod tests {
     fn the_last_training_ranks_evaluate_and_those_before_serve() {
         use Part::{Evaluates, Serves, Trains};
         let start = |evaluators, servers| Start::Train { evaluators, servers };
-        let (plain, one) = (start(0, 0), start(1, 0));
+        let plain = start(0, 0);
+        let one = start(1, 0);
         assert_eq!(parts(&[plain; 2]).unwrap(), [Trains, Trains]);
         assert_eq!(parts(&[one; 3]).unwrap(), [Trains, Trains, Evaluates]);
         assert_eq!(parts(&[Start::Evaluate, plain, plain]).unwrap(), [Evaluates, Trains, Trains]);
         assert_eq!(parts(&[Start::Evaluate; 2]).unwrap(), [Evaluates, Evaluates]);
         assert_eq!(parts(&[one, Start::Evaluate, one]).unwrap(), [Trains, Evaluates, Evaluates]);
-        assert_eq!(parts(&[start(1, 2); 5]).unwrap(), [Trains, Trains, Serves(0), Serves(1), Evaluates]);
-        assert!(parts(&[one]).unwrap_err().to_string().contains("the only rank leaves none to train"));
+        assert_eq!(
+            parts(&[start(1, 2); 5]).unwrap(),
+            [Trains, Trains, Serves(0), Serves(1), Evaluates]
+        );
+        assert!(
+            parts(&[one]).unwrap_err().to_string().contains("the only rank leaves none to train")
+        );
         assert!(parts(&[start(2, 0); 2]).unwrap_err().to_string().contains("3 ranks or more"));
         let error = parts(&[start(1, 2); 3]).unwrap_err().to_string();
-        assert!(error.contains("--evaluators 1 and --servers 2 of 3 ranks leaves none to train"), "{error}");
+        assert!(
+            error.contains("--evaluators 1 and --servers 2 of 3 ranks leaves none to train"),
+            "{error}"
+        );
     }
 }

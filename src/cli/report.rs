@@ -13,7 +13,8 @@ use crate::telemetry::{bytes, say};
 
 /// Make a page about runs: curves, where time went, ranks, checkpoints, evaluations, settings
 ///
-/// It is one file that needs no network: it opens from disk, in light and dark, and can be printed. Several runs are shown side by side.
+/// It is one file that needs no network: it opens from disk, in light and dark, and can be printed.
+/// Several runs are shown side by side.
 #[derive(Args)]
 pub struct ReportArgs {
     /// Directories of runs, such as runs/gpt-char; a run may still be under way
@@ -35,7 +36,9 @@ pub fn run(args: &ReportArgs) -> Result<()> {
     for path in &args.runs {
         let whole = std::fs::canonicalize(path).unwrap_or_else(|_| path.clone());
         if seen.contains(&whole) {
-            return Err(Error::input(format!("{} is given twice", path.display())).hint("leave one out"));
+            return Err(
+                Error::input(format!("{} is given twice", path.display())).hint("leave one out")
+            );
         }
         seen.push(whole);
     }
@@ -47,11 +50,15 @@ pub fn run(args: &ReportArgs) -> Result<()> {
     if is_page_wanted {
         let path = args.out.clone().unwrap_or_else(|| "report.html".into());
         let page = page(&runs)?;
-        write(&path, |file| file.write_all(page.as_bytes()).map_err(|e| Error::io("write", &path, e)))?;
+        write(&path, |file| {
+            file.write_all(page.as_bytes()).map_err(|e| Error::io("write", &path, e))
+        })?;
         say(format_args!("report in {} ({})", path.display(), bytes(page.len())));
     }
     if let Some(path) = &args.svg {
-        write(path, |file| file.write_all(svg::losses(&runs).as_bytes()).map_err(|e| Error::io("write", path, e)))?;
+        write(path, |file| {
+            file.write_all(svg::losses(&runs).as_bytes()).map_err(|e| Error::io("write", path, e))
+        })?;
         say(format_args!("losses in {}", path.display()));
     }
     if let Some(path) = &args.csv {
@@ -63,11 +70,15 @@ pub fn run(args: &ReportArgs) -> Result<()> {
 
 /// Writes a file whole, or leaves the one that was there. A pipe or a device is written as it is.
 fn write(path: &Path, content: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<()> {
-    let refused = |e| Error::io("write", path, e).hint("give a file in a directory that can be written");
+    let refused =
+        |e| Error::io("write", path, e).hint("give a file in a directory that can be written");
     let is_special = std::fs::metadata(path).is_ok_and(|there| !there.is_file());
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let place =
-        if is_special { path.into() } else { path.with_file_name(format!(".{name}.{}.tmp", std::process::id())) };
+    let place = if is_special {
+        path.into()
+    } else {
+        path.with_file_name(format!(".{name}.{}.tmp", std::process::id()))
+    };
     let whole = || {
         let mut file = BufWriter::new(File::create(&place).map_err(refused)?);
         content(&mut file)?;

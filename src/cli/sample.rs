@@ -26,7 +26,8 @@ pub struct SampleArgs {
     /// Text to continue; repeatable. Without any, a line break.
     #[arg(long, value_name = "TEXT")]
     prompt: Vec<String>,
-    /// A file with a text to continue on each line, after those of --prompt; empty lines are passed over.
+    /// A file with a text to continue on each line, after those of --prompt; empty lines are passed
+    /// over.
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
     /// Tokens to draw for each text.
@@ -47,7 +48,8 @@ pub struct SampleArgs {
     /// Names the random stream; each text has its own.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Print a line for each text, an object for programs: prompt, text, ids, and the reason of the end.
+    /// Print a line for each text, an object for programs: prompt, text, ids, and the reason of the
+    /// end.
     #[arg(long)]
     json: bool,
     /// A key of the configuration, such as run.device=cpu or parallel.tensor=2; repeatable.
@@ -107,13 +109,15 @@ impl SampleArgs {
                 .hint("train on data made by hpctrain data import, or name the tokenizer in hpctrain checkpoint import --tokenizer")
         })?;
         if self.stop.iter().any(String::is_empty) {
-            return Err(Error::input("--stop is empty").hint("give at least one character, or leave it out"));
+            return Err(Error::input("--stop is empty")
+                .hint("give at least one character, or leave it out"));
         }
         let vocabulary = config::network(&mut manifest.config.model.clone(), None)?.outputs();
         let encode = |text: String| {
             let ids = tokenizer.prompt(&text).map_err(|e| e.at(&place))?;
             if ids.is_empty() {
-                return Err(Error::input("--prompt is empty").hint("give at least one character, or leave it out"));
+                return Err(Error::input("--prompt is empty")
+                    .hint("give at least one character, or leave it out"));
             }
             match ids.iter().find(|id| **id as usize >= vocabulary) {
                 None => Ok(Prompt { text, ids }),
@@ -133,13 +137,18 @@ impl SampleArgs {
     }
 }
 
-/// Tokens before the last ones of which a stop can consist: those whose text hangs on their neighbours.
+/// Tokens before the last ones of which a stop can consist: those whose text hangs on their
+/// neighbours.
 const MARGIN: usize = 8;
 
 impl Work for SampleArgs {
     fn config(&self, reader: &Reader) -> Result<Config> {
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
-            return Err(Error::input(format!("--temperature {} is out of range", self.temperature)).hint("0 or more"));
+            return Err(Error::input(format!(
+                "--temperature {} is out of range",
+                self.temperature
+            ))
+            .hint("0 or more"));
         }
         self.encoded(reader.manifest())?;
         model::config_on(reader, &self.overrides, None)
@@ -152,7 +161,11 @@ impl Work for SampleArgs {
         // Every token of a stop has a byte of it at least.
         let longest = self.stop.iter().map(String::len).max().unwrap_or(0) + MARGIN;
         for (index, Prompt { text: prompt, ids }) in prompts.iter().enumerate() {
-            let seed = if index == 0 { self.seed } else { derive(self.seed, &[name("prompt"), index as u64]) };
+            let seed = if index == 0 {
+                self.seed
+            } else {
+                derive(self.seed, &[name("prompt"), index as u64])
+            };
             let sampling = Sampling {
                 tokens: self.tokens,
                 temperature: self.temperature,

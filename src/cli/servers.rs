@@ -14,7 +14,8 @@ use crate::gpu_assignment::{cpu, cpu_can, cpu_name, place};
 use crate::job::{exit_on_panic, fail};
 use crate::run_dir::RunOutcome;
 use crate::servers::{
-    CoordinatorOptions, CoordinatorRun, PsRendezvous, ServerOptions, WorkerOptions, config_of_run, host_of, serve, work,
+    CoordinatorOptions, CoordinatorRun, PsRendezvous, ServerOptions, WorkerOptions, config_of_run,
+    host_of, serve, work,
 };
 use crate::signals;
 use crate::spawn::spawn_scoped;
@@ -27,8 +28,8 @@ pub struct ServerArgs {
     /// Directory of the run, which `hpctrain coordinate` makes.
     #[arg(long, value_name = "DIR")]
     run: PathBuf,
-    /// Host, port, or both at which others reach it, such as `node7:2222`; it listens there if it is an IP address. Omitted, as
-    /// servers.address and comm.interface of the run.
+    /// Host, port, or both at which others reach it, such as `node7:2222`; it listens there if it
+    /// is an IP address. Omitted, as servers.address and comm.interface of the run.
     #[arg(long, value_name = "ADDRESS")]
     address: Option<String>,
     /// Time within which the coordinator must be there, and come back.
@@ -70,9 +71,13 @@ pub fn check_without(config: &Config) -> Result<()> {
     let (Ok(given), Ok(without)) = (given, without) else { return Ok(()) };
     for section in ["servers", "batch", "comm"] {
         let keys = given[section].as_object().into_iter().flatten();
-        if let Some((key, value)) = keys.into_iter().find(|(key, value)| without[section][key.as_str()] != **value) {
-            return Err(Error::input(format!("{section}.{key} = {value}, but the run has no servers"))
-                .hint("start it with --servers N, or leave this out"));
+        if let Some((key, value)) =
+            keys.into_iter().find(|(key, value)| without[section][key.as_str()] != **value)
+        {
+            return Err(Error::input(format!(
+                "{section}.{key} = {value}, but the run has no servers"
+            ))
+            .hint("start it with --servers N, or leave this out"));
         }
     }
     Ok(())
@@ -90,12 +95,20 @@ pub fn take_part(role: &Role, mut request: Request) -> Result<i32> {
     }
     let config = request.config.clone();
     let coordinates = role.part == Part::Serves(0);
-    let call = CoordinatorOptions { run: request, servers, workers: Some(workers), log: "coordinator".into() };
+    let call = CoordinatorOptions {
+        run: request,
+        servers,
+        workers: Some(workers),
+        log: "coordinator".into(),
+    };
     let opened = coordinates.then(|| CoordinatorRun::open(call)).transpose();
     let opened = role.side.world().all_ok(opened).inspect_err(|e| role.release_evaluators(e))?;
     let told = opened.as_ref().map(|opened| opened.directory().to_string_lossy().into_owned());
     let told = role.everyone.world().gather_bytes(told.unwrap_or_default().into_bytes()).wait()?;
-    let run = told.iter().find(|path| !path.is_empty()).ok_or_else(|| Error::internal("nobody told the directory"))?;
+    let run = told
+        .iter()
+        .find(|path| !path.is_empty())
+        .ok_or_else(|| Error::internal("nobody told the directory"))?;
     let site = PsRendezvous::of(&PathBuf::from(String::from_utf8_lossy(run).into_owned()));
     let Part::Serves(_) = role.part else {
         let hand = WorkerOptions { site, patience: timeout, threads: role.threads, leaves: false };
@@ -108,7 +121,8 @@ pub fn take_part(role: &Role, mut request: Request) -> Result<i32> {
         threads: role.threads,
     };
     std::thread::scope(|scope| {
-        let coordinator = opened.map(|opened| spawn_scoped(scope, "coordinator", || opened.run())).transpose()?;
+        let coordinator =
+            opened.map(|opened| spawn_scoped(scope, "coordinator", || opened.run())).transpose()?;
         let served = serve(&post);
         let Some(coordinator) = coordinator else { return served.map(|()| 0) };
         let ended = coordinator.join().map_err(|_| Error::internal("the coordinator panicked"))?;
@@ -144,10 +158,13 @@ fn work_on_device(comm: &Comm<Cpu>, config: &Config, hand: &WorkerOptions) -> Re
 /// The run cannot begin, or a thread failed.
 pub fn simulate(ranks: usize, servers: usize, request: Request) -> Result<i32> {
     if servers >= ranks {
-        return Err(Error::input(format!("--servers {servers} of {ranks} ranks leaves none to train"))
-            .hint(format!("--ranks {} or more", servers + 1)));
+        return Err(Error::input(format!(
+            "--servers {servers} of {ranks} ranks leaves none to train"
+        ))
+        .hint(format!("--ranks {} or more", servers + 1)));
     }
-    let (config, workers) = (request.config.clone(), ranks - servers);
+    let config = request.config.clone();
+    let workers = ranks - servers;
     cpu_can(&config)?;
     exit_on_panic("simulate");
     let timeout = Duration::from_secs(config.servers.timeout);
@@ -170,7 +187,8 @@ pub fn simulate(ranks: usize, servers: usize, request: Request) -> Result<i32> {
     std::thread::scope(|scope| {
         let coordinator = scope.spawn(|| opened.run());
         let serving: Vec<_> = (0..servers).map(|_| scope.spawn(|| serve(&post))).collect();
-        let working: Vec<_> = (0..workers).map(|_| scope.spawn(|| work(&hand, &device, cpu))).collect();
+        let working: Vec<_> =
+            (0..workers).map(|_| scope.spawn(|| work(&hand, &device, cpu))).collect();
         let panicked = || Error::internal("a thread panicked");
         let ended = coordinator.join().map_err(|_| panicked())?;
         // The coordinator tells of their errors.
@@ -182,7 +200,12 @@ pub fn simulate(ranks: usize, servers: usize, request: Request) -> Result<i32> {
 
 /// Coordinates a run of processes that come and go; returns the exit code.
 pub fn coordinate_as(run: Request, servers: usize, workers: Option<usize>) -> i32 {
-    match CoordinatorRun::open(CoordinatorOptions { run, servers, workers, log: "coordinator".into() }) {
+    match CoordinatorRun::open(CoordinatorOptions {
+        run,
+        servers,
+        workers,
+        log: "coordinator".into(),
+    }) {
         Ok(opened) => {
             let run = opened.directory().display();
             say(format_args!("hpctrain server --run {run}\nhpctrain worker --run {run}\n"));
@@ -210,16 +233,19 @@ pub fn serve_as(run: &Path, address: Option<String>, patience: Duration) -> Resu
 /// `hpctrain worker`; returns the exit code.
 pub fn work_alone(args: &WorkerArgs) -> i32 {
     exit_on_panic("worker");
-    let worked = signals::listen().and_then(|()| work_as(&args.run, Duration::from_secs(args.timeout)));
+    let worked =
+        signals::listen().and_then(|()| work_as(&args.run, Duration::from_secs(args.timeout)));
     worked.unwrap_or_else(|e| fail(&e))
 }
 
-/// Works for the run in a directory until it is over, or this process is asked to leave; returns the exit code.
+/// Works for the run in a directory until it is over, or this process is asked to leave; returns
+/// the exit code.
 ///
 /// # Errors
 /// The coordinator is gone, the data cannot be read, or the device failed.
 pub fn work_as(run: &Path, patience: Duration) -> Result<i32> {
-    let hand = WorkerOptions { site: PsRendezvous::of(run), patience, threads: cores(), leaves: true };
+    let hand =
+        WorkerOptions { site: PsRendezvous::of(run), patience, threads: cores(), leaves: true };
     match config_of_run(&hand)? {
         Err(code) => Ok(code),
         Ok(config) => work_on_device(&single(), &config, &hand),

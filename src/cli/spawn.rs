@@ -1,4 +1,5 @@
-//! `--spawn N`: this program starts its ranks itself, as processes of this machine that talk over TCP.
+//! `--spawn N`: this program starts its ranks itself, as processes of this machine that talk over
+//! TCP.
 
 use std::ffi::OsString;
 use std::fs::{File, Permissions};
@@ -23,8 +24,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Time that the other ranks have to end, once one has failed.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Starts `ranks` processes with the arguments of this one, waits for all, and returns the exit code of the job: that of the
-/// first rank that fails.
+/// Starts `ranks` processes with the arguments of this one, waits for all, and returns the exit
+/// code of the job: that of the first rank that fails.
 pub fn run(ranks: usize) -> i32 {
     match spawn(ranks) {
         Ok(code) => code,
@@ -45,11 +46,13 @@ struct Place {
 }
 
 impl Place {
-    /// Creates one in `root`, where nobody else can look into it. Removes those of this user's launchers that were killed.
+    /// Creates one in `root`, where nobody else can look into it. Removes those of this user's
+    /// launchers that were killed.
     fn new(root: &Path) -> Result<Self> {
         remove_abandoned(root);
         let mut builder = tempfile::Builder::new();
-        let folder = builder.prefix(PLACE).permissions(Permissions::from_mode(0o700)).tempdir_in(root);
+        let folder =
+            builder.prefix(PLACE).permissions(Permissions::from_mode(0o700)).tempdir_in(root);
         let folder = folder.map_err(|e| Error::io("create a directory in", root, e))?;
         user_dirs::directory(folder.path())?;
         let path = folder.path().join(LOCK);
@@ -60,7 +63,8 @@ impl Place {
     }
 }
 
-/// Removes the meeting places of launchers that no longer live. One that cannot be removed stays: this job does not need it.
+/// Removes the meeting places of launchers that no longer live. One that cannot be removed stays:
+/// this job does not need it.
 fn remove_abandoned(root: &Path) {
     for entry in root.read_dir().into_iter().flatten().flatten() {
         let path = entry.path();
@@ -70,10 +74,17 @@ fn remove_abandoned(root: &Path) {
         }
         // A launcher creates the lock before the secret: without one there is nothing to hide.
         let lock = path.join(LOCK);
-        if user_dirs::is_mine(&lock) && user_dirs::lock_file(&lock).is_ok_and(|lock| lock.try_lock().is_ok()) {
+        if user_dirs::is_mine(&lock)
+            && user_dirs::lock_file(&lock).is_ok_and(|lock| lock.try_lock().is_ok())
+        {
             match std::fs::remove_dir_all(&path) {
-                Ok(()) => log::info!("removed {}, which a killed launcher has left", path.display()),
-                Err(e) => log::warn!("cannot remove {}, which a killed launcher has left: {e}", path.display()),
+                Ok(()) => {
+                    log::info!("removed {}, which a killed launcher has left", path.display())
+                }
+                Err(e) => log::warn!(
+                    "cannot remove {}, which a killed launcher has left: {e}",
+                    path.display()
+                ),
             }
         }
     }
@@ -82,12 +93,14 @@ fn remove_abandoned(root: &Path) {
 fn spawn(ranks: usize) -> Result<i32> {
     signals::listen()?;
     let place = Place::new(&std::env::temp_dir())?;
-    let program = std::env::current_exe().map_err(|e| Error::internal(format!("this program is not found: {e}")))?;
+    let program = std::env::current_exe()
+        .map_err(|e| Error::internal(format!("this program is not found: {e}")))?;
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
     let mut job = Job { ranks: Vec::with_capacity(ranks) };
     for rank in 0..ranks {
         let meeting = TcpRendezvous { dir: place.folder.path().into(), rank, ranks };
-        let child = Command::new(&program).args(&arguments).env(MEETING, meeting.to_string()).spawn();
+        let child =
+            Command::new(&program).args(&arguments).env(MEETING, meeting.to_string()).spawn();
         job.ranks.push(child.map_err(|e| Error::io("start", &program, e))?);
     }
     Ok(job.wait())
@@ -102,7 +115,9 @@ impl Job {
     /// Waits for all ranks, and hands signals on to them.
     fn wait(&mut self) -> i32 {
         let mut codes: Vec<Option<i32>> = vec![None; self.ranks.len()];
-        let (mut first, mut told, mut failed) = (0, None, None);
+        let mut first = 0;
+        let mut told = None;
+        let mut failed = None;
         while codes.contains(&None) {
             std::thread::sleep(POLL_INTERVAL);
             let came = signals::came();
@@ -111,7 +126,10 @@ impl Job {
                 self.tell(came);
             }
             for (rank, (child, code)) in self.ranks.iter_mut().zip(&mut codes).enumerate() {
-                let Some(status) = child.try_wait().ok().flatten().filter(|_| code.is_none()) else { continue };
+                let Some(status) = child.try_wait().ok().flatten().filter(|_| code.is_none())
+                else {
+                    continue;
+                };
                 let ended = exit_code(status);
                 *code = Some(ended);
                 if ended != 0 && first == 0 {

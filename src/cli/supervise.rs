@@ -14,14 +14,17 @@ pub struct SuperviseArgs {
     /// Starts in a row that may gain no checkpoint, besides the first.
     #[arg(long, value_name = "N", default_value_t = 3)]
     retries: u32,
-    /// End with exit code 75 where the job does, rather than start it again: a batch system requeues it.
+    /// End with exit code 75 where the job does, rather than start it again: a batch system
+    /// requeues it.
     #[arg(long)]
     requeue: bool,
-    /// The hosts that the job may have, with their ranks, such as node1:8,node2:8. Each start has those that answer, with the most
-    /// ranks that the layout allows, in the places of {hosts} and {ranks} in the command.
+    /// The hosts that the job may have, with their ranks, such as node1:8,node2:8. Each start has
+    /// those that answer, with the most ranks that the layout allows, in the places of {hosts} and
+    /// {ranks} in the command.
     #[arg(long, value_name = "HOST:RANKS,…")]
     hosts: Option<String>,
-    /// The program that runs a command on another host: it is given the host and `true`, and a host that fails it has no ranks.
+    /// The program that runs a command on another host: it is given the host and `true`, and a host
+    /// that fails it has no ranks.
     #[arg(long, value_name = "COMMAND", default_value = AGENT, requires = "hosts")]
     agent: String,
     /// The job's command, after `--`: a launcher with its arguments, or this program.
@@ -44,7 +47,9 @@ pub fn run(args: SuperviseArgs) -> i32 {
 fn request(args: SuperviseArgs) -> Result<Request> {
     let SuperviseArgs { retries, requeue, hosts, agent, command } = args;
     let hosts = hosts.map(|list| hosts_of(&list, &agent, &command)).transpose()?;
-    let open = command.iter().find(|word| hosts.is_none() && (word.contains(HOSTS) || word.contains(RANKS)));
+    let open = command
+        .iter()
+        .find(|word| hosts.is_none() && (word.contains(HOSTS) || word.contains(RANKS)));
     if let Some(word) = open {
         return Err(Error::input(format!("{word} in the command, but no --hosts"))
             .hint("hpctrain supervise --hosts node1:8,node2:8 -- mpirun --host {hosts} -np {ranks} hpctrain train"));
@@ -63,13 +68,17 @@ fn hosts_of(list: &str, agent: &str, command: &[String]) -> Result<Hosts> {
     let Some(at) = command.iter().rposition(|word| word == "train") else {
         return Err(Error::input("--hosts, but no train in the command").hint(hint));
     };
-    let training = Training::try_parse_from(&command[at..])
-        .map_err(|e| Error::input(format!("the command after train: {}", first_line(&e.to_string()))).hint(hint))?;
-    let (config, others) = (training.train.config()?, training.train.ranks_beside());
+    let training = Training::try_parse_from(&command[at..]).map_err(|e| {
+        Error::input(format!("the command after train: {}", first_line(&e.to_string()))).hint(hint)
+    })?;
+    let config = training.train.config()?;
+    let others = training.train.ranks_beside();
     let fits = |ranks: usize| match ranks.checked_sub(others).filter(|training| *training > 0) {
         Some(training) => check_ranks(&config, training),
-        None => Err(Error::input(format!("{ranks} ranks, of which {others} do not train, leave none that does"))
-            .hint("give more hosts, or more ranks of each")),
+        None => Err(Error::input(format!(
+            "{ranks} ranks, of which {others} do not train, leave none that does"
+        ))
+        .hint("give more hosts, or more ranks of each")),
     };
     let allowed: Vec<usize> = (1..=list.slots()).filter(|ranks| fits(*ranks).is_ok()).collect();
     if allowed.is_empty() {
@@ -95,15 +104,23 @@ mod tests {
     #[test]
     fn the_layout_of_the_command_says_how_many_ranks_may_be() {
         let allowed = |list: &str, more: &str| {
-            let command = format!("mpirun --host {{hosts}} -np {{ranks}} hpctrain train --set batch.global=24 {more}");
+            let command = format!(
+                "mpirun --host {{hosts}} -np {{ranks}} hpctrain train --set batch.global=24 {more}"
+            );
             asked(list, command.trim()).map(|hosts| hosts.allowed)
         };
         assert_eq!(allowed("a:2,b:2", "--set parallel.lanes=4"), Ok(vec![1, 2, 4]));
         assert_eq!(allowed("a:4,b:3", "--set parallel.lanes=12"), Ok(vec![1, 2, 3, 4, 6]));
-        assert_eq!(allowed("a:4,b:3", "--set parallel.lanes=4 --set parallel.pipeline=2"), Ok(vec![2, 4]));
+        assert_eq!(
+            allowed("a:4,b:3", "--set parallel.lanes=4 --set parallel.pipeline=2"),
+            Ok(vec![2, 4])
+        );
         assert_eq!(allowed("a:4", "--set parallel.lanes=4 --evaluators 1"), Ok(vec![2, 3]));
-        let error =
-            allowed("a:2,b:1", "--set parallel.lanes=4 --set parallel.shard=4 --set parallel.zero=1").unwrap_err();
+        let error = allowed(
+            "a:2,b:1",
+            "--set parallel.lanes=4 --set parallel.shard=4 --set parallel.zero=1",
+        )
+        .unwrap_err();
         assert!(error.to_string().contains("parallel.shard"), "{error}");
     }
 
@@ -119,7 +136,13 @@ mod tests {
             assert!(error.contains(words), "{error}");
         }
         let command = ["mpirun", "-np", "{ranks}", "hpctrain", "train"].map(String::from).to_vec();
-        let args = SuperviseArgs { retries: 0, requeue: false, hosts: None, agent: AGENT.into(), command };
-        assert!(request(args).unwrap_err().to_string().contains("{ranks} in the command, but no --hosts"));
+        let args =
+            SuperviseArgs { retries: 0, requeue: false, hosts: None, agent: AGENT.into(), command };
+        assert!(
+            request(args)
+                .unwrap_err()
+                .to_string()
+                .contains("{ranks} in the command, but no --hosts")
+        );
     }
 }

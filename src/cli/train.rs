@@ -33,14 +33,20 @@ pub struct SourceArgs {
     overrides: Vec<String>,
 }
 
-/// Takes any name, so that the error of one that is none names the nearest; help and completions have those that are.
+/// Takes any name, so that the error of one that is none names the nearest; help and completions
+/// have those that are.
 #[derive(Clone)]
 struct PresetParser;
 
 impl TypedValueParser for PresetParser {
     type Value = String;
 
-    fn parse_ref(&self, cmd: &Command, arg: Option<&Arg>, value: &OsStr) -> Result<String, clap::Error> {
+    fn parse_ref(
+        &self,
+        cmd: &Command,
+        arg: Option<&Arg>,
+        value: &OsStr,
+    ) -> Result<String, clap::Error> {
         StringValueParser::new().parse_ref(cmd, arg, value)
     }
 
@@ -52,7 +58,8 @@ impl TypedValueParser for PresetParser {
 impl SourceArgs {
     /// The configuration, and the name of a run that has none.
     pub fn load(&self) -> Result<(Config, String)> {
-        let (preset, file) = (self.preset.as_deref(), self.config.as_deref());
+        let preset = self.preset.as_deref();
+        let file = self.config.as_deref();
         load(&Sources { preset, file, overrides: &self.overrides })
     }
 }
@@ -62,9 +69,10 @@ impl SourceArgs {
 pub struct RunArgs {
     #[command(flatten)]
     sources: SourceArgs,
-    /// Continue a run: `auto` takes the newest whole checkpoint of its directory, or starts if there is none; without run.name,
-    /// that of the one unnamed run with this configuration that has saved; else the path of a checkpoint, or of a run whose newest
-    /// is meant, from which another run goes on.
+    /// Continue a run: `auto` takes the newest whole checkpoint of its directory, or starts if
+    /// there is none; without run.name, that of the one unnamed run with this configuration that
+    /// has saved; else the path of a checkpoint, or of a run whose newest is meant, from which
+    /// another run goes on.
     #[arg(long, value_name = "auto|CHECKPOINT")]
     resume: Option<String>,
     /// Take only the parameters of the checkpoint and begin at step 0: fine-tuning.
@@ -73,13 +81,16 @@ pub struct RunArgs {
     /// Take parameters and progress of the checkpoint, but begin with a fresh optimizer.
     #[arg(long, requires = "resume")]
     skip_optimizer: bool,
-    /// Go on although the training data is not that of the checkpoint; the change is noted in run.json and in checkpoints.
+    /// Go on although the training data is not that of the checkpoint; the change is noted in
+    /// run.json and in checkpoints.
     #[arg(long, requires = "resume", conflicts_with = "weights_only")]
     allow_changed_data: bool,
-    /// Write the activity of every thread of every rank, with its times, to FILE at the end, for ui.perfetto.dev.
+    /// Write the activity of every thread of every rank, with its times, to FILE at the end, for
+    /// ui.perfetto.dev.
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// Count the time of every kernel on rank 0: a table at the end, and profile.json in the run's directory.
+    /// Count the time of every kernel on rank 0: a table at the end, and profile.json in the run's
+    /// directory.
     #[arg(long)]
     profile: bool,
 }
@@ -95,7 +106,8 @@ pub struct TrainArgs {
     /// Which checkpoints the evaluators evaluate.
     #[arg(long, value_enum, default_value_t = Policy::Latest, requires = "evaluators")]
     policy: Policy,
-    /// So many of the ranks hold the parameters instead of training, those before the evaluators: parameter servers.
+    /// So many of the ranks hold the parameters instead of training, those before the evaluators:
+    /// parameter servers.
     #[arg(long, value_name = "N", default_value_t = 0)]
     servers: usize,
 }
@@ -154,9 +166,18 @@ impl RunArgs {
             (_, true) => RestoreScope::NoOptimizer,
             _ => RestoreScope::Everything,
         };
-        let (trace, profile) = (self.trace.clone(), self.profile);
+        let trace = self.trace.clone();
+        let profile = self.profile;
         let allow_changed_data = self.allow_changed_data;
-        Ok(Request { resume, take, allow_changed_data, trace, profile, threads, ..Request::new(config, name) })
+        Ok(Request {
+            resume,
+            take,
+            allow_changed_data,
+            trace,
+            profile,
+            threads,
+            ..Request::new(config, name)
+        })
     }
 }
 
@@ -165,14 +186,19 @@ pub fn run(args: &TrainArgs, launch: Option<&Launch>) -> i32 {
     if let Err(e) = signals::listen() {
         return fail(&e);
     }
-    // A rank whose configuration failed still meets the others, so that all hear of it and one speaks.
+    // A rank whose configuration failed still meets the others, so that all hear of it and one
+    // speaks.
     let request = args.run.request_of_job(args.servers, None);
-    let patience = request.as_ref().map_or_else(|_| patience(&[]), |request| seconds(request.config.comm.timeout));
+    let patience = request
+        .as_ref()
+        .map_or_else(|_| patience(&[]), |request| seconds(request.config.comm.timeout));
     job::run(launch, patience, |comm| {
         let request = comm.world().all_ok(request)?;
-        let role = Role::find(comm, Start::Train { evaluators: args.evaluators, servers: args.servers })?;
+        let role =
+            Role::find(comm, Start::Train { evaluators: args.evaluators, servers: args.servers })?;
         if role.part != Part::Evaluates {
-            check_alike(&role.side.world(), &request.config).inspect_err(|e| role.release_evaluators(e))?;
+            check_alike(&role.side.world(), &request.config)
+                .inspect_err(|e| role.release_evaluators(e))?;
         }
         match role.part {
             Part::Evaluates => evaluate(&role, args.evaluation(&role)),
@@ -185,7 +211,8 @@ pub fn run(args: &TrainArgs, launch: Option<&Launch>) -> i32 {
 /// Trains as one of the ranks that do; returns the exit code.
 fn train_as(role: &Role, mut request: Request) -> Result<i32> {
     if !role.mixed {
-        return train(&role.comm, &request, Customization::default(), None).map(|ending| ending.exit_code());
+        return train(&role.comm, &request, Customization::default(), None)
+            .map(|ending| ending.exit_code());
     }
     request.config.eval.inline = false;
     request.threads = Some(role.threads);

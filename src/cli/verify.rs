@@ -13,8 +13,10 @@ use crate::verify::{Launcher, Request, rank, task, verify};
 
 /// Arguments of `hpctrain verify`.
 #[derive(Args)]
-#[command(after_help = "Exit code: 0 if all rows agree, 1 if one differs, 2 if the input is wrong.\n\
-                        Example: hpctrain verify --set parallel.lanes=8 --ranks 1,2,4,8 --zero 0,1,2,3")]
+#[command(
+    after_help = "Exit code: 0 if all rows agree, 1 if one differs, 2 if the input is wrong.\n\
+                        Example: hpctrain verify --set parallel.lanes=8 --ranks 1,2,4,8 --zero 0,1,2,3"
+)]
 pub struct VerifyArgs {
     #[command(flatten)]
     sources: SourceArgs,
@@ -48,18 +50,33 @@ pub struct VerifyArgs {
 impl VerifyArgs {
     fn request(&self) -> Result<Request> {
         let (config, name) = self.sources.load()?;
-        let [ranks, pipelines, tensors] = [&self.ranks, &self.pipeline, &self.tensor].map(|numbers| {
-            let mut numbers: Vec<usize> = numbers.iter().copied().map(usize::from).collect();
-            numbers.sort_unstable();
-            numbers.dedup();
-            numbers
-        });
+        let [ranks, pipelines, tensors] =
+            [&self.ranks, &self.pipeline, &self.tensor].map(|numbers| {
+                let mut numbers: Vec<usize> = numbers.iter().copied().map(usize::from).collect();
+                numbers.sort_unstable();
+                numbers.dedup();
+                numbers
+            });
         let mut stages = self.zero.clone();
         stages.sort_unstable();
         stages.dedup();
-        let stages = stages.into_iter().map(Zero::try_from).collect::<Result<_, _>>().map_err(Error::input)?;
+        let stages = stages
+            .into_iter()
+            .map(Zero::try_from)
+            .collect::<Result<_, _>>()
+            .map_err(Error::input)?;
         let launcher = if self.mpi { Launcher::mpirun()? } else { Launcher::Threads };
-        Ok(Request { config, name, ranks, pipelines, tensors, stages, steps: self.steps, launcher, json: self.json })
+        Ok(Request {
+            config,
+            name,
+            ranks,
+            pipelines,
+            tensors,
+            stages,
+            steps: self.steps,
+            launcher,
+            json: self.json,
+        })
     }
 }
 

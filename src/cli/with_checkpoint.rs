@@ -1,4 +1,5 @@
-//! A checkpoint that is used rather than trained on: the common part of `sample`, `predict` and `eval --checkpoint`.
+//! A checkpoint that is used rather than trained on: the common part of `sample`, `predict` and
+//! `eval --checkpoint`.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -60,7 +61,10 @@ impl<B: Kernels> Found<'_, B> {
     ///
     /// # Errors
     /// Of `open`; or the data cannot be brought to that.
-    pub fn data<D: Source>(&self, open: impl FnOnce(&mut ShardIndex, &ResolvedConfig) -> Result<D>) -> Result<D> {
+    pub fn data<D: Source>(
+        &self,
+        open: impl FnOnce(&mut ShardIndex, &ResolvedConfig) -> Result<D>,
+    ) -> Result<D> {
         let (data, notes) = self.converted(open)?;
         if self.world.rank() == 0 {
             notes.iter().for_each(|note| log::warn!("data: {note}"));
@@ -96,8 +100,9 @@ impl<B: Kernels> Found<'_, B> {
     }
 }
 
-/// Does `work` with the checkpoint at `path`, or the newest of the run there, on the device of its configuration; returns
-/// the exit code. Rank 0 holds a lease on it, so that a trainer beside does not remove it meanwhile.
+/// Does `work` with the checkpoint at `path`, or the newest of the run there, on the device of its
+/// configuration; returns the exit code. Rank 0 holds a lease on it, so that a trainer beside does
+/// not remove it meanwhile.
 pub fn run(work: &impl Work, path: &Path, overrides: &[String], launch: Option<&Launch>) -> i32 {
     job::run(launch, patience(overrides), |comm| {
         let world = comm.world();
@@ -109,7 +114,9 @@ pub fn run(work: &impl Work, path: &Path, overrides: &[String], launch: Option<&
         comm.wait_at_most(seconds(config.comm.timeout))?;
         match place(comm, &config)? {
             None => on(work, comm, reader, config, threads, cpu),
-            Some(gpu) => on(work, &gpu.beside(comm), reader, config, threads, |plan| gpu.backend(plan)),
+            Some(gpu) => {
+                on(work, &gpu.beside(comm), reader, config, threads, |plan| gpu.backend(plan))
+            }
         }?;
         Ok(0)
     })
@@ -129,7 +136,8 @@ fn on<B: Kernels>(
     work.on(Found { reader, plan, world, comm, backend })
 }
 
-/// Time after which a wait for another rank ends the job, as long as nothing but the command line is known.
+/// Time after which a wait for another rank ends the job, as long as nothing but the command line
+/// is known.
 pub fn patience(overrides: &[String]) -> Duration {
     // Keys that are not known are refused later, by all ranks.
     let config = overlay(&Config::default(), overrides).unwrap_or_default();
@@ -141,9 +149,11 @@ pub fn seconds(timeout: u64) -> Duration {
     Duration::from_secs(timeout)
 }
 
-/// Directories in which the ranks that use a checkpoint can leave signs of life: its run's, or one of the node.
+/// Directories in which the ranks that use a checkpoint can leave signs of life: its run's, or one
+/// of the node.
 fn places(checkpoint: &Path) -> Vec<PathBuf> {
-    let run = checkpoint.parent().and_then(Path::parent).map(|run| RunDirectory::at(run).logs_path());
+    let run =
+        checkpoint.parent().and_then(Path::parent).map(|run| RunDirectory::at(run).logs_path());
     run.into_iter().chain([std::env::temp_dir()]).collect()
 }
 

@@ -1,10 +1,12 @@
-//! Compiles constants of the MPI library, whose values only its own headers have, with the compiler that the bindings were made with.
+//! Compiles constants of the MPI library, whose values only its own headers have, with the compiler
+//! that the bindings were made with.
 
 fn main() -> Result<(), String> {
     const SOURCE: &str = "transport/mpi/constants.c";
     println!("cargo::rerun-if-changed={SOURCE}");
     println!("cargo::rerun-if-env-changed=MPICC");
-    let library = build_probe_mpi::probe().map_err(|errors| format!("no MPI library was found: {errors:?}"))?;
+    let library = build_probe_mpi::probe()
+        .map_err(|errors| format!("no MPI library was found: {errors:?}"))?;
     let mut compiler = cc::Build::new();
     compiler.file(SOURCE);
     match library.mpicc {

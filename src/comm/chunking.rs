@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-/// Walks over pieces of memory, message by message. The cuts depend only on the lengths of the pieces, so that
-/// sender and receiver cut alike.
+/// Walks over pieces of memory, message by message. The cuts depend only on the lengths of the
+/// pieces, so that sender and receiver cut alike.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct ChunkCursor {
     piece: usize,
@@ -11,8 +11,8 @@ pub struct ChunkCursor {
 }
 
 impl ChunkCursor {
-    /// The next message, of at most `limit` elements: calls `run` for every piece's part in it. Short pieces share a
-    /// message. Returns its length; 0 when nothing is left.
+    /// The next message, of at most `limit` elements: calls `run` for every piece's part in it.
+    /// Short pieces share a message. Returns its length; 0 when nothing is left.
     pub fn message(
         &mut self,
         len: impl Fn(usize) -> Option<usize>,
@@ -40,10 +40,15 @@ mod tests {
     use super::*;
 
     fn messages(lens: &[usize], limit: usize) -> Vec<Vec<(usize, Range<usize>)>> {
-        let (mut cursor, mut all) = (ChunkCursor::default(), Vec::new());
+        let mut cursor = ChunkCursor::default();
+        let mut all = Vec::new();
         loop {
             let mut parts = Vec::new();
-            let len = cursor.message(|i| lens.get(i).copied(), limit, |piece, range| parts.push((piece, range)));
+            let len = cursor.message(
+                |i| lens.get(i).copied(),
+                limit,
+                |piece, range| parts.push((piece, range)),
+            );
             assert_eq!(len, parts.iter().map(|(_, range)| range.len()).sum::<usize>());
             if len == 0 {
                 return all;
@@ -56,6 +61,9 @@ mod tests {
     fn messages_fill_up_and_share() {
         assert!(messages(&[], 4).is_empty() && messages(&[0, 0], 4).is_empty());
         assert_eq!(messages(&[8, 2], 4), [vec![(0, 0..4)], vec![(0, 4..8)], vec![(1, 0..2)]]);
-        assert_eq!(messages(&[3, 3, 0, 1], 4), [vec![(0, 0..3), (1, 0..1)], vec![(1, 1..3), (3, 0..1)]]);
+        assert_eq!(
+            messages(&[3, 3, 0, 1], 4),
+            [vec![(0, 0..3), (1, 0..1)], vec![(1, 1..3), (3, 0..1)]]
+        );
     }
 }

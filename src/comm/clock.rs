@@ -1,7 +1,7 @@
 //! Offset between the clocks of two hosts.
 //!
-//! Clocks of one host agree. Ranks of other hosts ask rank 0 32 times at the start and take the quickest answer; later
-//! drift is not corrected.
+//! Clocks of one host agree. Ranks of other hosts ask rank 0 32 times at the start and take the
+//! quickest answer; later drift is not corrected.
 
 use super::transport::{GroupRanks, Transport};
 use hpctrain_base::error::Result;
@@ -11,8 +11,9 @@ const ROUNDS: usize = 32;
 
 /// Collective: nanoseconds to add to my `now` for that of the group's rank 0.
 ///
-/// One rank after the other asks rank 0 for its time. The answer was written between question and receipt, in the
-/// middle if both ways take equally long: the error is at most half the time of the quickest exchange.
+/// One rank after the other asks rank 0 for its time. The answer was written between question and
+/// receipt, in the middle if both ways take equally long: the error is at most half the time of the
+/// quickest exchange.
 pub fn offset(wire: &mut dyn Transport, group: &GroupRanks, now: impl Fn() -> u64) -> Result<i64> {
     if group.rank == 0 {
         for rank in 1..group.size() {
@@ -23,7 +24,8 @@ pub fn offset(wire: &mut dyn Transport, group: &GroupRanks, now: impl Fn() -> u6
         }
         return Ok(0);
     }
-    let (mut quickest, mut offset) = (u64::MAX, 0);
+    let mut quickest = u64::MAX;
+    let mut offset = 0;
     for _ in 0..ROUNDS {
         let mut answer = [0; 8];
         let asked = now();

@@ -84,7 +84,8 @@ pub fn single<B: Backend>() -> Comm<B> {
 /// Time between two looks whether a rank has started.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Time that the processes of a job have to start, at least: launchers do not start all of them at once.
+/// Time that the processes of a job have to start, at least: launchers do not start all of them at
+/// once.
 const START: Duration = Duration::from_secs(15);
 
 /// A communication thread of this name, whose wire `open` makes on it.
@@ -110,11 +111,14 @@ fn start(
         }
     })?;
     // As in the watch, time in which this process was stopped does not count.
-    let (mut last, mut waited) = (Instant::now(), Duration::ZERO);
+    let mut last = Instant::now();
+    let mut waited = Duration::ZERO;
     loop {
         match told.recv_timeout(POLL_INTERVAL) {
             Ok(news) => return Ok((worker, shared, news?)),
-            Err(RecvTimeoutError::Disconnected) => return Err(Error::comm("the communication thread did not start")),
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(Error::comm("the communication thread did not start"));
+            }
             Err(RecvTimeoutError::Timeout) => waited += last.elapsed().min(2 * POLL_INTERVAL),
         }
         last = Instant::now();
@@ -132,8 +136,9 @@ fn start(
     }
 }
 
-/// The communicator of a process that an MPI launcher started: initialises MPI on a new communication thread. Once in a
-/// process, best before other threads start: then it may set environment variables that MPI and CUDA read.
+/// The communicator of a process that an MPI launcher started: initialises MPI on a new
+/// communication thread. Once in a process, best before other threads start: then it may set
+/// environment variables that MPI and CUDA read.
 ///
 /// # Errors
 /// MPI cannot be initialised, or the processes were started by the launcher of another MPI library.
@@ -141,7 +146,8 @@ pub fn start_mpi<B: Backend>(algorithm: Algorithm) -> Result<Comm<B>> {
     start_mpi_within(algorithm, Duration::ZERO)
 }
 
-/// As [`start_mpi`]; but if the other ranks have not come after `patience`, which is not zero, this process ends.
+/// As [`start_mpi`]; but if the other ranks have not come after `patience`, which is not zero, this
+/// process ends.
 ///
 /// # Errors
 /// As [`start_mpi`].
@@ -151,8 +157,10 @@ pub fn start_mpi_within<B: Backend>(algorithm: Algorithm, patience: Duration) ->
     match launched_size(|name| std::env::var(name).ok()) {
         Some(started) if started > 1 && world.nodes.len() == 1 => {
             worker.end();
-            let message = format!("{started} processes were started, but {} sees only itself", world.library);
-            Err(Error::comm(message).hint("start with the mpirun of the MPI library that hpctrain is linked with"))
+            let message =
+                format!("{started} processes were started, but {} sees only itself", world.library);
+            Err(Error::comm(message)
+                .hint("start with the mpirun of the MPI library that hpctrain is linked with"))
         }
         _ => Ok(Comm::new(world, algorithm, Abort::Exit, shared, Some(worker))),
     }
@@ -182,29 +190,57 @@ pub fn start_threads<B: Backend>(ranks: usize, algorithm: Algorithm) -> Result<V
 ///
 /// # Errors
 /// The same.
-pub fn start_threads_on_nodes<B: Backend>(nodes: &[usize], algorithm: Algorithm) -> Result<Vec<Comm<B>>> {
+pub fn start_threads_on_nodes<B: Backend>(
+    nodes: &[usize],
+    algorithm: Algorithm,
+) -> Result<Vec<Comm<B>>> {
     let shared: Vec<Arc<Shared>> = nodes.iter().map(|_| Arc::default()).collect();
     let start = |((wire, world), shared): ((Box<dyn Transport + Send>, World), Arc<Shared>)| {
         let name = format!("comm-{}", world.rank);
-        let worker = (nodes.len() > 1).then(|| Worker::start(&name, &shared, move || Some(wire as Box<dyn Transport>)));
+        let worker = (nodes.len() > 1)
+            .then(|| Worker::start(&name, &shared, move || Some(wire as Box<dyn Transport>)));
         Ok(Comm::new(world, algorithm, Abort::Unwind, shared, worker.transpose()?))
     };
     in_process::open(nodes, &shared).into_iter().zip(shared).map(start).collect()
 }
 
 impl<B: Backend> Comm<B> {
-    fn new(world: World, algorithm: Algorithm, abort: Abort, shared: Arc<Shared>, worker: Option<Worker>) -> Self {
+    fn new(
+        world: World,
+        algorithm: Algorithm,
+        abort: Abort,
+        shared: Arc<Shared>,
+        worker: Option<Worker>,
+    ) -> Self {
         let home = GroupRanks::world(world.rank, world.nodes.clone());
         let exit = Exit::new(abort, world.nodes.len() > 1, shared.clone(), worker);
-        let inner = Inner { world, algorithm, shared, exit, has_roles: Arc::default(), watch: Mutex::new(None) };
-        let (path, slot) = (DeviceTransport::Staged, host_staged::WORDS);
-        Self { inner: Arc::new(inner), home, path, why: None, device: None, slot, backend: PhantomData }
+        let inner = Inner {
+            world,
+            algorithm,
+            shared,
+            exit,
+            has_roles: Arc::default(),
+            watch: Mutex::new(None),
+        };
+        let path = DeviceTransport::Staged;
+        let slot = host_staged::WORDS;
+        Self {
+            inner: Arc::new(inner),
+            home,
+            path,
+            why: None,
+            device: None,
+            slot,
+            backend: PhantomData,
+        }
     }
 
     /// The same thread and world, for buffers of another backend.
     pub fn on<C: Backend>(&self) -> Comm<C> {
         let Self { inner, home, path, why, slot, device: _, backend: _ } = self;
-        let (inner, home, why) = (inner.clone(), home.clone(), why.clone());
+        let inner = inner.clone();
+        let home = home.clone();
+        let why = why.clone();
         Comm { inner, home, path: *path, why, device: None, slot: *slot, backend: PhantomData }
     }
 
@@ -275,7 +311,8 @@ impl<B: Backend> Comm<B> {
         self.inner.world.staging + on_device
     }
 
-    /// A handle whose messages reach device memory by a path that is known to work. All ranks take the same.
+    /// A handle whose messages reach device memory by a path that is known to work. All ranks take
+    /// the same.
     #[must_use]
     pub fn with_transport(&self, path: DeviceTransport) -> Self {
         Self { path, why: None, ..self.clone() }
@@ -286,7 +323,8 @@ impl<B: Backend> Comm<B> {
         Self { path, why: Some(why), ..self.clone() }
     }
 
-    /// A handle whose staged messages go in chunks of so many words, rather than 4 MiB. All ranks take the same.
+    /// A handle whose staged messages go in chunks of so many words, rather than 4 MiB. All ranks
+    /// take the same.
     #[must_use]
     pub fn in_chunks(&self, words: usize) -> Self {
         Self { slot: words.max(1), ..self.clone() }
@@ -302,7 +340,8 @@ impl<B: Backend> Comm<B> {
         self.why.as_deref().filter(|_| !B::ON_HOST)
     }
 
-    /// Gives back the device memory and the communicators by which messages have passed so far; collective over the world.
+    /// Gives back the device memory and the communicators by which messages have passed so far;
+    /// collective over the world.
     pub(super) fn forget_devices(&self) -> Result<()> {
         let world = self.home.clone();
         let label = self.label("forget", Size::Same(0));
@@ -319,11 +358,14 @@ impl<B: Backend> Comm<B> {
 
     /// Counts the memory that messages pass through as the backend's.
     pub fn count_memory(&self, backend: B) {
-        self.inner.shared.count_staging(Box::new(move |bytes| backend.ledger().take(MemoryKind::Communication, bytes)));
+        self.inner.shared.count_staging(Box::new(move |bytes| {
+            backend.ledger().take(MemoryKind::Communication, bytes)
+        }));
     }
 
-    /// Collective over the world: a handle for which the ranks that share my colour are the world. Ranks of other
-    /// colours are out of its reach, but for [`Comm::abort`]. Every rank passes the colours of *all* ranks.
+    /// Collective over the world: a handle for which the ranks that share my colour are the world.
+    /// Ranks of other colours are out of its reach, but for [`Comm::abort`]. Every rank passes the
+    /// colours of *all* ranks.
     ///
     /// # Errors
     /// As [`Comm::split`].
@@ -335,7 +377,11 @@ impl<B: Backend> Comm<B> {
     /// The ranks that share my colour.
     pub(super) fn members(&self, colors: &[usize]) -> Result<GroupRanks> {
         if colors.len() != self.size() {
-            return Err(Error::internal(format!("{} colours for {} ranks", colors.len(), self.size())));
+            return Err(Error::internal(format!(
+                "{} colours for {} ranks",
+                colors.len(),
+                self.size()
+            )));
         }
         let mine = colors[self.rank()];
         let id = if self.size() == 1 {
@@ -345,7 +391,8 @@ impl<B: Backend> Comm<B> {
             let label = self.label("split", Size::Own(0));
             let (reply, pending) = reply(&self.inner.shared);
             self.inner.submit(Request::run(move |state| {
-                reply.send(state.collective(&world, &label, |state| state.wire.split(&world, mine)));
+                reply
+                    .send(state.collective(&world, &label, |state| state.wire.split(&world, mine)));
             }));
             pending.wait()?
         };
@@ -359,7 +406,8 @@ impl<B: Backend> Comm<B> {
         &self.inner.shared.activity
     }
 
-    /// Collective over the world: nanoseconds to add to this rank's [`now`](hpctrain_base::spans::now) for that of rank 0.
+    /// Collective over the world: nanoseconds to add to this rank's
+    /// [`now`](hpctrain_base::spans::now) for that of rank 0.
     ///
     /// # Errors
     /// The message failed.
@@ -371,7 +419,9 @@ impl<B: Backend> Comm<B> {
         let label = self.label("clock", Size::Same(0));
         let (reply, pending) = reply(&self.inner.shared);
         self.inner.submit(Request::run(move |state| {
-            reply.send(state.collective(&world, &label, |state| clock::offset(&mut *state.wire, &world, spans::now)));
+            reply.send(state.collective(&world, &label, |state| {
+                clock::offset(&mut *state.wire, &world, spans::now)
+            }));
         }));
         pending.wait()
     }
@@ -381,24 +431,27 @@ impl<B: Backend> Comm<B> {
         Label { op, group: WORLD, unit: None, size, algorithm: "direct", root: None }
     }
 
-    /// Ends the communication thread once it has finished its requests, and leaves the world (`MPI_Finalize`). Groups
-    /// that are still alive can make no further requests. Dropping the last handle does the same.
+    /// Ends the communication thread once it has finished its requests, and leaves the world
+    /// (`MPI_Finalize`). Groups that are still alive can make no further requests. Dropping the
+    /// last handle does the same.
     pub fn shutdown(self) {
         self.inner.end();
     }
 
     /// Ends *all* ranks, even while they wait for one another.
     ///
-    /// With MPI this is `MPI_Abort` on the communication thread, and after two seconds without effect the
-    /// end of this process, which makes the launcher end the others. Between threads every request of every
-    /// rank fails from now on, and the calling thread unwinds with [`Aborted`](crate::Aborted).
+    /// With MPI this is `MPI_Abort` on the communication thread, and after two seconds without
+    /// effect the end of this process, which makes the launcher end the others. Between threads
+    /// every request of every rank fails from now on, and the calling thread unwinds with
+    /// [`Aborted`](crate::Aborted).
     pub fn abort(&self, code: i32) -> ! {
         self.inner.exit.abort(code)
     }
 }
 
 impl Inner {
-    /// Queues a request. If the thread has ended, the request is dropped, which its `Pending` reports.
+    /// Queues a request. If the thread has ended, the request is dropped, which its `Pending`
+    /// reports.
     pub fn submit(&self, request: Request) {
         self.exit.submit(request);
     }
@@ -444,8 +497,14 @@ impl Inner {
     fn end(&self) {
         if let Some(worker) = self.exit.take_worker() {
             let world = GroupRanks::world(self.world.rank, self.world.nodes.clone());
-            let label =
-                Label { op: LEAVE, group: WORLD, unit: None, size: Size::Own(0), algorithm: "direct", root: None };
+            let label = Label {
+                op: LEAVE,
+                group: WORLD,
+                unit: None,
+                size: Size::Own(0),
+                algorithm: "direct",
+                root: None,
+            };
             worker.submit(Request::run(move |state| {
                 if state.failure().is_none() {
                     state.shared.ledger().begin(&world, &label);

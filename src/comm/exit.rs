@@ -30,11 +30,17 @@ pub struct Exit {
 }
 
 impl Exit {
-    pub fn new(abort: Abort, has_others: bool, shared: Arc<Shared>, worker: Option<Worker>) -> Self {
+    pub fn new(
+        abort: Abort,
+        has_others: bool,
+        shared: Arc<Shared>,
+        worker: Option<Worker>,
+    ) -> Self {
         Self { abort, has_others, shared, worker: Arc::new(Mutex::new(worker)) }
     }
 
-    /// Queues a request. If the thread has ended, the request is dropped, which its `Pending` reports.
+    /// Queues a request. If the thread has ended, the request is dropped, which its `Pending`
+    /// reports.
     pub fn submit(&self, request: Request) {
         if let Some(worker) = &*self.worker.lock().unwrap_or_else(PoisonError::into_inner) {
             worker.submit(request);
@@ -77,8 +83,8 @@ impl Exit {
     }
 }
 
-/// Ends this process. Libraries clean up when a process ends, and may wait for a lock that a stuck thread holds: after a
-/// while it ends without.
+/// Ends this process. Libraries clean up when a process ends, and may wait for a lock that a stuck
+/// thread holds: after a while it ends without.
 pub fn leave(code: i32) -> ! {
     let impatient = || {
         std::thread::sleep(ABORT_PATIENCE);

@@ -22,7 +22,8 @@ use hpctrain_device::{Backend, CommBuffer};
 
 /// Some ranks of the world, in order. Clones share the communication thread.
 ///
-/// Collectives are requested by all ranks of the group, in the same order. A group of one is the identity.
+/// Collectives are requested by all ranks of the group, in the same order. A group of one is the
+/// identity.
 pub struct Group<B: Backend> {
     comm: Comm<B>,
     members: GroupRanks,
@@ -73,8 +74,8 @@ impl<B: Backend> Group<B> {
         self
     }
 
-    /// A handle for requests about a unit, such as a block: people find its name in ledgers, errors and traces. Debug
-    /// builds check that all ranks request the same of the same.
+    /// A handle for requests about a unit, such as a block: people find its name in ledgers, errors
+    /// and traces. Debug builds check that all ranks request the same of the same.
     #[must_use]
     pub fn with_label(&self, unit: &Arc<str>) -> Self {
         Self { unit: Some(unit.clone()), ..self.clone() }
@@ -101,12 +102,15 @@ impl<B: Backend> Group<B> {
         self.members.by_node().iter().any(|ranks| ranks.first() == Some(&self.rank()))
     }
 
-    /// Algorithms that this group can run: the library's own only where there is a library. With `exact`, only those
-    /// that add in the order of [`Algorithm::Tree`].
+    /// Algorithms that this group can run: the library's own only where there is a library. With
+    /// `exact`, only those that add in the order of [`Algorithm::Tree`].
     pub fn algorithms(&self, exact: bool) -> Vec<Algorithm> {
-        let vendor = self.comm.inner.world.vendor || self.comm.device_path() == Some(DeviceTransport::Nccl);
+        let vendor =
+            self.comm.inner.world.vendor || self.comm.device_path() == Some(DeviceTransport::Nccl);
         let able = |algorithm: &Algorithm| vendor || *algorithm != Algorithm::Mpi;
-        let fits = |algorithm: &Algorithm| able(algorithm) && (!exact || algorithm.is_exact(&self.members));
+        let fits = |algorithm: &Algorithm| {
+            able(algorithm) && (!exact || algorithm.is_exact(&self.members))
+        };
         Algorithm::ALL.into_iter().filter(fits).collect()
     }
 
@@ -134,14 +138,20 @@ impl<B: Backend> Group<B> {
     pub fn all_reduce(&self, buf: B::Buf, range: Range<usize>) -> Pending<B::Buf> {
         let len = B::len(&buf);
         if range.start > range.end || range.end > len {
-            return Pending::refused(Error::internal(format!("all_reduce of {range:?} in a buffer of {len}")));
+            return Pending::refused(Error::internal(format!(
+                "all_reduce of {range:?} in a buffer of {len}"
+            )));
         }
         self.collective(Operation::AllReduce, Pending::ready(buf), range, None)
     }
 
-    /// As [`all_reduce`](Group::all_reduce), of the buffer that `before` will give: it follows that request without
-    /// any other thread in between. The range lies in the buffer.
-    pub fn all_reduce_after(&self, before: Pending<B::Buf>, range: Range<usize>) -> Pending<B::Buf> {
+    /// As [`all_reduce`](Group::all_reduce), of the buffer that `before` will give: it follows that
+    /// request without any other thread in between. The range lies in the buffer.
+    pub fn all_reduce_after(
+        &self,
+        before: Pending<B::Buf>,
+        range: Range<usize>,
+    ) -> Pending<B::Buf> {
         self.collective(Operation::AllReduce, before, range, None)
     }
 
@@ -151,14 +161,14 @@ impl<B: Backend> Group<B> {
         self.reduce_after(Pending::ready(buf), range)
     }
 
-    /// As [`reduce`](Group::reduce), of the elements in `range` of the buffer that `before` will give, as in
-    /// [`all_reduce_after`](Group::all_reduce_after).
+    /// As [`reduce`](Group::reduce), of the elements in `range` of the buffer that `before` will
+    /// give, as in [`all_reduce_after`](Group::all_reduce_after).
     pub fn reduce_after(&self, before: Pending<B::Buf>, range: Range<usize>) -> Pending<B::Buf> {
         self.collective(Operation::Reduce, before, range, None)
     }
 
-    /// The sum over all ranks of my part, elements `rank·len/size..(rank+1)·len/size`. The rest of the buffer is
-    /// unspecified afterwards. The length is a multiple of the group's size.
+    /// The sum over all ranks of my part, elements `rank·len/size..(rank+1)·len/size`. The rest of
+    /// the buffer is unspecified afterwards. The length is a multiple of the group's size.
     pub fn reduce_scatter(&self, buf: B::Buf) -> Pending<B::Buf> {
         self.collective_of_parts(Operation::ReduceScatter, buf)
     }
@@ -177,7 +187,10 @@ impl<B: Backend> Group<B> {
     /// The elements of rank `root`, on every rank.
     pub fn broadcast(&self, buf: B::Buf, root: usize) -> Pending<B::Buf> {
         if root >= self.size() {
-            return Pending::refused(Error::internal(format!("broadcast from rank {root} of {}", self.size())));
+            return Pending::refused(Error::internal(format!(
+                "broadcast from rank {root} of {}",
+                self.size()
+            )));
         }
         let range = 0..B::len(&buf);
         self.collective(Operation::Broadcast, Pending::ready(buf), range, Some(root))
@@ -202,8 +215,8 @@ impl<B: Backend> Group<B> {
         }
     }
 
-    /// Sends a buffer, which comes back when it may be written again. The communication thread does not wait
-    /// for the receiver before it turns to the next request.
+    /// Sends a buffer, which comes back when it may be written again. The communication thread does
+    /// not wait for the receiver before it turns to the next request.
     pub fn send(&self, to: usize, buf: B::Buf) -> Pending<B::Buf> {
         let ready = match self.check_peer(to).and_then(|()| B::record_event(&buf)) {
             Ok(ready) => ready,
@@ -211,10 +224,13 @@ impl<B: Backend> Group<B> {
         };
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
-        let (path, words) = (self.comm.path, self.comm.slot);
+        let path = self.comm.path;
+        let words = self.comm.slot;
         self.comm.inner.submit(Request::run(move |state| {
             let mut parcel = Box::new(P2pRequest::<B> { buf, reply, entry: None });
-            if let Err(error) = state.after(ready).and_then(|()| state.failure().map_or(Ok(()), Err)) {
+            if let Err(error) =
+                state.after(ready).and_then(|()| state.failure().map_or(Ok(()), Err))
+            {
                 return parcel.finish(Err(error));
             }
             if !B::ON_HOST && path.stages_messages() {
@@ -233,8 +249,8 @@ impl<B: Backend> Group<B> {
         pending
     }
 
-    /// Fills a buffer with a message of rank `from`, which has the same length. The communication thread does not wait for
-    /// it before it turns to the next request.
+    /// Fills a buffer with a message of rank `from`, which has the same length. The communication
+    /// thread does not wait for it before it turns to the next request.
     pub fn recv(&self, from: usize, buf: B::Buf) -> Pending<B::Buf> {
         let ready = match self.check_peer(from).and_then(|()| B::record_event(&buf)) {
             Ok(ready) => ready,
@@ -244,10 +260,13 @@ impl<B: Backend> Group<B> {
         let label = Label { root: Some(from), ..self.label(RECV, size, "direct") };
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
-        let (path, words) = (self.comm.path, self.comm.slot);
+        let path = self.comm.path;
+        let words = self.comm.slot;
         self.comm.inner.submit(Request::run(move |state| {
             let mut posted = Box::new(P2pRequest::<B> { buf, reply, entry: None });
-            if let Err(error) = state.after(ready).and_then(|()| state.failure().map_or(Ok(()), Err)) {
+            if let Err(error) =
+                state.after(ready).and_then(|()| state.failure().map_or(Ok(()), Err))
+            {
                 return posted.finish(Err(error));
             }
             let number = state.shared.ledger().begin(&members, &label).0;
@@ -261,7 +280,9 @@ impl<B: Backend> Group<B> {
                 Err(error) => drop(state.attempt::<()>(|_| Err(error))),
                 Ok(chunks) => {
                     for chunk in chunks {
-                        let _ = state.attempt(|state| state.wire.post(&members, Peer::From(from), Box::new(chunk)));
+                        let _ = state.attempt(|state| {
+                            state.wire.post(&members, Peer::From(from), Box::new(chunk))
+                        });
                     }
                 }
             }
@@ -274,7 +295,8 @@ impl<B: Backend> Group<B> {
         self.gather_as("gather_bytes", mine)
     }
 
-    /// Every rank's bytes, of any length, in rank order, on rank 0 of the group; nothing on the other ranks.
+    /// Every rank's bytes, of any length, in rank order, on rank 0 of the group; nothing on the
+    /// other ranks.
     pub fn gather_bytes_to_root(&self, mine: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
         if self.size() == 1 {
             return Pending::ready(vec![mine]);
@@ -283,7 +305,8 @@ impl<B: Backend> Group<B> {
         self.metadata(label, |wire, members| bytes::gather_to_root(wire, members, mine))
     }
 
-    /// The bytes of rank 0 of the group, of any length, on every rank; those of the other ranks are ignored.
+    /// The bytes of rank 0 of the group, of any length, on every rank; those of the other ranks are
+    /// ignored.
     pub fn broadcast_bytes(&self, mine: Vec<u8>) -> Pending<Vec<u8>> {
         if self.size() == 1 {
             return Pending::ready(mine);
@@ -292,13 +315,14 @@ impl<B: Backend> Group<B> {
         self.metadata(label, |wire, members| bytes::broadcast(wire, members, mine))
     }
 
-    /// The bytes that rank 0 of the group gives for each rank, of any lengths, in rank order; each rank receives its own.
-    /// The other ranks give nothing.
+    /// The bytes that rank 0 of the group gives for each rank, of any lengths, in rank order; each
+    /// rank receives its own. The other ranks give nothing.
     pub fn scatter_bytes(&self, mut all: Vec<Vec<u8>>) -> Pending<Vec<u8>> {
         if self.size() == 1 {
             return Pending::ready(all.pop().unwrap_or_default());
         }
-        let label = self.label("scatter_bytes", Size::Own(all.iter().map(Vec::len).sum()), "binomial tree");
+        let label =
+            self.label("scatter_bytes", Size::Own(all.iter().map(Vec::len).sum()), "binomial tree");
         self.metadata(label, |wire, members| bytes::scatter(wire, members, all))
     }
 
@@ -344,7 +368,8 @@ impl<B: Backend> Group<B> {
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
         self.comm.inner.submit(Request::run(move |state| {
-            let done = state.collective(&members, &label, |state| exchange(&mut *state.wire, &members));
+            let done =
+                state.collective(&members, &label, |state| exchange(&mut *state.wire, &members));
             reply.send(done);
         }));
         pending
@@ -353,8 +378,8 @@ impl<B: Backend> Group<B> {
     /// Collective: succeeds on all ranks or on none.
     ///
     /// # Errors
-    /// The error of the lowest rank that has one, the same on every rank. It names that rank, unless all ranks
-    /// failed alike.
+    /// The error of the lowest rank that has one, the same on every rank. It names that rank,
+    /// unless all ranks failed alike.
     pub fn all_ok<T>(&self, mine: Result<T>) -> Result<T> {
         if self.size() == 1 {
             return mine;
@@ -365,11 +390,14 @@ impl<B: Backend> Group<B> {
         }
     }
 
-    /// The error that all ranks of [`Self::all_ok`] return, if one of them has one. Not generic: it is compiled once.
+    /// The error that all ranks of [`Self::all_ok`] return, if one of them has one. Not generic: it
+    /// is compiled once.
     fn first_error(&self, mine: Option<&Error>) -> Option<Error> {
         let report = match serde_json::to_vec(&mine) {
             Ok(report) => report,
-            Err(error) => return Some(Error::internal(format!("cannot serialize an error: {error}"))),
+            Err(error) => {
+                return Some(Error::internal(format!("cannot serialize an error: {error}")));
+            }
         };
         let reports = match self.gather_as("agree", report).wait() {
             Ok(reports) => reports,
@@ -380,8 +408,14 @@ impl<B: Backend> Group<B> {
         for (&rank, report) in self.members.ranks.iter().zip(&reports) {
             match serde_json::from_slice::<Option<Error>>(report) {
                 Ok(None) => {}
-                Ok(Some(error)) => return Some(if alike { error } else { error.on_rank(rank) }.shared()),
-                Err(error) => return Some(Error::internal(format!("unreadable report: {error}")).on_rank(rank)),
+                Ok(Some(error)) => {
+                    return Some(if alike { error } else { error.on_rank(rank) }.shared());
+                }
+                Err(error) => {
+                    return Some(
+                        Error::internal(format!("unreadable report: {error}")).on_rank(rank),
+                    );
+                }
             }
         }
         None
@@ -391,12 +425,16 @@ impl<B: Backend> Group<B> {
     fn collective_of_parts(&self, op: Operation, buf: B::Buf) -> Pending<B::Buf> {
         let len = B::len(&buf);
         if !len.is_multiple_of(self.size()) {
-            return Pending::refused(Error::internal(format!("{op} of {len} elements in {} parts", self.size())));
+            return Pending::refused(Error::internal(format!(
+                "{op} of {len} elements in {} parts",
+                self.size()
+            )));
         }
         self.collective(op, Pending::ready(buf), 0..len, None)
     }
 
-    /// Queues a collective on a range of a buffer, which may be one that an earlier request of this rank will give.
+    /// Queues a collective on a range of a buffer, which may be one that an earlier request of this
+    /// rank will give.
     fn collective(
         &self,
         operation: Operation,
@@ -414,7 +452,8 @@ impl<B: Backend> Group<B> {
         };
         let bytes = range.len() * size_of::<f32>();
         let algorithm = self.table.pick(operation, bytes);
-        let label = Label { root, ..self.label(operation.name(), Size::Same(bytes), algorithm.name()) };
+        let label =
+            Label { root, ..self.label(operation.name(), Size::Same(bytes), algorithm.name()) };
         let call = Call { operation, algorithm, root: root.unwrap_or(0) };
         let members = self.members.clone();
         let path = (self.comm.path, self.comm.slot);
@@ -442,7 +481,11 @@ impl<B: Backend> Group<B> {
         if peer < self.size() && peer != self.rank() {
             return Ok(());
         }
-        Err(Error::internal(format!("a message between rank {} and rank {peer} of {}", self.rank(), self.size())))
+        Err(Error::internal(format!(
+            "a message between rank {} and rank {peer} of {}",
+            self.rank(),
+            self.size()
+        )))
     }
 }
 
@@ -456,8 +499,8 @@ fn decode(bytes: &[u8]) -> Vec<u64> {
     bytes.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect()
 }
 
-/// Runs a collective on so many elements where their memory is. Device memory takes the given path, through slots of
-/// so many words.
+/// Runs a collective on so many elements where their memory is. Device memory takes the given path,
+/// through slots of so many words.
 fn run(
     state: &mut CommThreadState,
     call: Call,
@@ -476,27 +519,47 @@ fn run(
     }
     let in_parts = matches!(call.operation, Operation::ReduceScatter | Operation::AllGather);
     if in_parts && !words.is_multiple_of(group.size()) {
-        let told = format!("{} of {words} words of memory in {} parts", call.operation, group.size());
+        let told =
+            format!("{} of {words} words of memory in {} parts", call.operation, group.size());
         return Err(Error::internal(told));
     }
     match (memory, path) {
-        (CommBuffer::Host(memory), _) => algorithms::run(call, &mut Host { memory, scratch }, wire, group),
+        (CommBuffer::Host(memory), _) => {
+            algorithms::run(call, &mut Host { memory, scratch }, wire, group)
+        }
         (CommBuffer::Device(memory, copies), DeviceTransport::Staged) => {
-            Staging { copies: &*copies, slots, words: slot }.collective(call, memory, wire, scratch, group)
+            Staging { copies: &*copies, slots, words: slot }
+                .collective(call, memory, wire, scratch, group)
         }
         (CommBuffer::Device(memory, copies), DeviceTransport::Direct) => {
             let copies = &*copies;
-            algorithms::run(call, &mut CudaAware { memory, device_comm: None, copies, room, shared }, wire, group)
+            algorithms::run(
+                call,
+                &mut CudaAware { memory, device_comm: None, copies, room, shared },
+                wire,
+                group,
+            )
         }
         (CommBuffer::Device(memory, copies), DeviceTransport::Nccl) => {
             let (copies, device_comm) = (&*copies, device_comms.of(&*copies, wire, group)?);
             if let Some(levels) = nccl_p2p::takes(call, group) {
                 let chunk = nccl_p2p::chunk(slot, group.size());
-                let grouped = NcclP2pCollective { memory, device_comm, copies, places: &mut room.terms, chunk };
+                let grouped = NcclP2pCollective {
+                    memory,
+                    device_comm,
+                    copies,
+                    places: &mut room.terms,
+                    chunk,
+                };
                 return grouped.run(call, &levels, wire, group);
             }
             let device_comm = Some(device_comm);
-            algorithms::run(call, &mut CudaAware { memory, device_comm, copies, room, shared }, wire, group)
+            algorithms::run(
+                call,
+                &mut CudaAware { memory, device_comm, copies, room, shared },
+                wire,
+                group,
+            )
         }
     }
 }

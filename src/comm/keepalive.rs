@@ -1,4 +1,5 @@
-//! Work of some ranks that the others wait for, however long it takes, without being taken for stuck.
+//! Work of some ranks that the others wait for, however long it takes, without being taken for
+//! stuck.
 
 use std::time::Duration;
 
@@ -12,14 +13,17 @@ const FIRST: Duration = Duration::from_micros(200);
 const LONGEST: Duration = Duration::from_secs(1);
 
 impl<B: Backend> Group<B> {
-    /// Does the work of the ranks that have some; the others meet meanwhile with a message from time to time, so that
-    /// no wait is longer than a moment as long as every rank lives. Returns the result of this rank's work, or the error
-    /// of any. For work that takes longer than a collective may, and has a time limit of its own or shows progress by
-    /// itself. Collective.
+    /// Does the work of the ranks that have some; the others meet meanwhile with a message from
+    /// time to time, so that no wait is longer than a moment as long as every rank lives. Returns
+    /// the result of this rank's work, or the error of any. For work that takes longer than a
+    /// collective may, and has a time limit of its own or shows progress by itself. Collective.
     ///
     /// # Errors
     /// That of the work of a rank, which all ranks share; or a message between them failed.
-    pub fn with_keepalive<T: Send>(&self, work: Option<impl FnOnce() -> Result<T> + Send>) -> Result<Option<T>> {
+    pub fn with_keepalive<T: Send>(
+        &self,
+        work: Option<impl FnOnce() -> Result<T> + Send>,
+    ) -> Result<Option<T>> {
         if self.size() == 1 {
             return work.map(|work| work()).transpose();
         }
@@ -39,7 +43,9 @@ impl<B: Backend> Group<B> {
                 pause = (2 * pause).min(LONGEST);
             }
             let done = begun.take().map(|thread| match thread {
-                Ok(thread) => thread.join().map_err(|_| Error::internal("a thread panicked")).flatten(),
+                Ok(thread) => {
+                    thread.join().map_err(|_| Error::internal("a thread panicked")).flatten()
+                }
                 Err(e) => Err(e),
             });
             self.all_ok(done.transpose())

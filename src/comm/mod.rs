@@ -1,14 +1,15 @@
 //! Messages between ranks.
 //!
-//! One **communication thread** per rank owns the wire: with MPI it initialises the library, makes every
-//! call and finalises it. Compute threads hand it buffers *by move*, and [`Pending::wait`] gives them
-//! back, so no borrow can race with the wire. Requests run in the order they were made, one at a time;
-//! only sends finish in the background. The ranks of a group must make the same collective requests in
-//! the same order, which debug builds check.
+//! One **communication thread** per rank owns the wire: with MPI it initialises the library, makes
+//! every call and finalises it. Compute threads hand it buffers *by move*, and [`Pending::wait`]
+//! gives them back, so no borrow can race with the wire. Requests run in the order they were made,
+//! one at a time; only sends finish in the background. The ranks of a group must make the same
+//! collective requests in the same order, which debug builds check.
 //!
-//! Four things carry messages: MPI ([`start_mpi`]), TCP between processes that meet by themselves ([`start_tcp`]), mailboxes between
-//! threads of one process ([`start_threads`], for tests and simulation), and nothing at all ([`single`]). The collectives above them are shared.
-//! A group of one rank is the identity, so callers never ask how large a group is.
+//! Four things carry messages: MPI ([`start_mpi`]), TCP between processes that meet by themselves
+//! ([`start_tcp`]), mailboxes between threads of one process ([`start_threads`], for tests and
+//! simulation), and nothing at all ([`single`]). The collectives above them are shared. A group of
+//! one rank is the identity, so callers never ask how large a group is.
 
 mod algorithms;
 mod autotune;
@@ -34,7 +35,9 @@ mod worker;
 pub use algorithms::{Algorithm, Operation};
 pub use autotune::choice::{Choice, measure, slowest};
 pub use autotune::table::Table;
-pub use communicator::{Comm, single, start_mpi, start_mpi_within, start_tcp, start_threads, start_threads_on_nodes};
+pub use communicator::{
+    Comm, single, start_mpi, start_mpi_within, start_tcp, start_threads, start_threads_on_nodes,
+};
 pub use device::local_device::LocalDevice;
 pub use device::nccl_probe::{TOGETHER, answer_trial, can_be_tried};
 pub use device::path::{DeviceTransport, PathSetting};
@@ -47,7 +50,7 @@ pub use transport::in_process::Aborted;
 pub use transport::launch::{Launch, launched};
 pub use transport::mpi;
 pub use transport::tcp::{
-    Acceptor, Connection, Credentials, HANDSHAKE_TIMEOUT, Handshake, MEETING, PeerId, Secret, TcpRendezvous, call,
-    write_secret,
+    Acceptor, Connection, Credentials, HANDSHAKE_TIMEOUT, Handshake, MEETING, PeerId, Secret,
+    TcpRendezvous, call, write_secret,
 };
 pub use transport::{NodeInfo, sorted_by_node};

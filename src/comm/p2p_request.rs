@@ -82,7 +82,9 @@ impl<B: Backend> RecvChunk<B> {
     /// Brings the slot to the device.
     fn copy(&mut self, buf: &mut B::Buf) -> Result<()> {
         match whole::<B>(buf)? {
-            CommBuffer::Device(memory, copies) => self.slot.upload(&*copies, memory.part(self.words.clone())),
+            CommBuffer::Device(memory, copies) => {
+                self.slot.upload(&*copies, memory.part(self.words.clone()))
+            }
             CommBuffer::Host(_) => Err(on_host()),
         }
     }
@@ -113,20 +115,23 @@ impl<B: Backend> P2pBuffer for RecvChunk<B> {
     }
 }
 
-/// The parcels in which a message for device memory arrives by way of the host; none of an empty one, which is there. After an
-/// error the buffer is given back with it.
+/// The parcels in which a message for device memory arrives by way of the host; none of an empty
+/// one, which is there. After an error the buffer is given back with it.
 pub fn chunks<B: Backend>(
     mut posted: Box<P2pRequest<B>>,
     slots: &Arc<Slots>,
     words: usize,
 ) -> Result<Vec<RecvChunk<B>>> {
     let taken = whole::<B>(&mut posted.buf).and_then(|reach| match reach {
-        CommBuffer::Device(memory, copies) => Staging { copies: &*copies, slots, words }.chunks_to_fill(memory),
+        CommBuffer::Device(memory, copies) => {
+            Staging { copies: &*copies, slots, words }.chunks_to_fill(memory)
+        }
         CommBuffer::Host(_) => Err(on_host()),
     });
     match taken {
         Ok(taken) if !taken.is_empty() => {
-            let whole = Arc::new(Mutex::new(StagedRecv { posted: Some(posted), left: taken.len() }));
+            let whole =
+                Arc::new(Mutex::new(StagedRecv { posted: Some(posted), left: taken.len() }));
             let parcel = |(slot, words)| RecvChunk { slot, words, whole: whole.clone() };
             Ok(taken.into_iter().map(parcel).collect())
         }

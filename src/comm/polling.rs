@@ -1,12 +1,13 @@
 //! Polling of the communication thread.
 //!
-//! Non-blocking requests are polled: hot while compute is blocked on the result, with naps while compute works, because
-//! both want the same core. Where the node is oversubscribed (ranks outnumber cores, or Open MPI's `mpi_yield_when_idle` says that
-//! the cores are shared), a blocked rank yields its core and, after [`YIELDING`], naps, too. An abort is therefore heard in the
+//! Non-blocking requests are polled: hot while compute is blocked on the result, with naps while
+//! compute works, because both want the same core. Where the node is oversubscribed (ranks
+//! outnumber cores, or Open MPI's `mpi_yield_when_idle` says that the cores are shared), a blocked
+//! rank yields its core and, after [`YIELDING`], naps, too. An abort is therefore heard in the
 //! middle of a collective; only the library's own collectives block.
 //!
-//! A nap costs its core some 40 µs on a virtual machine, so each is twice as long as the one before. Compute that blocks, and a
-//! new request, end it.
+//! A nap costs its core some 40 µs on a virtual machine, so each is twice as long as the one
+//! before. Compute that blocks, and a new request, end it.
 
 use std::time::{Duration, Instant};
 
@@ -18,24 +19,27 @@ use hpctrain_device::Event;
 /// Hot polls between two offers of the core to others.
 const POLLS_PER_YIELD: u32 = 64;
 
-/// Duration of yields of a blocked rank before it naps, on an oversubscribed node: other ranks and programs need its core.
+/// Duration of yields of a blocked rank before it naps, on an oversubscribed node: other ranks and
+/// programs need its core.
 const YIELDING: Duration = Duration::from_micros(200);
 
-/// Duration of brisk polling although nobody waits: most messages of a transfer in progress arrive within it.
+/// Duration of brisk polling although nobody waits: most messages of a transfer in progress arrive
+/// within it.
 const BRISK: Duration = Duration::from_micros(20);
 
-/// The same where another thread of this process ends the wait, as it mostly does within that time: NCCL starts one for each group of
-/// messages of a communicator that does not block.
+/// The same where another thread of this process ends the wait, as it mostly does within that time:
+/// NCCL starts one for each group of messages of a communicator that does not block.
 const HANDED_OVER: Duration = Duration::from_micros(300);
 
-/// The first nap between polls while compute works. With the timer slack of the thread it lasts a little longer.
+/// The first nap between polls while compute works. With the timer slack of the thread it lasts a
+/// little longer.
 const NAP: Duration = Duration::from_micros(30);
 
 /// The longest one: another rank may wait for this one's next message.
 const LONGEST: Duration = Duration::from_micros(120);
 
-/// While a posted message leaves a nap may also last such a part of the time since: its receiver, which was not ready so long,
-/// waits longer by no more.
+/// While a posted message leaves a nap may also last such a part of the time since: its receiver,
+/// which was not ready so long, waits longer by no more.
 const PART: u32 = 8;
 
 /// The longest one where messages are to arrive and nobody waits for them.
@@ -55,7 +59,8 @@ pub fn settle(event: &dyn Event, wire: &mut dyn Transport, shared: &Shared) -> R
     Ok(())
 }
 
-/// Waits until a thread of the library of a device's vendor has queued what it was given, as [`settle`].
+/// Waits until a thread of the library of a device's vendor has queued what it was given, as
+/// [`settle`].
 pub fn handed_over(event: &dyn Event, wire: &mut dyn Transport, shared: &Shared) -> Result<()> {
     let begun = Instant::now();
     while begun.elapsed() < HANDED_OVER {
@@ -83,7 +88,8 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// A new wait that yields the core between any two polls if `yields` is set, and otherwise spins.
+    /// A new wait that yields the core between any two polls if `yields` is set, and otherwise
+    /// spins.
     pub fn new(yields: bool) -> Self {
         Self { polls: 0, yields, blocked: None, since: None, nap: NAP }
     }
@@ -122,7 +128,10 @@ impl Backoff {
                 }
             }
             self.nap = NAP;
-            if self.yields || shared.is_oversubscribed() || self.polls.is_multiple_of(POLLS_PER_YIELD) {
+            if self.yields
+                || shared.is_oversubscribed()
+                || self.polls.is_multiple_of(POLLS_PER_YIELD)
+            {
                 std::thread::yield_now();
             } else {
                 std::hint::spin_loop();
@@ -132,7 +141,8 @@ impl Backoff {
         self.blocked = None;
         let waited = self.since.get_or_insert_with(Instant::now).elapsed();
         if waited < BRISK {
-            // No offer of the core: on a shared one compute would take it for a slice of milliseconds.
+            // No offer of the core: on a shared one compute would take it for a slice of
+            // milliseconds.
             std::hint::spin_loop();
         } else {
             std::thread::park_timeout(self.nap.min(longest(waited)));

@@ -1,4 +1,5 @@
-//! Operands of the algorithms: memory of the host or of a device that can be sent from and added to.
+//! Operands of the algorithms: memory of the host or of a device that can be sent from and added
+//! to.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,9 +24,9 @@ pub enum Combine {
 pub trait ReduceBuffer {
     fn len(&self) -> usize;
 
-    /// Sends the elements of some ranges to one rank and receives into ranges from another, which must not
-    /// overlap. Sender and receiver name the same ranges, and both that the receiver sums or that it
-    /// does not.
+    /// Sends the elements of some ranges to one rank and receives into ranges from another, which
+    /// must not overlap. Sender and receiver name the same ranges, and both that the receiver sums
+    /// or that it does not.
     fn exchange(
         &mut self,
         wire: &mut dyn Transport,
@@ -35,15 +36,26 @@ pub trait ReduceBuffer {
         receive: Option<(usize, &[Range<usize>])>,
     ) -> Result<()>;
 
-    /// Keeps a copy of the elements of some ranges aside under a number, for [`ReduceBuffer::fold`].
+    /// Keeps a copy of the elements of some ranges aside under a number, for
+    /// [`ReduceBuffer::fold`].
     fn set_aside(&mut self, number: usize, ranges: &[Range<usize>]) -> Result<()>;
 
-    /// Adds the terms set aside and the one in memory, at `ranges`, which is number `own`, by `additions`
-    /// (into, from) in this order, and leaves term 0 at `ranges`.
-    fn fold(&mut self, ranges: &[Range<usize>], own: usize, additions: &[(usize, usize)]) -> Result<()>;
+    /// Adds the terms set aside and the one in memory, at `ranges`, which is number `own`, by
+    /// `additions` (into, from) in this order, and leaves term 0 at `ranges`.
+    fn fold(
+        &mut self,
+        ranges: &[Range<usize>],
+        own: usize,
+        additions: &[(usize, usize)],
+    ) -> Result<()>;
 
     /// Hands the whole memory to a collective of the library that carries messages.
-    fn vendor(&mut self, wire: &mut dyn Transport, group: &GroupRanks, call: DeviceCollective) -> Result<()>;
+    fn vendor(
+        &mut self,
+        wire: &mut dyn Transport,
+        group: &GroupRanks,
+        call: DeviceCollective,
+    ) -> Result<()>;
 }
 
 /// Memory that messages pass through; kept between collectives.
@@ -81,23 +93,32 @@ pub struct Host<'a> {
 type Pieces<'a> = (Vec<&'a [f32]>, Vec<&'a mut [f32]>);
 
 /// Takes ranges of `memory` that do not overlap.
-fn pieces<'a>(memory: &'a mut [f32], read: &[Range<usize>], written: &[Range<usize>]) -> Result<Pieces<'a>> {
+fn pieces<'a>(
+    memory: &'a mut [f32],
+    read: &[Range<usize>],
+    written: &[Range<usize>],
+) -> Result<Pieces<'a>> {
     // Elements are sent in the order of their ranges, and received in it.
-    let ascending =
-        |ranges: &[Range<usize>]| ranges.iter().filter(|range| !range.is_empty()).is_sorted_by_key(|range| range.start);
+    let ascending = |ranges: &[Range<usize>]| {
+        ranges.iter().filter(|range| !range.is_empty()).is_sorted_by_key(|range| range.start)
+    };
     if !ascending(read) || !ascending(written) {
         return Err(Error::internal("an exchange of ranges out of order"));
     }
     let tag = |write: bool| move |range: &Range<usize>| (range.clone(), write);
-    let mut order: Vec<_> = read.iter().map(tag(false)).chain(written.iter().map(tag(true))).collect();
+    let mut order: Vec<_> =
+        read.iter().map(tag(false)).chain(written.iter().map(tag(true))).collect();
     order.retain(|(range, _)| !range.is_empty());
     order.sort_unstable_by_key(|(range, _)| range.start);
     let mut reads = Vec::with_capacity(read.len());
     let mut writes = Vec::with_capacity(written.len());
-    let (mut rest, mut at) = (memory, 0);
+    let mut rest = memory;
+    let mut at = 0;
     for (range, write) in order {
         let gap = range.start.checked_sub(at);
-        let gap = gap.ok_or_else(|| Error::internal(format!("an exchange uses elements before {at} twice")))?;
+        let gap = gap.ok_or_else(|| {
+            Error::internal(format!("an exchange uses elements before {at} twice"))
+        })?;
         let (piece, after) = rest[gap..].split_at_mut(range.len());
         if write {
             writes.push(piece);
@@ -122,8 +143,8 @@ impl ReduceBuffer for Host<'_> {
         send: Option<(usize, &[Range<usize>])>,
         receive: Option<(usize, &[Range<usize>])>,
     ) -> Result<()> {
-        let (read, ranges) =
-            (send.map_or(&[][..], |(_, ranges)| ranges), receive.map_or(&[][..], |(_, ranges)| ranges));
+        let read = send.map_or(&[][..], |(_, ranges)| ranges);
+        let ranges = receive.map_or(&[][..], |(_, ranges)| ranges);
         let aside = matches!(how, Combine::Aside(_));
         let (reads, mut writes) = pieces(self.memory, read, if aside { &[] } else { ranges })?;
         if let Combine::Aside(number) = how {
@@ -148,7 +169,12 @@ impl ReduceBuffer for Host<'_> {
         Ok(())
     }
 
-    fn fold(&mut self, ranges: &[Range<usize>], own: usize, additions: &[(usize, usize)]) -> Result<()> {
+    fn fold(
+        &mut self,
+        ranges: &[Range<usize>],
+        own: usize,
+        additions: &[(usize, usize)],
+    ) -> Result<()> {
         let aside = &mut self.scratch.aside;
         let mut at = 0;
         for range in ranges {
@@ -171,7 +197,12 @@ impl ReduceBuffer for Host<'_> {
         Ok(())
     }
 
-    fn vendor(&mut self, wire: &mut dyn Transport, group: &GroupRanks, call: DeviceCollective) -> Result<()> {
+    fn vendor(
+        &mut self,
+        wire: &mut dyn Transport,
+        group: &GroupRanks,
+        call: DeviceCollective,
+    ) -> Result<()> {
         wire.vendor(group, call, self.memory)
     }
 }

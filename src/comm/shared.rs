@@ -1,4 +1,5 @@
-//! State shared by a rank's handles and its communication thread: counters, the ledger, and the order to abort.
+//! State shared by a rank's handles and its communication thread: counters, the ledger, and the
+//! order to abort.
 
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -15,15 +16,17 @@ const NO_ABORT: i64 = i64::MIN;
 /// Cost of communication for a rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Stats {
-    /// Seconds the communication thread spent on requests, waiting for ranks that come late included. A request
-    /// counts when it ends.
+    /// Seconds the communication thread spent on requests, waiting for ranks that come late
+    /// included. A request counts when it ends.
     pub busy: f64,
-    /// Seconds threads were blocked in [`wait`](super::Pending::wait): communication that compute did not hide.
+    /// Seconds threads were blocked in [`wait`](super::Pending::wait): communication that compute
+    /// did not hide.
     pub blocked: f64,
-    /// Bytes handed to the wire; for the vendor's collectives the bytes a bandwidth-optimal algorithm sends.
+    /// Bytes handed to the wire; for the vendor's collectives the bytes a bandwidth-optimal
+    /// algorithm sends.
     pub sent: u64,
-    /// Exchanges that had to come one after the other: the longest chain, over all ranks, that ends here. Counted between threads
-    /// only, without posted messages.
+    /// Exchanges that had to come one after the other: the longest chain, over all ranks, that ends
+    /// here. Counted between threads only, without posted messages.
     pub rounds: u64,
 }
 
@@ -73,7 +76,8 @@ impl Default for Shared {
 
 impl Shared {
     pub fn stats(&self) -> Stats {
-        let seconds = |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed)).as_secs_f64();
+        let seconds =
+            |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed)).as_secs_f64();
         Stats {
             busy: seconds(&self.busy_ns),
             blocked: seconds(&self.blocked_ns),
@@ -87,10 +91,12 @@ impl Shared {
         self.rounds.load(Ordering::Relaxed)
     }
 
-    /// An exchange is over, which has sent elements, and received those of another rank's exchange in that round.
+    /// An exchange is over, which has sent elements, and received those of another rank's exchange
+    /// in that round.
     pub fn exchanged(&self, sent: bool, received: Option<u64>) {
         let before = self.rounds();
-        let after = received.map_or(before, |theirs| before.max(theirs)) + u64::from(sent || received.is_some());
+        let after = received.map_or(before, |theirs| before.max(theirs))
+            + u64::from(sent || received.is_some());
         self.rounds.store(after, Ordering::Relaxed);
     }
 
@@ -119,7 +125,8 @@ impl Shared {
         }
     }
 
-    /// Whether compute is blocked: the core is free for the communication thread, and its speed matters.
+    /// Whether compute is blocked: the core is free for the communication thread, and its speed
+    /// matters.
     pub fn has_waiters(&self) -> bool {
         self.waiters.load(Ordering::Relaxed) > 0
     }

@@ -10,8 +10,8 @@ use super::pending::{Pending, reply};
 use super::transport::GroupRanks;
 use super::worker::Request;
 use super::{
-    Aborted, Algorithm, Comm, Group, Operation, TcpRendezvous, clock, single, start_tcp, start_threads_on_nodes,
-    write_secret,
+    Aborted, Algorithm, Comm, Group, Operation, TcpRendezvous, clock, single, start_tcp,
+    start_threads_on_nodes, write_secret,
 };
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::spans;
@@ -21,7 +21,8 @@ use hpctrain_device::{Backend, MemoryKind};
 const LONGEST: usize = 300_000;
 const LENGTHS: [usize; 8] = [0, 1, 2, 3, 7, 64, 1000, LONGEST];
 
-/// Runs `rank` on a thread for each rank, given the node of each, and returns their results, or fails after a while.
+/// Runs `rank` on a thread for each rank, given the node of each, and returns their results, or
+/// fails after a while.
 fn run<T: Send + 'static>(
     nodes: &[usize],
     algorithm: Algorithm,
@@ -53,7 +54,8 @@ fn run_each<T: Send + 'static>(
 ) -> Vec<std::thread::Result<T>> {
     let (ranks, (done, results)) = (starts.len(), channel());
     for start in starts {
-        let (rank, done) = (rank.clone(), done.clone());
+        let rank = rank.clone();
+        let done = done.clone();
         std::thread::spawn(move || {
             let comm = start();
             let index = comm.rank();
@@ -62,7 +64,8 @@ fn run_each<T: Send + 'static>(
         });
     }
     let limit = Duration::from_secs(60);
-    let mut all: Vec<_> = (0..ranks).map(|_| results.recv_timeout(limit).expect("a rank hangs")).collect();
+    let mut all: Vec<_> =
+        (0..ranks).map(|_| results.recv_timeout(limit).expect("a rank hangs")).collect();
     all.sort_by_key(|(index, _)| *index);
     all.into_iter().map(|(_, result)| result).collect()
 }
@@ -80,7 +83,9 @@ fn values(rank: usize, len: usize) -> &'static [f32] {
                 state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
                 (state >> 40) as f32 / (1 << 24) as f32
             };
-            (0..LONGEST + 20).map(|_| (next() - 0.5) * 10f32.powi((next() * 6.0) as i32 - 3)).collect()
+            (0..LONGEST + 20)
+                .map(|_| (next() - 0.5) * 10f32.powi((next() * 6.0) as i32 - 3))
+                .collect()
         };
         (0..20).map(of_rank).collect()
     });
@@ -108,24 +113,33 @@ fn check_sum(exact: bool, ranks: usize, got: &[f32], len: usize, range: Range<us
     for i in range {
         (0..ranks).for_each(|rank| terms[rank] = inputs[rank][i]);
         if exact {
-            assert_eq!(got[i].to_bits(), tree_sum(&mut terms).to_bits(), "element {i} of {len} on {ranks} ranks");
+            assert_eq!(
+                got[i].to_bits(),
+                tree_sum(&mut terms).to_bits(),
+                "element {i} of {len} on {ranks} ranks"
+            );
         } else {
             let exact: f64 = terms.iter().map(|&x| f64::from(x)).sum();
             let scale: f64 = terms.iter().map(|&x| f64::from(x).abs()).sum();
             let error = (f64::from(got[i]) - exact).abs();
-            assert!(error <= scale * ranks as f64 * f64::from(f32::EPSILON), "element {i} of {len}, {ranks} ranks");
+            assert!(
+                error <= scale * ranks as f64 * f64::from(f32::EPSILON),
+                "element {i} of {len}, {ranks} ranks"
+            );
         }
     }
 }
 
 fn every_operation(group: &Group<Cpu>, algorithm: Algorithm) -> Result<()> {
-    let (rank, size) = (group.rank(), group.size());
+    let rank = group.rank();
+    let size = group.size();
     let exact = group.algorithms(true).contains(&algorithm);
     for len in LENGTHS {
         let sum = group.all_reduce(buf(values(rank, len)), 0..len).wait()?;
         check_sum(exact, size, sum.as_slice(), len, 0..len);
 
-        let (start, end) = (len / 5, len - len / 7);
+        let start = len / 5;
+        let end = len - len / 7;
         let sum = group.all_reduce(buf(values(rank, len)), start..end).wait()?;
         check_sum(exact, size, sum.as_slice(), len, start..end);
         let mine = values(rank, len);
@@ -139,7 +153,10 @@ fn every_operation(group: &Group<Cpu>, algorithm: Algorithm) -> Result<()> {
         let sum = group.reduce_after(Pending::ready(buf(values(rank, len))), start..end).wait()?;
         if rank == 0 {
             check_sum(exact, size, sum.as_slice(), len, start..end);
-            assert_eq!((&sum.as_slice()[..start], &sum.as_slice()[end..]), (&mine[..start], &mine[end..]));
+            assert_eq!(
+                (&sum.as_slice()[..start], &sum.as_slice()[end..]),
+                (&mine[..start], &mine[end..])
+            );
         }
 
         let padded = len.next_multiple_of(size);
@@ -165,39 +182,52 @@ fn every_operation_on_any_number_of_ranks() {
     let own = Algorithm::ALL.into_iter().filter(|&algorithm| algorithm != Algorithm::Mpi);
     for algorithm in own {
         for ranks in (1..=8).chain([12, 13, 15, 19]) {
-            for result in run(&vec![0; ranks], algorithm, move |comm| every_operation(&comm.world(), algorithm)) {
+            for result in run(&vec![0; ranks], algorithm, move |comm| {
+                every_operation(&comm.world(), algorithm)
+            }) {
                 assert!(matches!(result, Ok(Ok(()))), "{algorithm} on {ranks}: {result:?}");
             }
         }
     }
 }
 
-/// Rounds of each collective of 4,096 elements a rank, and bytes that rank 0 sends, on so many ranks.
+/// Rounds of each collective of 4,096 elements a rank, and bytes that rank 0 sends, on so many
+/// ranks.
 fn rounds(ranks: usize, algorithm: Algorithm) -> Vec<(&'static str, u64, u64)> {
-    let results = run(&vec![0; ranks], algorithm, move |comm| -> Result<Vec<(&'static str, u64, u64)>> {
-        let (world, rank, len) = (comm.world(), comm.rank(), 4096 * comm.size());
-        let mine: Vec<f32> = (0..len).map(|i| (rank * 31 + i % 97) as f32 * 0.1).collect();
-        let mut told = Vec::new();
-        let mut count = |name, collective: &dyn Fn() -> Result<()>| {
-            // All begin in the same round.
-            world.barrier().wait()?;
-            let before = comm.stats();
-            collective()?;
-            let after = comm.stats();
-            told.push((name, after.rounds - before.rounds, after.sent - before.sent));
-            Ok::<(), Error>(())
-        };
-        count("agree", &|| world.all_ok(Ok(())))?;
-        count("gather_bytes", &|| world.gather_bytes(vec![0; 100]).wait().map(drop))?;
-        count("gather_bytes_to_root", &|| world.gather_bytes_to_root(vec![0; 100]).wait().map(drop))?;
-        count("broadcast_bytes", &|| world.broadcast_bytes(vec![0; 100]).wait().map(drop))?;
-        let of_each = if rank == 0 { vec![vec![0; 100]; comm.size()] } else { vec![] };
-        count("scatter_bytes", &|| world.scatter_bytes(of_each.clone()).wait().map(drop))?;
-        for operation in [Operation::ReduceScatter, Operation::AllGather, Operation::AllReduce, Operation::Reduce] {
-            count(operation.name(), &|| world.run(operation, buf(&mine)).wait().map(drop))?;
-        }
-        Ok(told)
-    });
+    let results =
+        run(&vec![0; ranks], algorithm, move |comm| -> Result<Vec<(&'static str, u64, u64)>> {
+            let world = comm.world();
+            let rank = comm.rank();
+            let len = 4096 * comm.size();
+            let mine: Vec<f32> = (0..len).map(|i| (rank * 31 + i % 97) as f32 * 0.1).collect();
+            let mut told = Vec::new();
+            let mut count = |name, collective: &dyn Fn() -> Result<()>| {
+                // All begin in the same round.
+                world.barrier().wait()?;
+                let before = comm.stats();
+                collective()?;
+                let after = comm.stats();
+                told.push((name, after.rounds - before.rounds, after.sent - before.sent));
+                Ok::<(), Error>(())
+            };
+            count("agree", &|| world.all_ok(Ok(())))?;
+            count("gather_bytes", &|| world.gather_bytes(vec![0; 100]).wait().map(drop))?;
+            count("gather_bytes_to_root", &|| {
+                world.gather_bytes_to_root(vec![0; 100]).wait().map(drop)
+            })?;
+            count("broadcast_bytes", &|| world.broadcast_bytes(vec![0; 100]).wait().map(drop))?;
+            let of_each = if rank == 0 { vec![vec![0; 100]; comm.size()] } else { vec![] };
+            count("scatter_bytes", &|| world.scatter_bytes(of_each.clone()).wait().map(drop))?;
+            for operation in [
+                Operation::ReduceScatter,
+                Operation::AllGather,
+                Operation::AllReduce,
+                Operation::Reduce,
+            ] {
+                count(operation.name(), &|| world.run(operation, buf(&mine)).wait().map(drop))?;
+            }
+            Ok(told)
+        });
     let results: Vec<_> = results.into_iter().map(|result| result.unwrap().unwrap()).collect();
     let most = |i: usize| results.iter().map(|told| told[i].1).max().unwrap();
     results[0].iter().enumerate().map(|(i, &(name, _, sent))| (name, most(i), sent)).collect()
@@ -213,12 +243,19 @@ fn rounds_grow_with_the_logarithm_of_the_ranks() {
                 // Debug builds compare each request with a neighbour's first.
                 let compared = u64::from(cfg!(debug_assertions));
                 let most = match name {
-                    "agree" | "gather_bytes" | "gather_bytes_to_root" | "broadcast_bytes" | "scatter_bytes" => 2 * log,
+                    "agree"
+                    | "gather_bytes"
+                    | "gather_bytes_to_root"
+                    | "broadcast_bytes"
+                    | "scatter_bytes" => 2 * log,
                     "all_gather" if algorithm == Algorithm::Tree => log,
                     "all_reduce" | "reduce" => 3 * log + 2,
                     _ => 2 * log + 2,
                 };
-                assert!(rounds <= most + compared, "{name} by {algorithm} on {ranks}: {rounds} rounds of {most}");
+                assert!(
+                    rounds <= most + compared,
+                    "{name} by {algorithm} on {ranks}: {rounds} rounds of {most}"
+                );
                 if [64, 96, 256].contains(&ranks) && algorithm == Algorithm::Tree {
                     println!("| {ranks} | {name} | {} | {sent} |", rounds - compared);
                 }
@@ -268,9 +305,13 @@ fn groups_work_by_themselves() {
         let rank = comm.rank();
         let row = comm.split(&[0, 0, 0, 1, 1, 1])?;
         let column = comm.split(&[7, 8, 9, 7, 8, 9])?;
-        assert_eq!((row.rank(), row.size(), column.rank(), column.size()), (rank % 3, 3, rank / 3, 2));
+        assert_eq!(
+            (row.rank(), row.size(), column.rank(), column.size()),
+            (rank % 3, 3, rank / 3, 2)
+        );
         let sum = |group: &Group<Cpu>| group.all_reduce(buf(&[rank as f32]), 0..1);
-        let (in_row, in_column) = (sum(&row), sum(&column));
+        let in_row = sum(&row);
+        let in_column = sum(&column);
         assert_eq!(in_row.wait()?.as_slice(), [if rank < 3 { 3.0 } else { 12.0 }]);
         assert_eq!(in_column.wait()?.as_slice(), [(2 * (rank % 3) + 3) as f32]);
         every_operation(&row, Algorithm::Tree)?;
@@ -287,11 +328,15 @@ fn a_role_is_a_world() {
     // Ranks 0, 2 and 4, and ranks 1 and 3, which talk at other times.
     let results = run(&[0; 5], Algorithm::Tree, |comm| -> Result<()> {
         let role = comm.role(&[0, 1, 0, 1, 0])?;
-        assert_eq!((role.rank(), role.size()), (comm.rank() / 2, if comm.rank() % 2 == 0 { 3 } else { 2 }));
+        assert_eq!(
+            (role.rank(), role.size()),
+            (comm.rank() / 2, if comm.rank() % 2 == 0 { 3 } else { 2 })
+        );
         assert_eq!(comm.size(), 5);
         every_operation(&role.world(), Algorithm::Tree)?;
         if comm.rank() % 2 == 0 {
-            let (pair, last) = (role.split(&[0, 0, 1])?, role.rank() == 2);
+            let pair = role.split(&[0, 0, 1])?;
+            let last = role.rank() == 2;
             assert_eq!(pair.size(), if last { 1 } else { 2 });
             every_operation(&pair, Algorithm::Ring)?;
             assert!(role.split(&[0; 5]).is_err());
@@ -312,7 +357,11 @@ fn bytes_of_any_number_of_ranks_meet_on_rank_0() {
         });
         for (rank, result) in results.into_iter().enumerate() {
             let expected: Vec<Vec<u8>> = (0..ranks).map(|rank| vec![rank as u8; rank]).collect();
-            assert_eq!(result.unwrap().unwrap(), if rank == 0 { expected } else { vec![] }, "rank {rank} of {ranks}");
+            assert_eq!(
+                result.unwrap().unwrap(),
+                if rank == 0 { expected } else { vec![] },
+                "rank {rank} of {ranks}"
+            );
         }
     }
 }
@@ -323,30 +372,45 @@ fn bytes_of_rank_0_reach_any_number_of_ranks() {
         let results = run(&vec![0; ranks], Algorithm::Tree, move |comm| {
             let world = comm.world();
             let of_each: Vec<Vec<u8>> = (0..ranks).map(|rank| vec![rank as u8; rank]).collect();
-            let scattered = world.scatter_bytes(if comm.rank() == 0 { of_each } else { vec![] }).wait()?;
-            Ok::<_, Error>((scattered, world.broadcast_bytes(vec![comm.rank() as u8 + 7; 3]).wait()?))
+            let scattered =
+                world.scatter_bytes(if comm.rank() == 0 { of_each } else { vec![] }).wait()?;
+            Ok::<_, Error>((
+                scattered,
+                world.broadcast_bytes(vec![comm.rank() as u8 + 7; 3]).wait()?,
+            ))
         });
         for (rank, result) in results.into_iter().enumerate() {
-            assert_eq!(result.unwrap().unwrap(), (vec![rank as u8; rank], vec![7; 3]), "rank {rank} of {ranks}");
+            assert_eq!(
+                result.unwrap().unwrap(),
+                (vec![rank as u8; rank], vec![7; 3]),
+                "rank {rank} of {ranks}"
+            );
         }
     }
 }
 
 #[test]
 fn messages_bytes_and_barriers() {
-    for (transport, results) in
-        [("threads", run(&[0; 3], Algorithm::Ring, messages)), ("TCP", run_over_tcp(3, Algorithm::Ring, messages))]
-    {
-        assert!(results.iter().all(|result| matches!(result, Ok(Ok(())))), "{transport}: {results:?}");
+    for (transport, results) in [
+        ("threads", run(&[0; 3], Algorithm::Ring, messages)),
+        ("TCP", run_over_tcp(3, Algorithm::Ring, messages)),
+    ] {
+        assert!(
+            results.iter().all(|result| matches!(result, Ok(Ok(())))),
+            "{transport}: {results:?}"
+        );
     }
 }
 
 /// Messages of three ranks.
 fn messages(comm: Comm<Cpu>) -> Result<()> {
-    let (world, rank) = (comm.world(), comm.rank());
-    let (next, previous) = ((rank + 1) % 3, (rank + 2) % 3);
+    let world = comm.world();
+    let rank = comm.rank();
+    let next = (rank + 1) % 3;
+    let previous = (rank + 2) % 3;
     // Everyone sends before anyone receives.
-    let sent: Vec<_> = (0..4).map(|i| world.send(next, buf(&vec![(rank * 10 + i) as f32; 100]))).collect();
+    let sent: Vec<_> =
+        (0..4).map(|i| world.send(next, buf(&vec![(rank * 10 + i) as f32; 100]))).collect();
     for i in 0..4 {
         let received = world.recv(previous, buf(&[0.0; 100])).wait()?;
         assert_eq!(received.as_slice(), [(previous * 10 + i) as f32; 100]);
@@ -360,7 +424,8 @@ fn messages(comm: Comm<Cpu>) -> Result<()> {
     assert_eq!(all, [vec![], vec![1; 2], vec![2; 4]]);
     let at_root = world.gather_bytes_to_root(vec![rank as u8; rank * 2]).wait()?;
     assert_eq!(at_root, if rank == 0 { all } else { vec![] });
-    let sent: Vec<_> = (0..4).map(|i| world.send(next, buf(&vec![(rank * 10 + i) as f32; 100]))).collect();
+    let sent: Vec<_> =
+        (0..4).map(|i| world.send(next, buf(&vec![(rank * 10 + i) as f32; 100]))).collect();
     for (i, ready) in ready.into_iter().enumerate() {
         assert_eq!(ready.wait()?.as_slice(), [(previous * 10 + i) as f32; 100]);
     }
@@ -396,16 +461,19 @@ fn every_operation_over_tcp() {
     }
 }
 
-/// Posted messages of many megabytes pass each other, before and after their memory is there, and exchanges between them.
+/// Posted messages of many megabytes pass each other, before and after their memory is there, and
+/// exchanges between them.
 #[test]
 fn long_messages_pass_each_other_over_tcp() {
     const LEN: usize = 3 << 20;
     let results = run_over_tcp(2, Algorithm::Tree, |comm| -> Result<()> {
-        let (world, rank) = (comm.world(), comm.rank());
+        let world = comm.world();
+        let rank = comm.rank();
         let other = 1 - rank;
         let number = |rank: usize, i: usize| (10 * rank + i) as f32;
         let early = world.recv(other, buf(&vec![0.0; LEN]));
-        let sent: Vec<_> = (0..3).map(|i| world.send(other, buf(&vec![number(rank, i); LEN]))).collect();
+        let sent: Vec<_> =
+            (0..3).map(|i| world.send(other, buf(&vec![number(rank, i); LEN]))).collect();
         let sum = world.all_reduce(buf(&vec![1.0; LEN]), 0..LEN).wait()?;
         assert!(sum.as_slice().iter().all(|&x| x == 2.0));
         assert!(early.wait()?.as_slice().iter().all(|&x| x == number(other, 0)));
@@ -428,7 +496,10 @@ fn a_rank_that_left_is_missed_over_tcp() {
     });
     let missing: Vec<_> = results.into_iter().filter_map(|result| result.unwrap().err()).collect();
     assert_eq!(missing.len(), 2);
-    assert!(missing.iter().any(|error| error.to_string().starts_with("rank 2 is gone")), "{missing:?}");
+    assert!(
+        missing.iter().any(|error| error.to_string().starts_with("rank 2 is gone")),
+        "{missing:?}"
+    );
 }
 
 #[test]
@@ -500,13 +571,19 @@ fn a_rank_that_panics_is_missed() {
 #[test]
 fn different_requests_are_named() {
     let results = run(&[0; 2], Algorithm::Ring, |comm| {
-        let (world, buf) = (comm.world(), buf(&[0.0; 6]));
-        let request = if comm.rank() == 0 { world.all_gather(buf) } else { world.all_reduce(buf, 0..4) };
+        let world = comm.world();
+        let buf = buf(&[0.0; 6]);
+        let request =
+            if comm.rank() == 0 { world.all_gather(buf) } else { world.all_reduce(buf, 0..4) };
         request.wait().err().map(|error| error.to_string())
     });
     let wants = "rank 1 wants collective 1: all_reduce, 16 bytes";
     let told = results.into_iter().filter_map(|result| result.unwrap());
-    assert!(told.filter(|error| error.contains(wants) && error.contains("all_gather, 24 bytes")).count() > 0);
+    assert!(
+        told.filter(|error| error.contains(wants) && error.contains("all_gather, 24 bytes"))
+            .count()
+            > 0
+    );
 }
 
 /// Requests of equal operation and size are compared by unit and root, too.
@@ -523,12 +600,15 @@ fn units_and_roots_are_compared() {
     assert!(results.iter().any(|result| result.as_ref().unwrap().1.is_err()), "{results:?}");
 
     let results = run(&[0, 0], Algorithm::Tree, |comm| {
-        let request = comm.world().with_label(&"block1".into()).broadcast(buf(&[0.0; 2]), comm.rank());
+        let request =
+            comm.world().with_label(&"block1".into()).broadcast(buf(&[0.0; 2]), comm.rank());
         request.wait().err().map(|error| error.to_string())
     });
     let wants = "rank 1 wants collective 1: broadcast of block1, 8 bytes from 1 by tree";
     let told = results.into_iter().filter_map(|result| result.unwrap());
-    assert!(told.filter(|error| error.contains(wants) && error.contains("8 bytes from 0")).count() > 0);
+    assert!(
+        told.filter(|error| error.contains(wants) && error.contains("8 bytes from 0")).count() > 0
+    );
 }
 
 #[test]
@@ -536,13 +616,16 @@ fn clocks_are_compared() {
     const APART: u64 = 3_600_000_000_000;
     let results = run(&[0, 0, 1], Algorithm::Tree, |comm| {
         assert!(comm.clock_offset().unwrap().unsigned_abs() < 1_000_000_000);
-        let (members, label) = (GroupRanks::world(comm.rank(), [0, 0, 1].into()), comm.label("clock", Size::Same(0)));
+        let members = GroupRanks::world(comm.rank(), [0, 0, 1].into());
+        let label = comm.label("clock", Size::Same(0));
         // Every rank's clock is an hour ahead of the one before.
         let ahead = comm.rank() as u64 * APART;
         let (reply, pending) = reply(&comm.inner.shared);
         comm.inner.submit(Request::run(move |state| {
             let now = || spans::now() + ahead;
-            reply.send(state.collective(&members, &label, |state| clock::offset(&mut *state.wire, &members, now)));
+            reply.send(state.collective(&members, &label, |state| {
+                clock::offset(&mut *state.wire, &members, now)
+            }));
         }));
         pending.wait().unwrap()
     });

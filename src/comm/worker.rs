@@ -19,7 +19,8 @@ use hpctrain_base::spans::Track;
 use hpctrain_base::spawn::spawn;
 use hpctrain_device as backend;
 
-/// Duration of polling for the next request after one that a thread waited for, which will soon make it.
+/// Duration of polling for the next request after one that a thread waited for, which will soon
+/// make it.
 const LOOKOUT: Duration = Duration::from_micros(50);
 
 /// A request to the thread.
@@ -53,7 +54,8 @@ pub struct CommThreadState {
 }
 
 impl CommThreadState {
-    /// Runs `act` unless an earlier request has failed: after that ranks no longer agree on the next request.
+    /// Runs `act` unless an earlier request has failed: after that ranks no longer agree on the
+    /// next request.
     pub fn attempt<T>(&mut self, act: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
@@ -71,7 +73,8 @@ impl CommThreadState {
     /// Waits for the work of compute on a buffer. The wait does not count as communication.
     pub fn after(&mut self, ready: Option<Box<dyn backend::Event>>) -> Result<()> {
         let (Some(ready), None) = (ready, &self.failed) else { return Ok(()) };
-        polling::settle(&*ready, &mut *self.wire, &self.shared).inspect_err(|error| self.fail(error.clone()))
+        polling::settle(&*ready, &mut *self.wire, &self.shared)
+            .inspect_err(|error| self.fail(error.clone()))
     }
 
     /// The error that stopped the thread's work.
@@ -135,14 +138,23 @@ impl CommThreadState {
         mine.resize(ANNOUNCED, b' ');
         mine.extend(hash.to_le_bytes());
         let mut theirs = [0; ANNOUNCED + size_of::<u32>()];
-        self.wire.exchange_bytes(group, Some((group.next(), &mine)), Some((group.previous(), &mut theirs)))?;
+        self.wire.exchange_bytes(
+            group,
+            Some((group.next(), &mine)),
+            Some((group.previous(), &mut theirs)),
+        )?;
         if mine == theirs {
             return Ok(());
         }
         let told = |rank: usize, text: &[u8]| {
-            format!("rank {} wants {}", group.ranks[rank], String::from_utf8_lossy(&text[..ANNOUNCED]).trim_end())
+            format!(
+                "rank {} wants {}",
+                group.ranks[rank],
+                String::from_utf8_lossy(&text[..ANNOUNCED]).trim_end()
+            )
         };
-        let (me, other) = (told(group.rank, &mine), told(group.previous(), &theirs));
+        let me = told(group.rank, &mine);
+        let other = told(group.previous(), &theirs);
         Err(Error::internal(format!("ranks of a group disagree: {me}, {other}")))
     }
 }
@@ -183,16 +195,28 @@ impl Worker {
         open: impl FnOnce() -> Option<Box<dyn Transport>> + Send + 'static,
     ) -> Result<Self> {
         let (requests, queue) = channel();
-        let (here, shared) = (shared.clone(), shared.clone());
+        let here = shared.clone();
+        let shared = shared.clone();
         let body = move || {
             shared.is_served_here();
             shared.activity.here(Track::Communication);
             if let Some(wire) = open() {
-                let (scratch, room) = (Scratch::new(shared.clone()), Room::new(&shared));
-                let wire: Box<dyn Transport> = Box::new(TrackedTransport::new(wire, shared.clone()));
-                let (slots, device_comms) = (Arc::new(Slots::new(shared.clone())), DeviceComms::new(shared.clone()));
-                let state =
-                    CommThreadState { wire, scratch, slots, room, device_comms, shared, failed: None, awaited: false };
+                let scratch = Scratch::new(shared.clone());
+                let room = Room::new(&shared);
+                let wire: Box<dyn Transport> =
+                    Box::new(TrackedTransport::new(wire, shared.clone()));
+                let slots = Arc::new(Slots::new(shared.clone()));
+                let device_comms = DeviceComms::new(shared.clone());
+                let state = CommThreadState {
+                    wire,
+                    scratch,
+                    slots,
+                    room,
+                    device_comms,
+                    shared,
+                    failed: None,
+                    awaited: false,
+                };
                 serve(state, &queue);
             }
         };
@@ -233,8 +257,8 @@ fn serve(mut state: CommThreadState, queue: &Receiver<Request>) {
     }
 }
 
-/// The next request. The thread sleeps until it comes, unless messages are on their way or, after a request that
-/// a thread waited for, the next one is about to come.
+/// The next request. The thread sleeps until it comes, unless messages are on their way or, after a
+/// request that a thread waited for, the next one is about to come.
 fn next(state: &mut CommThreadState, queue: &Receiver<Request>) -> Option<Request> {
     let mut lookout = std::mem::take(&mut state.awaited).then(|| Instant::now() + LOOKOUT);
     let mut backoff = Backoff::new(true);

@@ -1,18 +1,32 @@
 //! Keys by the names that other programs give them, for errors that name the right one.
 
-/// A key here, and its names in other programs: the last part of the name, in lower case, without `_` and `-`.
+/// A key here, and its names in other programs: the last part of the name, in lower case, without
+/// `_` and `-`.
 const KEYS: [(&str, &[&str]); 37] = [
     ("run.steps", &["maxsteps", "maxiters", "numsteps", "totalsteps", "trainsteps", "iterations"]),
     ("run.epochs", &["numepochs", "maxepochs", "nepochs", "numtrainepochs"]),
     ("run.name", &["runname", "experiment", "expname", "jobname"]),
     ("run.root", &["outputdir", "outdir", "savedir", "logdir"]),
     ("run.seed", &["randomseed", "manualseed"]),
-    ("model.layers", &["nlayer", "nlayers", "numlayers", "numhiddenlayers", "depth", "nblocks", "numblocks"]),
+    (
+        "model.layers",
+        &["nlayer", "nlayers", "numlayers", "numhiddenlayers", "depth", "nblocks", "numblocks"],
+    ),
     ("model.heads", &["nhead", "nheads", "numheads", "numattentionheads"]),
     ("model.kv_heads", &["nkvhead", "nkvheads", "numkvheads", "numkeyvalueheads"]),
     (
         "model.width",
-        &["nembd", "dmodel", "modeldim", "dim", "hiddensize", "hiddendim", "embeddim", "embeddingdim", "embedsize"],
+        &[
+            "nembd",
+            "dmodel",
+            "modeldim",
+            "dim",
+            "hiddensize",
+            "hiddendim",
+            "embeddim",
+            "embeddingdim",
+            "embedsize",
+        ],
     ),
     ("model.hidden", &["intermediatesize", "ffndim", "dff", "ninner", "mlpdim", "ffnhiddensize"]),
     (
@@ -38,7 +52,10 @@ const KEYS: [(&str, &[&str]); 37] = [
     ("model.tied", &["tiewordembeddings", "tieembeddings"]),
     ("data.path", &["dataset", "datadir", "datapath", "datasetpath", "trainfile", "traindata"]),
     ("data.prefetch", &["numworkers", "prefetchfactor"]),
-    ("batch.global", &["batchsize", "globalbatchsize", "trainbatchsize", "perdevicetrainbatchsize", "bs"]),
+    (
+        "batch.global",
+        &["batchsize", "globalbatchsize", "trainbatchsize", "perdevicetrainbatchsize", "bs"],
+    ),
     (
         "batch.micro",
         &[
@@ -72,13 +89,22 @@ const KEYS: [(&str, &[&str]); 37] = [
     ("optimizer.beta2", &["adambeta2", "alpha", "rho"]),
     ("optimizer.ema", &["emadecay", "averagedecay"]),
     ("schedule.warmup", &["warmupsteps", "warmupiters", "numwarmupsteps", "lrwarmup"]),
-    ("schedule.shape", &["lrscheduler", "lrschedulertype", "scheduler", "schedulertype", "lrdecaystyle"]),
+    (
+        "schedule.shape",
+        &["lrscheduler", "lrschedulertype", "scheduler", "schedulertype", "lrdecaystyle"],
+    ),
     ("schedule.min_ratio", &["minlrratio", "minlr", "finallr"]),
     ("parallel.schedule", &["pipelineschedule", "ppschedule"]),
     ("parallel.zero", &["zerostage", "stage", "zerooptimization"]),
-    ("parallel.recompute", &["gradientcheckpointing", "activationcheckpointing", "checkpointactivations"]),
+    (
+        "parallel.recompute",
+        &["gradientcheckpointing", "activationcheckpointing", "checkpointactivations"],
+    ),
     ("precision.compute", &["dtype", "amp", "mixedprecision", "bf16", "fp16", "precision"]),
-    ("checkpoint.every", &["savesteps", "saveinterval", "saveevery", "checkpointinterval", "checkpointevery"]),
+    (
+        "checkpoint.every",
+        &["savesteps", "saveinterval", "saveevery", "checkpointinterval", "checkpointevery"],
+    ),
     ("eval.every", &["evalsteps", "evalinterval", "evalevery", "valcheckinterval"]),
 ];
 
@@ -98,14 +124,17 @@ const IN_SECTIONS: [(&str, &str, &str); 9] = [
 /// The key that another program's key means here; `section` is where it stands, if that is known.
 pub(super) fn meant(section: Option<&str>, key: &str) -> Option<&'static str> {
     let plain = |name: &str| name.to_lowercase().replace(['_', '-'], "");
-    if let Some((.., ours)) = IN_SECTIONS.iter().find(|(of, name, _)| section == Some(of) && *name == plain(key)) {
+    if let Some((.., ours)) =
+        IN_SECTIONS.iter().find(|(of, name, _)| section == Some(of) && *name == plain(key))
+    {
         return Some(ours);
     }
     let known = KEYS.iter().find(|(_, names)| names.contains(&&plain(key)[..]));
     let by_name = || {
         // A key of ours in a section that is not: `train.lr`, `training.weight_decay`.
-        let mut same =
-            KEYS.iter().filter(|(ours, _)| ours.split_once('.').is_some_and(|(_, name)| plain(name) == plain(key)));
+        let mut same = KEYS.iter().filter(|(ours, _)| {
+            ours.split_once('.').is_some_and(|(_, name)| plain(name) == plain(key))
+        });
         same.next().filter(|_| same.next().is_none())
     };
     known.or_else(by_name).map(|(ours, _)| *ours)
@@ -119,12 +148,14 @@ mod tests {
     #[test]
     fn every_key_exists_and_no_name_means_two() {
         let table = toml::Table::try_from(full()).unwrap();
-        let ours = KEYS.iter().map(|(ours, _)| ours).chain(IN_SECTIONS.iter().map(|(.., ours)| ours));
+        let ours =
+            KEYS.iter().map(|(ours, _)| ours).chain(IN_SECTIONS.iter().map(|(.., ours)| ours));
         for key in ours {
             let (section, name) = key.split_once('.').unwrap();
             assert!(table[section].as_table().unwrap().contains_key(name), "{key}");
         }
-        let mut names: Vec<&str> = KEYS.iter().flat_map(|(_, names)| names.iter().copied()).collect();
+        let mut names: Vec<&str> =
+            KEYS.iter().flat_map(|(_, names)| names.iter().copied()).collect();
         names.sort_unstable();
         assert!(names.windows(2).all(|pair| pair[0] != pair[1]), "{names:?}");
     }

@@ -1,5 +1,5 @@
-//! The largest integers of a configuration. Sizes are products of several of them, and must not overflow; nor does a key of a
-//! file ask for memory before a size is known.
+//! The largest integers of a configuration. Sizes are products of several of them, and must not
+//! overflow; nor does a key of a file ask for memory before a size is known.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -62,7 +62,9 @@ fn walk(path: &mut String, value: &Value) -> Result<()> {
             let dot = if length == 0 { "" } else { "." };
             below(&format!("{dot}{key}"), value)
         }),
-        Value::Array(all) => all.iter().enumerate().try_for_each(|(i, value)| below(&format!("[{i}]"), value)),
+        Value::Array(all) => {
+            all.iter().enumerate().try_for_each(|(i, value)| below(&format!("[{i}]"), value))
+        }
         Value::Number(number) => {
             let most = most(path);
             match number.as_u64().filter(|number| *number > most) {
@@ -82,7 +84,11 @@ fn most(path: &str) -> u64 {
         ("run", "seed") => u64::MAX,
         ("model", "layers") => BLOCKS,
         ("model", "context") => CONTEXT,
-        ("model", key) if key.starts_with("input") || key.ends_with("original_max_position_embeddings") => CONTEXT,
+        ("model", key)
+            if key.starts_with("input") || key.ends_with("original_max_position_embeddings") =>
+        {
+            CONTEXT
+        }
         ("model", key) if key.ends_with("vocabulary") || key.contains("ids") => IDS,
         ("model", _) => EXTENT,
         ("run", "threads") => THREADS,
@@ -100,7 +106,8 @@ mod tests {
     fn integers_are_bounded_by_their_keys() {
         let refused = |setting: &str| {
             let overrides = [setting.to_string()];
-            let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
+            let (config, _) =
+                load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
             check(&config).unwrap_err().to_string()
         };
         for (setting, told) in [
@@ -110,7 +117,10 @@ mod tests {
             ),
             ("model.width=1048577", "model.width must be at most 1048576"),
             ("model.vocabulary=2147483649", "model.vocabulary must be at most 2147483648"),
-            ("model.layers=[{kind='conv2d', filters=3, kernel=[3, 9999999]}]", "model.layers[0].kernel[1] = 9999999"),
+            (
+                "model.layers=[{kind='conv2d', filters=3, kernel=[3, 9999999]}]",
+                "model.layers[0].kernel[1] = 9999999",
+            ),
             ("model.input=[4, 99999999]", "model.input[1] = 99999999"),
             ("batch.global=9223372036854775807", "batch.global must be at most 16777216"),
             ("run.steps=9223372036854775807", "run.steps must be at most 281474976710656"),
@@ -118,8 +128,13 @@ mod tests {
             let error = refused(setting);
             assert!(error.contains(told), "{setting}: {error}");
         }
-        let all = ["run.seed=9223372036854775807", "model.vocabulary=2147483648", "run.steps=281474976710656"];
-        let (config, _) = load(&Sources { overrides: &all.map(String::from), ..Sources::default() }).unwrap();
+        let all = [
+            "run.seed=9223372036854775807",
+            "model.vocabulary=2147483648",
+            "run.steps=281474976710656",
+        ];
+        let (config, _) =
+            load(&Sources { overrides: &all.map(String::from), ..Sources::default() }).unwrap();
         check(&config).unwrap();
     }
 }

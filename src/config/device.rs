@@ -44,7 +44,8 @@ impl fmt::Display for DeviceChoice {
             Self::Cpu => f.write_str("cpu"),
             Self::Cuda => f.write_str("cuda"),
             Self::CudaAt(numbers) => {
-                let numbers: Vec<String> = numbers.iter().map(|number| number.to_string()).collect();
+                let numbers: Vec<String> =
+                    numbers.iter().map(|number| number.to_string()).collect();
                 write!(f, "cuda:{}", numbers.join(","))
             }
         }
@@ -60,8 +61,9 @@ impl FromStr for DeviceChoice {
             "auto" => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
             "cuda" => Ok(Self::Cuda),
-            _ => numbered()
-                .ok_or_else(|| format!("`{text}` is no device: auto, cpu, cuda, or cuda:0,2 for some of several")),
+            _ => numbered().ok_or_else(|| {
+                format!("`{text}` is no device: auto, cpu, cuda, or cuda:0,2 for some of several")
+            }),
         }
     }
 }
@@ -87,7 +89,9 @@ mod tests {
         for text in ["auto", "cpu", "cuda", "cuda:3", "cuda:0,2,63"] {
             assert_eq!(text.parse::<DeviceChoice>().unwrap().to_string(), text);
         }
-        for text in ["gpu", "cuda:", "cuda:-1", "cuda:x", "cuda:64", "cuda:1,1", "cuda:1,", "cuda:0 1"] {
+        for text in
+            ["gpu", "cuda:", "cuda:-1", "cuda:x", "cuda:64", "cuda:1,1", "cuda:1,", "cuda:0 1"]
+        {
             assert!(text.parse::<DeviceChoice>().unwrap_err().contains("is no device"));
         }
     }

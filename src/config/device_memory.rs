@@ -1,4 +1,5 @@
-//! `device.memory`: the memory that a rank takes of its GPU. Runs of earlier versions call a part of it `memory_fraction`.
+//! `device.memory`: the memory that a rank takes of its GPU. Runs of earlier versions call a part
+//! of it `memory_fraction`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -21,13 +22,16 @@ pub enum DeviceMemory {
     Bytes(Size),
 }
 
-/// The part that ranks take if nothing else is said, and the most that pools which grow take: the rest is left to CUDA itself,
-/// to NCCL and to other programs.
+/// The part that ranks take if nothing else is said, and the most that pools which grow take: the
+/// rest is left to CUDA itself, to NCCL and to other programs.
 pub const USUAL_PART: f64 = 0.9;
 
 /// Its forms in a file.
 #[derive(Serialize, Deserialize)]
-#[serde(untagged, expecting = "\"grow\", a part of the GPU's memory such as 0.9, or a size such as \"40GiB\"")]
+#[serde(
+    untagged,
+    expecting = "\"grow\", a part of the GPU's memory such as 0.9, or a size such as \"40GiB\""
+)]
 enum Written {
     Whole(u64),
     Part(f64),
@@ -43,8 +47,7 @@ impl DeviceMemory {
             DeviceMemory::Part(part) => part > 0.0 && part <= 1.0,
             DeviceMemory::Bytes(bytes) => bytes.0 > 0,
         };
-        let wanted =
-            "\"grow\", a part of the GPU's memory that is more than 0 and at most 1, or a size such as \"40GiB\"";
+        let wanted = "\"grow\", a part of the GPU's memory that is more than 0 and at most 1, or a size such as \"40GiB\"";
         if is_some { Ok(()) } else { Err(out_of_range("device.memory", self, wanted)) }
     }
 }
@@ -63,7 +66,8 @@ impl FromStr for DeviceMemory {
         if let Ok(part) = text.parse() {
             return Ok(DeviceMemory::Part(part));
         }
-        let told = "is not \"grow\", a part of the GPU's memory such as 0.9, or a size such as \"40GiB\"";
+        let told =
+            "is not \"grow\", a part of the GPU's memory such as 0.9, or a size such as \"40GiB\"";
         text.parse().map(DeviceMemory::Bytes).map_err(|_| format!("{text:?} {told}"))
     }
 }
@@ -75,7 +79,8 @@ impl TryFrom<Written> for DeviceMemory {
         match written {
             // As for other sizes, a whole number is bytes; 0 and 1 are parts.
             Written::Whole(bytes @ 2..) => {
-                let bytes = usize::try_from(bytes).map_err(|_| format!("{bytes} bytes are too many"))?;
+                let bytes =
+                    usize::try_from(bytes).map_err(|_| format!("{bytes} bytes are too many"))?;
                 Ok(DeviceMemory::Bytes(Size(bytes)))
             }
             Written::Whole(part) => Ok(DeviceMemory::Part(part as f64)),
@@ -136,10 +141,18 @@ mod tests {
             assert_eq!(read(text), Ok(memory), "{text}");
         }
         for value in ["\"grows\"", "\"40 gigs\"", "\"-1GiB\"", "\"\""] {
-            assert!(read(value).unwrap_err().contains("is not \"grow\", a part of the GPU's memory such as 0.9"));
+            assert!(
+                read(value)
+                    .unwrap_err()
+                    .contains("is not \"grow\", a part of the GPU's memory such as 0.9")
+            );
         }
         for value in ["true", "[]"] {
-            assert!(read(value).unwrap_err().contains("a size such as \"40GiB\""), "{value}: {:?}", read(value));
+            assert!(
+                read(value).unwrap_err().contains("a size such as \"40GiB\""),
+                "{value}: {:?}",
+                read(value)
+            );
         }
     }
 
@@ -150,7 +163,10 @@ mod tests {
         }
         for text in ["0", "1.5", "-0.5", "-3", "NaN", "inf", "0B"] {
             let error = text.parse::<DeviceMemory>().unwrap().check().unwrap_err().to_string();
-            assert!(error.contains("device.memory = ") && error.contains("is out of range\nhint: "), "{error}");
+            assert!(
+                error.contains("device.memory = ") && error.contains("is out of range\nhint: "),
+                "{error}"
+            );
         }
     }
 

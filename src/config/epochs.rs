@@ -5,9 +5,13 @@ use toml::{Table, Value};
 use super::{Config, Interval};
 use hpctrain_base::error::{Error, Result};
 
-/// Section, key in steps, and the key that takes its place in epochs. Where one of them is 0 the other counts.
-const KEYS: [(&str, &str, &str); 3] =
-    [("run", "steps", "epochs"), ("eval", "every", "every_epochs"), ("checkpoint", "every", "every_epochs")];
+/// Section, key in steps, and the key that takes its place in epochs. Where one of them is 0 the
+/// other counts.
+const KEYS: [(&str, &str, &str); 3] = [
+    ("run", "steps", "epochs"),
+    ("eval", "every", "every_epochs"),
+    ("checkpoint", "every", "every_epochs"),
+];
 
 /// Gives each key of a layer that is not 0 the place of its partner, whatever layers below have.
 ///
@@ -16,7 +20,8 @@ const KEYS: [(&str, &str, &str); 3] =
 pub(super) fn replace_partners(layer: &mut Table) -> Result<()> {
     for (section, steps, epochs) in KEYS {
         let Some(Value::Table(of_section)) = layer.get_mut(section) else { continue };
-        let is_given = |key: &str| of_section.get(key).is_some_and(|value| *value != Value::Integer(0));
+        let is_given =
+            |key: &str| of_section.get(key).is_some_and(|value| *value != Value::Integer(0));
         match (is_given(steps), is_given(epochs)) {
             (true, true) => return Err(both(section, steps, epochs)),
             (true, false) => of_section.insert(epochs.into(), Value::Integer(0)),
@@ -33,14 +38,21 @@ pub(super) fn replace_partners(layer: &mut Table) -> Result<()> {
 /// The keys and the remedy.
 pub(super) fn check(config: &Config) -> Result<()> {
     let Config { run, eval, checkpoint, .. } = config;
-    let given = [(run.steps, run.epochs), (eval.every, eval.every_epochs), (checkpoint.every, checkpoint.every_epochs)];
+    let given = [
+        (run.steps, run.epochs),
+        (eval.every, eval.every_epochs),
+        (checkpoint.every, checkpoint.every_epochs),
+    ];
     for ((steps, epochs), (section, in_steps, in_epochs)) in given.into_iter().zip(KEYS) {
         if steps > 0 && epochs > 0 {
             return Err(both(section, in_steps, in_epochs));
         }
     }
     if run.epochs > 0 {
-        let message = format!("run.epochs = {}, but the data whose epochs they are was not looked at", run.epochs);
+        let message = format!(
+            "run.epochs = {}, but the data whose epochs they are was not looked at",
+            run.epochs
+        );
         return Err(Error::input(message).hint("give run.steps: epochs · samples / batch.global"));
     }
     Ok(())
@@ -52,9 +64,9 @@ fn both(section: &str, steps: &str, epochs: &str) -> Error {
 }
 
 impl Config {
-    /// Counts the epochs of the run and of its averages in steps, of training data with so many samples. The run ends with the step
-    /// in which the last sample of its last epoch is seen. Intervals of evaluations and checkpoints stay in epochs, which need not
-    /// be whole steps.
+    /// Counts the epochs of the run and of its averages in steps, of training data with so many
+    /// samples. The run ends with the step in which the last sample of its last epoch is seen.
+    /// Intervals of evaluations and checkpoints stay in epochs, which need not be whole steps.
     pub fn count_epochs(&mut self, samples: u64) {
         let batch = self.batch.global.max(1);
         self.parallel.average_every = self.parallel.average_every.over(samples, batch);
@@ -81,7 +93,8 @@ impl Config {
     }
 }
 
-/// The epochs of `samples` samples that end among the `taken` samples before `position`: numbers from 1.
+/// The epochs of `samples` samples that end among the `taken` samples before `position`: numbers
+/// from 1.
 pub fn ended(position: u64, taken: u64, samples: u64) -> std::ops::Range<u64> {
     let samples = samples.max(1);
     position.saturating_sub(taken) / samples + 1..position / samples + 1
@@ -108,17 +121,26 @@ mod tests {
         assert_eq!(counted("run.epochs=1", "batch.global=16", 100), (7, 0));
         // Batches go on where an epoch ends: 400 samples, not four times seven batches.
         assert_eq!(counted("run.epochs=4", "batch.global=16", 100), (25, 0));
-        assert_eq!(counted("run.epochs=281474976710656", "batch.global=1", u64::MAX), (u64::MAX, 0));
+        assert_eq!(
+            counted("run.epochs=281474976710656", "batch.global=1", u64::MAX),
+            (u64::MAX, 0)
+        );
     }
 
     #[test]
     fn the_later_layer_counts_and_both_in_one_are_refused() {
         // The preset is in steps.
         let config = loaded(&["eval.every_epochs=2", "checkpoint.every_epochs=1"]).unwrap();
-        assert_eq!((config.eval.every, config.eval.every_epochs, config.checkpoint.every), (0, 2, 0));
+        assert_eq!(
+            (config.eval.every, config.eval.every_epochs, config.checkpoint.every),
+            (0, 2, 0)
+        );
         assert!(config.run.steps > 0 && !config.is_in_epochs());
         let back = overlay(&config, &["eval.every=5".into()]).unwrap();
-        assert_eq!((back.eval.every, back.eval.every_epochs, back.checkpoint.every_epochs), (5, 0, 1));
+        assert_eq!(
+            (back.eval.every, back.eval.every_epochs, back.checkpoint.every_epochs),
+            (5, 0, 1)
+        );
         let error = loaded(&["run.epochs=2", "run.steps=5"]).unwrap_err().to_string();
         assert_eq!(
             error,
@@ -127,8 +149,12 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x.toml");
         std::fs::write(&path, "[eval]\nevery = 3\nevery_epochs = 1\n").unwrap();
-        let error = load(&Sources { file: Some(&path), ..Sources::default() }).unwrap_err().to_string();
-        assert!(error.contains("x.toml: eval.every and eval.every_epochs are both given"), "{error}");
+        let error =
+            load(&Sources { file: Some(&path), ..Sources::default() }).unwrap_err().to_string();
+        assert!(
+            error.contains("x.toml: eval.every and eval.every_epochs are both given"),
+            "{error}"
+        );
         // Keys that a run has written read back.
         let mut config = loaded(&["run.epochs=2", "eval.every_epochs=1"]).unwrap();
         config.count_epochs(64);

@@ -1,7 +1,7 @@
 //! Assignment of GPUs to ranks.
 //!
-//! Every rank tells the GPUs that it sees; all share the GPUs of each node out in the same way. A rank that sees one
-//! GPU only, because a batch system bound it, takes that one.
+//! Every rank tells the GPUs that it sees; all share the GPUs of each node out in the same way. A
+//! rank that sees one GPU only, because a batch system bound it, takes that one.
 //!
 //! A rank takes the least used GPU, near its cores if possible.
 
@@ -11,7 +11,9 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::topology::{Topology, parse_list};
-use crate::{self as config, Compute, Config, DeviceChoice, DeviceMemory, ResolvedConfig, USUAL_PART};
+use crate::{
+    self as config, Compute, Config, DeviceChoice, DeviceMemory, ResolvedConfig, USUAL_PART,
+};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::simd;
 use hpctrain_comm::{Comm, LocalDevice, PathSetting};
@@ -59,7 +61,8 @@ impl Gpu {
         &self.device
     }
 
-    /// Whether ranks of this node see different GPUs, as where a batch system binds each rank to its own.
+    /// Whether ranks of this node see different GPUs, as where a batch system binds each rank to
+    /// its own.
     pub fn is_apart(&self) -> bool {
         self.is_apart
     }
@@ -84,7 +87,11 @@ impl Gpu {
     /// Returns an error if cuBLASLt is missing.
     pub fn name(&self) -> Result<String> {
         let (major, minor) = self.device.capability;
-        Ok(format!("{} (compute capability {major}.{minor}, cuBLASLt {})", self.device.name, libraries::cublaslt()?))
+        Ok(format!(
+            "{} (compute capability {major}.{minor}, cuBLASLt {})",
+            self.device.name,
+            libraries::cublaslt()?
+        ))
     }
 
     /// The communicator of a rank that has this device.
@@ -124,7 +131,8 @@ pub fn cpu(plan: &ResolvedConfig) -> Result<Cpu> {
     Cpu::new(plan.threads).with_all_threads()?.with_products(products(&plan.config))
 }
 
-/// Returns the name of the CPU as a device: all that decides the bits that it computes by these settings.
+/// Returns the name of the CPU as a device: all that decides the bits that it computes by these
+/// settings.
 pub fn cpu_name(config: &Config) -> String {
     let products = match products(config) {
         Products::Own => "",
@@ -146,7 +154,8 @@ pub fn cpu_can(config: &Config) -> Result<()> {
 /// Decides where the ranks of `comm` compute: collective. None is the CPU.
 ///
 /// # Errors
-/// `run.device` asks for GPUs that are not there, or there are fewer than the ranks or `comm.path` need.
+/// `run.device` asks for GPUs that are not there, or there are fewer than the ranks or `comm.path`
+/// need.
 pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>> {
     let choice = config.run.device;
     let world = comm.world();
@@ -158,9 +167,11 @@ pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>>
     let mine: View = look(&topology, &mut opened).map_err(|e| e.to_string());
     let message = serde_json::to_vec(&mine).map_err(|e| Error::internal(e.to_string()))?;
     let told = world.gather_bytes(message).wait()?;
-    let views = told.iter().map(|bytes| serde_json::from_slice(bytes)).collect::<Result<Vec<View>, _>>();
+    let views =
+        told.iter().map(|bytes| serde_json::from_slice(bytes)).collect::<Result<Vec<View>, _>>();
     let views = views.map_err(|e| Error::comm(format!("another rank sent malformed GPUs: {e}")))?;
-    let Some(chosen) = share_out(choice, &views, &topology.hosts(), config.device.ranks_per_gpu)? else {
+    let Some(chosen) = share_out(choice, &views, &topology.hosts(), config.device.ranks_per_gpu)?
+    else {
         return Ok(None);
     };
     let seen = |rank: usize| -> &Seen { &views[rank].as_deref().unwrap_or(&[])[chosen[rank]] };
@@ -173,19 +184,24 @@ pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>>
         let (Seen { name, pci, .. }, host) = (seen(ranks[0]), topology.host(ranks[0]));
         let ranks: Vec<_> = ranks.iter().map(usize::to_string).collect();
         let message = format!("ranks {} on {host} share {name} at {pci}", ranks.join(", "));
-        return Err(Error::input(format!("comm.path = nccl wants a GPU for every rank: {message}"))
-            .hint("set comm.path=staged, or start fewer ranks")
-            .shared());
+        return Err(Error::input(format!(
+            "comm.path = nccl wants a GPU for every rank: {message}"
+        ))
+        .hint("set comm.path=staged, or start fewer ranks")
+        .shared());
     }
     let memory = |rank: usize| share(&config.device, seen(rank).memory, sharers(rank).len());
     for rank in 0..chosen.len() {
         let Seen { name, pci, memory: whole, .. } = seen(rank);
         let all = memory(rank).saturating_mul(sharers(rank).len());
         if all > *whole {
-            let (host, given, whole) = (topology.host(rank), config.device.memory, readable(*whole));
+            let host = topology.host(rank);
+            let given = config.device.memory;
+            let whole = readable(*whole);
             let ranks = sharers(rank).len();
             let of = if ranks > 1 { format!(" for each of {ranks} ranks") } else { String::new() };
-            let message = format!("device.memory = {given}{of}: {name} at {pci} on {host} has {whole}");
+            let message =
+                format!("device.memory = {given}{of}: {name} at {pci} on {host} has {whole}");
             return Err(Error::input(message)
                 .hint("set it lower, or to a part such as 0.9, which all ranks on a GPU share")
                 .shared());
@@ -194,16 +210,31 @@ pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>>
     let grows = config.device.memory == DeviceMemory::Grow;
     let line = |rank: usize| {
         let Seen { name, pci, memory: whole, .. } = seen(rank);
-        let (host, own) = (topology.host(rank), readable(memory(rank)));
+        let host = topology.host(rank);
+        let own = readable(memory(rank));
         let own = if grows { format!("up to {own}") } else { own };
-        format!("rank {rank} on {host}: {name} at {pci}, {own} of {}, cores {}", readable(*whole), topology.cores(rank))
+        format!(
+            "rank {rank} on {host}: {name} at {pci}, {own} of {}, cores {}",
+            readable(*whole),
+            topology.cores(rank)
+        )
     };
     let table = (0..chosen.len()).map(line).collect();
     let rank = world.rank();
     let device = opened.swap_remove(chosen[rank]);
-    let ids = |rank: usize| -> BTreeSet<&str> { views[rank].iter().flatten().map(|seen| &seen.id[..]).collect() };
-    let is_apart = (0..views.len()).any(|other| topology.host(other) == topology.host(rank) && ids(other) != ids(rank));
-    Ok(Some(Gpu { device, memory: memory(rank), grows, sharers: sharers(rank).len(), is_apart, table }))
+    let ids = |rank: usize| -> BTreeSet<&str> {
+        views[rank].iter().flatten().map(|seen| &seen.id[..]).collect()
+    };
+    let is_apart = (0..views.len())
+        .any(|other| topology.host(other) == topology.host(rank) && ids(other) != ids(rank));
+    Ok(Some(Gpu {
+        device,
+        memory: memory(rank),
+        grows,
+        sharers: sharers(rank).len(),
+        is_apart,
+        table,
+    }))
 }
 
 /// Bytes of a GPU with `whole` that each of `ranks` on it may take.
@@ -226,7 +257,8 @@ fn look(topology: &Topology, opened: &mut Vec<Device>) -> Result<Vec<Seen>> {
         name: device.name.clone(),
         pci: device.pci.clone(),
         memory: device.memory,
-        is_near: near_cores(&device.pci).is_none_or(|cores| !cores.is_disjoint(&topology.here().cores)),
+        is_near: near_cores(&device.pci)
+            .is_none_or(|cores| !cores.is_disjoint(&topology.here().cores)),
     });
     Ok(seen.collect())
 }
@@ -256,21 +288,27 @@ fn share_out(
             let (why, own) = why.split_once("\nhint: ").unwrap_or((why, hint));
             // Where others have one, this rank need not get one.
             let hint = if views.iter().any(sees) { hint } else { own };
-            Error::input(format!("run.device = {choice}: rank {rank} on {host} has no GPU: {why}")).hint(hint).shared()
+            Error::input(format!("run.device = {choice}: rank {rank} on {host} has no GPU: {why}"))
+                .hint(hint)
+                .shared()
         };
         let seen = match view {
             Ok(seen) if seen.is_empty() => return Err(none("it sees none")),
             Ok(seen) => seen,
             Err(why) => return Err(none(why)),
         };
-        let load = |number: usize| users.get(&(host.as_str(), seen[number].id.as_str())).copied().unwrap_or(0);
+        let load = |number: usize| {
+            users.get(&(host.as_str(), seen[number].id.as_str())).copied().unwrap_or(0)
+        };
         let among: Vec<usize> = match choice {
             DeviceChoice::CudaAt(numbers) => numbers.iter().collect(),
             _ => (0..seen.len()).collect(),
         };
         if among.iter().any(|number| *number >= seen.len()) {
             let message = format!("run.device = {choice}, but {host} has {}", count(seen.len()));
-            return Err(Error::input(message).hint(format!("cuda:0 to cuda:{}", seen.len() - 1)).shared());
+            return Err(Error::input(message)
+                .hint(format!("cuda:0 to cuda:{}", seen.len() - 1))
+                .shared());
         }
         // The least used, then a near one, then the first.
         let least = among.iter().min_by_key(|&&number| (load(number), !seen[number].is_near));
@@ -279,7 +317,9 @@ fn share_out(
             let ranks = hosts.iter().filter(|other| *other == host).count();
             let wanted = ranks.div_ceil(among.len());
             let message = format!("{ranks} ranks on {host} are to share {}", count(among.len()));
-            let hint = format!("start fewer ranks, or set device.ranks_per_gpu={wanted} to let them share");
+            let hint = format!(
+                "start fewer ranks, or set device.ranks_per_gpu={wanted} to let them share"
+            );
             return Err(Error::input(message).hint(hint).shared());
         }
         *users.entry((host.as_str(), seen[number].id.as_str())).or_default() += 1;
@@ -308,8 +348,13 @@ mod tests {
         Ok(ids.iter().map(seen).collect())
     }
 
-    fn shared(choice: DeviceChoice, views: &[View], per_gpu: usize) -> Result<Option<Vec<usize>>, String> {
-        share_out(choice, views, &vec!["n".to_string(); views.len()], per_gpu).map_err(|e| e.to_string())
+    fn shared(
+        choice: DeviceChoice,
+        views: &[View],
+        per_gpu: usize,
+    ) -> Result<Option<Vec<usize>>, String> {
+        share_out(choice, views, &vec!["n".to_string(); views.len()], per_gpu)
+            .map_err(|e| e.to_string())
     }
 
     #[test]
@@ -319,7 +364,10 @@ mod tests {
         assert_eq!(shared(auto, &[both.clone(), both.clone()], 1), Ok(Some(vec![1, 0])));
         assert_eq!(shared(auto, &vec![both.clone(); 4], 2), Ok(Some(vec![1, 0, 1, 0])));
         // Bound by the batch system: every rank sees its own as the first.
-        assert_eq!(shared(auto, &[gpus(&[("a", true)]), gpus(&[("b", true)])], 1), Ok(Some(vec![0, 0])));
+        assert_eq!(
+            shared(auto, &[gpus(&[("a", true)]), gpus(&[("b", true)])], 1),
+            Ok(Some(vec![0, 0]))
+        );
     }
 
     #[test]
@@ -328,30 +376,52 @@ mod tests {
         let some: DeviceChoice = "cuda:0,2".parse().unwrap();
         assert_eq!(shared(some, &vec![three.clone(); 2], 1), Ok(Some(vec![0, 2])));
         assert_eq!(shared(some, &vec![three.clone(); 4], 2), Ok(Some(vec![0, 2, 0, 2])));
-        assert_eq!(shared("cuda:1".parse().unwrap(), &vec![three.clone(); 2], 2), Ok(Some(vec![1, 1])));
+        assert_eq!(
+            shared("cuda:1".parse().unwrap(), &vec![three.clone(); 2], 2),
+            Ok(Some(vec![1, 1]))
+        );
         let error = shared(some, &vec![three; 3], 1).unwrap_err();
-        assert!(error.contains("3 ranks on n are to share 2 GPUs") && error.contains("ranks_per_gpu=2"), "{error}");
+        assert!(
+            error.contains("3 ranks on n are to share 2 GPUs") && error.contains("ranks_per_gpu=2"),
+            "{error}"
+        );
         let error = shared(some, &[gpus(&[("a", true), ("b", true)])], 1).unwrap_err();
-        assert!(error.contains("run.device = cuda:0,2, but n has 2 GPUs\nhint: cuda:0 to cuda:1"), "{error}");
+        assert!(
+            error.contains("run.device = cuda:0,2, but n has 2 GPUs\nhint: cuda:0 to cuda:1"),
+            "{error}"
+        );
     }
 
     #[test]
     fn ranks_take_parts_sizes_or_as_much_as_they_need() {
         let of = |memory: DeviceMemory, limit: Option<usize>, ranks: usize| {
             let limit = limit.map(config::Size);
-            let device = config::Device { memory, memory_limit: limit, ranks_per_gpu: ranks, ..Default::default() };
+            let device = config::Device {
+                memory,
+                memory_limit: limit,
+                ranks_per_gpu: ranks,
+                ..Default::default()
+            };
             share(&device, 1000, ranks)
         };
-        let (bytes, grow) = (DeviceMemory::Bytes(config::Size(300)), DeviceMemory::Grow);
-        assert_eq!((of(DeviceMemory::Part(0.5), None, 1), of(DeviceMemory::Part(0.5), None, 2)), (500, 250));
+        let bytes = DeviceMemory::Bytes(config::Size(300));
+        let grow = DeviceMemory::Grow;
+        assert_eq!(
+            (of(DeviceMemory::Part(0.5), None, 1), of(DeviceMemory::Part(0.5), None, 2)),
+            (500, 250)
+        );
         assert_eq!((of(bytes, None, 1), of(bytes, None, 2)), (300, 300));
         assert_eq!((of(grow, None, 1), of(grow, None, 3)), (900, 300));
-        assert_eq!((of(grow, Some(100), 1), of(bytes, Some(100), 2), of(bytes, Some(400), 2)), (100, 100, 300));
+        assert_eq!(
+            (of(grow, Some(100), 1), of(bytes, Some(100), 2), of(bytes, Some(400), 2)),
+            (100, 100, 300)
+        );
     }
 
     #[test]
     fn nodes_may_have_different_numbers() {
-        let (two, one) = (gpus(&[("a", true), ("b", true)]), gpus(&[("a", true)]));
+        let two = gpus(&[("a", true), ("b", true)]);
+        let one = gpus(&[("a", true)]);
         let hosts = ["m", "m", "n"].map(String::from);
         let chosen = share_out(DeviceChoice::Auto, &[two.clone(), two, one], &hosts, 1);
         assert_eq!(chosen.map_err(|e| e.to_string()), Ok(Some(vec![0, 1, 0])));
@@ -361,7 +431,8 @@ mod tests {
     fn too_many_ranks_are_told_how_to_share() {
         let error = shared(DeviceChoice::Auto, &vec![gpus(&[("a", true)]); 3], 1).unwrap_err();
         assert!(
-            error.contains("3 ranks on n are to share 1 GPU\nhint: ") && error.contains("ranks_per_gpu=3"),
+            error.contains("3 ranks on n are to share 1 GPU\nhint: ")
+                && error.contains("ranks_per_gpu=3"),
             "{error}"
         );
     }
@@ -371,10 +442,20 @@ mod tests {
         let none: View = Err("no CUDA driver\nhint: do without".into());
         assert_eq!(shared(DeviceChoice::Auto, &[none.clone(), none.clone()], 1), Ok(None));
         let error = shared(DeviceChoice::Cuda, std::slice::from_ref(&none), 1).unwrap_err();
-        assert!(error.contains("rank 0 on n has no GPU: no CUDA driver\nhint: do without"), "{error}");
+        assert!(
+            error.contains("rank 0 on n has no GPU: no CUDA driver\nhint: do without"),
+            "{error}"
+        );
         let error = shared(DeviceChoice::Auto, &[gpus(&[("a", true)]), none], 1).unwrap_err();
-        assert!(error.contains("rank 1 on n has no GPU") && error.contains("--servers N"), "{error}");
-        let error = shared("cuda:7".parse().unwrap(), &[gpus(&[("a", true), ("b", true)])], 1).unwrap_err();
-        assert!(error.contains("run.device = cuda:7, but n has 2 GPUs\nhint: cuda:0 to cuda:1"), "{error}");
+        assert!(
+            error.contains("rank 1 on n has no GPU") && error.contains("--servers N"),
+            "{error}"
+        );
+        let error =
+            shared("cuda:7".parse().unwrap(), &[gpus(&[("a", true), ("b", true)])], 1).unwrap_err();
+        assert!(
+            error.contains("run.device = cuda:7, but n has 2 GPUs\nhint: cuda:0 to cuda:1"),
+            "{error}"
+        );
     }
 }

@@ -6,11 +6,19 @@ use hpctrain_base::mesh::Mesh;
 use hpctrain_nn::Network;
 use hpctrain_parallel::Storage;
 
-/// The network as its tables' place wants it: with tables on the host the first block is nothing but them.
+/// The network as its tables' place wants it: with tables on the host the first block is nothing
+/// but them.
 ///
 /// # Errors
-/// The host cannot keep them: there is no GPU, the network has none, or the layout divides their block or averages it.
-pub fn placed(config: &Config, network: Network, mesh: &Mesh, tensor_lanes: usize, on_gpu: bool) -> Result<Network> {
+/// The host cannot keep them: there is no GPU, the network has none, or the layout divides their
+/// block or averages it.
+pub fn placed(
+    config: &Config,
+    network: Network,
+    mesh: &Mesh,
+    tensor_lanes: usize,
+    on_gpu: bool,
+) -> Result<Network> {
     if config.model.place.tables == EmbeddingPlacement::Device {
         return Ok(network);
     }
@@ -23,7 +31,11 @@ pub fn placed(config: &Config, network: Network, mesh: &Mesh, tensor_lanes: usiz
     let layouts = [
         (mesh.pipeline > 1, "parallel.pipeline", "which the host is no stage of"),
         (tensor_lanes > 1, "parallel.tensor", "which cuts tables into slices"),
-        (parallel.storage == Storage::Central, "parallel.storage", "whose owners keep all parameters"),
+        (
+            parallel.storage == Storage::Central,
+            "parallel.storage",
+            "whose owners keep all parameters",
+        ),
         (
             parallel.average_every != super::Interval::Steps(0),
             "parallel.average_every",
@@ -44,10 +56,16 @@ mod tests {
     use super::*;
     use crate::{Environment, Sources, load, resolve};
 
-    fn resolved(preset: &str, ranks: usize, settings: &[&str], on_gpu: bool) -> Result<crate::ResolvedConfig> {
+    fn resolved(
+        preset: &str,
+        ranks: usize,
+        settings: &[&str],
+        on_gpu: bool,
+    ) -> Result<crate::ResolvedConfig> {
         let overrides: Vec<String> =
             settings.iter().chain(&["model.place.tables=host"]).map(|s| s.to_string()).collect();
-        let (config, _) = load(&Sources { preset: Some(preset), overrides: &overrides, ..Sources::default() })?;
+        let (config, _) =
+            load(&Sources { preset: Some(preset), overrides: &overrides, ..Sources::default() })?;
         resolve(config, &Environment { ranks, threads: 1, vocabulary: Some(65), on_gpu })
     }
 
@@ -65,8 +83,13 @@ mod tests {
             let plan = resolved(preset, 2, &["parallel.zero=3"], true).unwrap();
             let whole = crate::network(&mut plan.config.model.clone(), None).unwrap();
             assert_eq!(plan.network.describe(), whole.describe());
-            let (apart, whole) = (names(&plan.network), names(&whole));
-            assert!(apart[0].iter().all(|(name, _)| name.contains("tables") || name.contains("embed_tokens")));
+            let apart = names(&plan.network);
+            let whole = names(&whole);
+            assert!(
+                apart[0]
+                    .iter()
+                    .all(|(name, _)| name.contains("tables") || name.contains("embed_tokens"))
+            );
             let [mut one, mut other] = [apart, whole].map(|blocks| blocks.concat());
             one.sort();
             other.sort();
@@ -86,19 +109,61 @@ mod tests {
             ("dlrm", 1, &[][..], false, "is for GPUs"),
             ("dlrm", 2, &["parallel.pipeline=2"], true, "does not go with parallel.pipeline"),
             ("llama-char", 2, &["parallel.tensor=2"], true, "does not go with parallel.tensor"),
-            ("llama-char", 1, &["parallel.tensor_lanes=2"], true, "does not go with parallel.tensor"),
+            (
+                "llama-char",
+                1,
+                &["parallel.tensor_lanes=2"],
+                true,
+                "does not go with parallel.tensor",
+            ),
             ("dlrm", 2, &["parallel.storage=central"], true, "does not go with parallel.storage"),
-            ("dlrm", 2, &["parallel.average_every=3"], true, "does not go with parallel.average_every"),
+            (
+                "dlrm",
+                2,
+                &["parallel.average_every=3"],
+                true,
+                "does not go with parallel.average_every",
+            ),
             ("gpt-char", 1, &[], true, "but the head of a GPT multiplies by the table as well"),
-            ("llama-char", 1, &["model.tied=true"], true, "but model.tied = true multiplies by the table as well"),
-            ("llama-char", 1, &["model.dropout=0.1"], true, "but model.dropout drops elements of its rows"),
-            ("mlp-mnist", 1, &[], true, "but model.layers does not begin with embedding or embedding_tables"),
-            ("dlrm", 1, &[only, "model.input=[0]"], true, "but model.layers does not begin with embedding"),
+            (
+                "llama-char",
+                1,
+                &["model.tied=true"],
+                true,
+                "but model.tied = true multiplies by the table as well",
+            ),
+            (
+                "llama-char",
+                1,
+                &["model.dropout=0.1"],
+                true,
+                "but model.dropout drops elements of its rows",
+            ),
+            (
+                "mlp-mnist",
+                1,
+                &[],
+                true,
+                "but model.layers does not begin with embedding or embedding_tables",
+            ),
+            (
+                "dlrm",
+                1,
+                &[only, "model.input=[0]"],
+                true,
+                "but model.layers does not begin with embedding",
+            ),
         ] {
             let error = resolved(preset, ranks, settings, on_gpu).unwrap_err();
             let text = error.to_string();
-            assert!(text.starts_with("model.place.tables = host ") && text.contains(told), "{settings:?}: {text}");
-            assert!(error.exit_code() == 2 && text.contains("\nhint: ") && text.lines().count() == 2, "{text}");
+            assert!(
+                text.starts_with("model.place.tables = host ") && text.contains(told),
+                "{settings:?}: {text}"
+            );
+            assert!(
+                error.exit_code() == 2 && text.contains("\nhint: ") && text.lines().count() == 2,
+                "{text}"
+            );
         }
     }
 }

@@ -27,7 +27,9 @@ impl TryFrom<Written> for Interval {
         match written {
             Written::Steps(steps) => Ok(Self::Steps(steps)),
             Written::Text(text) if text == "epoch" => Ok(Self::Epoch),
-            Written::Text(text) => Err(format!("{text:?} is neither a number of steps nor \"epoch\"")),
+            Written::Text(text) => {
+                Err(format!("{text:?} is neither a number of steps nor \"epoch\""))
+            }
         }
     }
 }

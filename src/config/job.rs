@@ -12,9 +12,10 @@ use hpctrain_comm::{self as comm, Algorithm, Comm};
 use hpctrain_comm::{Launch, launched};
 use hpctrain_cpu::Cpu;
 
-/// The whole of a program that works on ranks: does the work of this one, in a world of its own unless an MPI launcher
-/// such as `mpirun` started the process, and ends with the others. Warnings and errors go to standard error, an error
-/// that all ranks share once; exit codes are those of the command line.
+/// The whole of a program that works on ranks: does the work of this one, in a world of its own
+/// unless an MPI launcher such as `mpirun` started the process, and ends with the others. Warnings
+/// and errors go to standard error, an error that all ranks share once; exit codes are those of the
+/// command line.
 ///
 /// ```no_run
 /// fn main() -> std::process::ExitCode {
@@ -45,11 +46,15 @@ pub fn name_console(launch: Option<&Launch>) {
     });
 }
 
-/// Does the work of one rank, in a world of its own unless a launcher started it; returns the exit code,
-/// which is that of the work if it succeeds. A wait for another rank ends the job after `patience`, from the start to the
-/// end; zero waits for ever.
+/// Does the work of one rank, in a world of its own unless a launcher started it; returns the exit
+/// code, which is that of the work if it succeeds. A wait for another rank ends the job after
+/// `patience`, from the start to the end; zero waits for ever.
 #[doc(hidden)]
-pub fn run(launch: Option<&Launch>, patience: Duration, work: impl FnOnce(&Comm<Cpu>) -> Result<i32>) -> i32 {
+pub fn run(
+    launch: Option<&Launch>,
+    patience: Duration,
+    work: impl FnOnce(&Comm<Cpu>) -> Result<i32>,
+) -> i32 {
     run_boxed(launch, patience, Box::new(work))
 }
 
@@ -58,7 +63,8 @@ type Work<'a> = Box<dyn FnOnce(&Comm<Cpu>) -> Result<i32> + 'a>;
 /// Not generic, so that it is compiled once.
 fn run_boxed(launch: Option<&Launch>, patience: Duration, work: Work<'_>) -> i32 {
     if launch.is_some_and(|launch| launch.meeting.is_some()) {
-        // Ranks do not outlive the program that has started them; a system that refuses this loses no more than that.
+        // Ranks do not outlive the program that has started them; a system that refuses this loses
+        // no more than that.
         let _ = set_parent_process_death_signal(Some(Signal::KILL));
     }
     let started = match launch.map(|launch| &launch.meeting) {
@@ -81,7 +87,8 @@ fn run_boxed(launch: Option<&Launch>, patience: Duration, work: Work<'_>) -> i32
             e.exit_code()
         }
         Err(e) => {
-            // The others wait for this rank and would for ever. The console has its name, if the launcher told it.
+            // The others wait for this rank and would for ever. The console has its name, if the
+            // launcher told it.
             let is_named = launch.is_some_and(|launch| launch.rank.is_some());
             let e = if is_named { e } else { e.on_rank(comm.rank()) };
             log::error!("{e}");
@@ -99,8 +106,8 @@ pub fn fail(error: &Error) -> i32 {
     error.exit_code()
 }
 
-/// From now on a panic on any thread of this process, which has no ranks, ends it with exit code 1 and a message: a thread that
-/// others wait for would be missed by nobody.
+/// From now on a panic on any thread of this process, which has no ranks, ends it with exit code 1
+/// and a message: a thread that others wait for would be missed by nobody.
 pub fn exit_on_panic(process: &'static str) {
     std::panic::set_hook(Box::new(move |panic| {
         if panics::is_caught() {
@@ -118,7 +125,10 @@ fn abort_on_panic(comm: &Comm<Cpu>) {
         if panics::is_caught() {
             return;
         }
-        say_error(format_args!("error: rank {}: internal error, please report it: {panic}", comm.rank()));
+        say_error(format_args!(
+            "error: rank {}: internal error, please report it: {panic}",
+            comm.rank()
+        ));
         comm.abort(1)
     }));
 }
@@ -142,10 +152,15 @@ mod tests {
             return;
         }
         let mut again = Command::new(std::env::current_exe().unwrap());
-        again.args(["--exact", "job::tests::a_panic_on_any_thread_ends_the_process", "--nocapture"]).env(PLAYS, "1");
+        again
+            .args(["--exact", "job::tests::a_panic_on_any_thread_ends_the_process", "--nocapture"])
+            .env(PLAYS, "1");
         let ended = again.output().unwrap();
         let stderr = String::from_utf8_lossy(&ended.stderr);
         assert_eq!(ended.status.code(), Some(1), "{stderr}");
-        assert!(stderr.contains("error: server: internal error") && stderr.contains("as planned"), "{stderr}");
+        assert!(
+            stderr.contains("error: server: internal error") && stderr.contains("as planned"),
+            "{stderr}"
+        );
     }
 }

@@ -33,8 +33,9 @@ fn keys(section: &str) -> Option<&'static [Key]> {
     })
 }
 
-/// A file with all keys of a section, or of all sections, each with its explanation. Defaults are comments: a key that is given has
-/// another meaning than one that is left out, where a layout is chosen.
+/// A file with all keys of a section, or of all sections, each with its explanation. Defaults are
+/// comments: a key that is given has another meaning than one that is left out, where a layout is
+/// chosen.
 ///
 /// # Errors
 /// There is no such section.
@@ -58,7 +59,8 @@ pub fn described(section: Option<&str>) -> Result<String> {
 fn describe(text: &mut String, section: &str, defaults: &Table) {
     // Writing to a string does not fail.
     let _ = writeln!(text, "[{section}]");
-    let (mut inside, keys) = (Vec::new(), keys(section).unwrap_or_default());
+    let mut inside = Vec::new();
+    let keys = keys(section).unwrap_or_default();
     for key in keys.iter().filter(|key| key.is_in_files()) {
         match defaults.get(key.name) {
             Some(Value::Table(defaults)) => inside.push((key, defaults)),
@@ -111,7 +113,8 @@ mod tests {
         let all: Vec<String> = text.lines().filter(is_default).map(uncommented).collect();
         for text in [text.clone(), all.join("\n")] {
             std::fs::write(&file, &text).unwrap();
-            let (mut config, _) = load(&Sources { file: Some(&file), ..Sources::default() }).unwrap();
+            let (mut config, _) =
+                load(&Sources { file: Some(&file), ..Sources::default() }).unwrap();
             config.parallel.given.clear();
             assert_eq!(config, Config::default(), "{text}");
         }
@@ -119,7 +122,12 @@ mod tests {
             for own in keys(key.name).unwrap().iter().filter(|own| own.is_in_files()) {
                 assert!(!own.text.is_empty(), "{}.{}", key.name, own.name);
                 let set = text.contains(&format!("\n#{} =", own.name));
-                assert!(set || text.contains(&format!("[{}.{}]", key.name, own.name)), "{}.{}", key.name, own.name);
+                assert!(
+                    set || text.contains(&format!("[{}.{}]", key.name, own.name)),
+                    "{}.{}",
+                    key.name,
+                    own.name
+                );
             }
         }
     }
@@ -127,8 +135,14 @@ mod tests {
     #[test]
     fn a_section_is_described_alone() {
         let text = described(Some("batch")).unwrap();
-        assert!(text.starts_with("# Samples a step.\n[batch]\n# ") && !text.contains("[optimizer]"), "{text}");
+        assert!(
+            text.starts_with("# Samples a step.\n[batch]\n# ") && !text.contains("[optimizer]"),
+            "{text}"
+        );
         let error = described(Some("optimiser")).unwrap_err().to_string();
-        assert!(error.contains("there is no section optimiser\nhint: did you mean `optimizer`? "), "{error}");
+        assert!(
+            error.contains("there is no section optimiser\nhint: did you mean `optimizer`? "),
+            "{error}"
+        );
     }
 }

@@ -63,7 +63,8 @@ pub fn load(sources: &Sources<'_>) -> Result<(Config, String)> {
     let mut given = BTreeSet::new();
     if let Some(path) = sources.file {
         let text = std::fs::read_to_string(path).map_err(|e| {
-            Error::io("read the configuration", path, e).hint("hpctrain config show prints one to start from")
+            Error::io("read the configuration", path, e)
+                .hint("hpctrain config show prints one to start from")
         })?;
         let mut layer = parse_layer(&text, &path.display().to_string())?;
         replace_partners(&mut layer).map_err(|e| e.at(path.display()))?;
@@ -93,7 +94,9 @@ fn overriding(overrides: &[String]) -> Result<Table> {
 
 /// The keys of a layer that a choice of the layout keeps.
 fn layout_keys(layer: &Table) -> impl Iterator<Item = String> + '_ {
-    let keys = |section| layer.get(section).and_then(toml::Value::as_table).into_iter().flat_map(Table::keys);
+    let keys = |section| {
+        layer.get(section).and_then(toml::Value::as_table).into_iter().flat_map(Table::keys)
+    };
     let of_layout = keys("parallel").filter(|key| *key != "layout");
     let of_batch = keys("batch").filter(|key| *key == "micro");
     of_layout.chain(of_batch).chain(keys("optimizer").filter(|key| *key == "offload")).cloned()
@@ -124,7 +127,8 @@ fn internal(error: &impl Display) -> Error {
 
 /// Deserializes a configuration inside a JSON document, for `#[serde(deserialize_with)]`.
 ///
-/// Converts it to TOML first, so that the deserializers of all keys are compiled for one format only.
+/// Converts it to TOML first, so that the deserializers of all keys are compiled for one format
+/// only.
 ///
 /// # Errors
 /// Returns an error if a key is unknown or a value is invalid.
@@ -147,7 +151,8 @@ fn remove_nulls(value: &mut serde_json::Value) {
     }
 }
 
-/// Parses a TOML file, in which every key is optional. Unlike [`load`], expands no paths and merges no presets.
+/// Parses a TOML file, in which every key is optional. Unlike [`load`], expands no paths and merges
+/// no presets.
 impl FromStr for Config {
     type Err = toml::de::Error;
 
@@ -206,9 +211,10 @@ fn check_finite(key: &str, value: &toml::Value) -> Result<()> {
         toml::Value::Table(table) => {
             table.iter().try_for_each(|(name, value)| check_finite(&format!("{key}.{name}"), value))
         }
-        toml::Value::Array(values) => {
-            values.iter().enumerate().try_for_each(|(i, value)| check_finite(&format!("{key}[{i}]"), value))
-        }
+        toml::Value::Array(values) => values
+            .iter()
+            .enumerate()
+            .try_for_each(|(i, value)| check_finite(&format!("{key}[{i}]"), value)),
         _ => Ok(()),
     }
 }
@@ -216,9 +222,13 @@ fn check_finite(key: &str, value: &toml::Value) -> Result<()> {
 /// `a.b=c` as a table, or `a.b.d=c` where a section has sections; `c` may be TOML or a bare word.
 fn parse_override(item: &str) -> Result<Table> {
     let origin = format!("--set {item}");
-    let malformed = || Error::input(format!("{origin}: not of the form section.key=value")).hint("--set run.steps=500");
+    let malformed = || {
+        Error::input(format!("{origin}: not of the form section.key=value"))
+            .hint("--set run.steps=500")
+    };
     let (key, value) = item.split_once('=').ok_or_else(malformed)?;
-    let (key, value) = (key.trim(), value.trim());
+    let key = key.trim();
+    let value = value.trim();
     if !(2..=3).contains(&key.split('.').count()) || key.split('.').any(str::is_empty) {
         return Err(malformed());
     }
@@ -227,7 +237,8 @@ fn parse_override(item: &str) -> Result<Table> {
     let as_text = || parse_layer(&format!("{key} = \"{quoted}\"\n"), &origin);
     match toml::from_str::<Table>(&line) {
         Err(_) => as_text(),
-        // A text that looks like a number, a date or a truth value, such as the number of a job for run.name.
+        // A text that looks like a number, a date or a truth value, such as the number of a job for
+        // run.name.
         Ok(_) => parse_layer(&line, &origin).or_else(|e| as_text().map_err(|_| e)),
     }
 }
@@ -262,7 +273,8 @@ fn explain(error: &toml::de::Error, text: &str, origin: &str) -> Error {
             let start = error.span().map_or(0, |span| span.start);
             let (section, key) = place_of(text, start, unknown);
             // A section with a slip of the pen is not one of another program.
-            let is_slip = unknown != &key && known.iter().any(|section| distance(unknown, section) <= 2);
+            let is_slip =
+                unknown != &key && known.iter().any(|section| distance(unknown, section) <= 2);
             let meant = meant(section.as_deref(), &key).filter(|_| !is_slip);
             let meant = meant.map(|ours| format!("did you mean `{ours}`? "));
             let meant = meant.unwrap_or_else(|| did_you_mean(unknown, known));
@@ -273,29 +285,47 @@ fn explain(error: &toml::de::Error, text: &str, origin: &str) -> Error {
             "{place}: unknown value `{unknown}`"
         ))
         .hint(format!("{}it can be {}", did_you_mean(unknown, known), known.join(", "))),
-        [found, ..] if message.starts_with("invalid type") && message.ends_with("expected a string") => {
-            Error::input(format!("{place}: {message}")).hint(format!("write a text in quotes, such as \"{found}\""))
+        [found, ..]
+            if message.starts_with("invalid type") && message.ends_with("expected a string") =>
+        {
+            Error::input(format!("{place}: {message}"))
+                .hint(format!("write a text in quotes, such as \"{found}\""))
         }
-        _ => Error::input(format!("{place}: {message}")).hint("hpctrain config show prints every key with its value"),
+        _ => Error::input(format!("{place}: {message}"))
+            .hint("hpctrain config show prints every key with its value"),
     }
 }
 
-/// Section and key of the text that an unknown name at byte `start` belongs to; the name may be that of the section.
+/// Section and key of the text that an unknown name at byte `start` belongs to; the name may be
+/// that of the section.
 fn place_of(text: &str, start: usize, unknown: &str) -> (Option<String>, String) {
     let before = text.get(..start).unwrap_or_default();
-    let line = text[before.rfind('\n').map_or(0, |end| end + 1)..].lines().next().unwrap_or_default();
+    let line =
+        text[before.rfind('\n').map_or(0, |end| end + 1)..].lines().next().unwrap_or_default();
     let words = line.split('=').next().unwrap_or_default().trim();
-    let heading =
-        |line: &str| Some(line.trim().strip_prefix('[')?.trim_start_matches('[').split(']').next()?.trim().to_owned());
+    let heading = |line: &str| {
+        Some(
+            line.trim()
+                .strip_prefix('[')?
+                .trim_start_matches('[')
+                .split(']')
+                .next()?
+                .trim()
+                .to_owned(),
+        )
+    };
     match heading(line) {
         // An unknown section, which is named by its first key.
         Some(section) if section == unknown => {
             let rest = text.split_at(before.len()).1.lines().skip(1).map(str::trim);
-            let first = rest.take_while(|line| !line.starts_with('[')).find_map(|line| line.split_once('='));
+            let first = rest
+                .take_while(|line| !line.starts_with('['))
+                .find_map(|line| line.split_once('='));
             (Some(section), first.map_or(unknown, |(key, _)| key.trim()).to_owned())
         }
         _ => match words.rsplit_once('.') {
-            // `section.key = value`: if the name is no section's, the key tells the section that is meant.
+            // `section.key = value`: if the name is no section's, the key tells the section that is
+            // meant.
             Some((section, key)) => (Some(section.trim().to_owned()), key.trim().to_owned()),
             None => (before.lines().rev().find_map(heading), unknown.to_owned()),
         },
@@ -306,7 +336,9 @@ fn place_of(text: &str, start: usize, unknown: &str) -> (Option<String>, String)
 pub(super) fn did_you_mean(word: &str, known: &[&str]) -> String {
     let nearest = known.iter().min_by_key(|candidate| distance(word, candidate));
     match nearest {
-        Some(nearest) if distance(word, nearest) <= word.len().div_ceil(2) => format!("did you mean `{nearest}`? "),
+        Some(nearest) if distance(word, nearest) <= word.len().div_ceil(2) => {
+            format!("did you mean `{nearest}`? ")
+        }
         _ => String::new(),
     }
 }
@@ -341,7 +373,9 @@ mod tests {
         let path = dir.path().join("mine.toml");
         std::fs::write(&path, "[run]\nsteps = 7\n[model]\nwidth = 64\n").unwrap();
         let wrong = |item: &str| {
-            load(&Sources { overrides: &[item.to_string()], ..Sources::default() }).unwrap_err().to_string()
+            load(&Sources { overrides: &[item.to_string()], ..Sources::default() })
+                .unwrap_err()
+                .to_string()
         };
         let error = wrong("model.layers=[{kind='relu'}, {kind='dens', units=3}]");
         assert!(error.contains("layer 1 of the list: unknown variant `dens`"), "{error}");
@@ -350,7 +384,8 @@ mod tests {
         assert!(wrong("model.layers=-1").contains("a number of blocks or a list of layers"));
 
         let overrides = ["model.width=32".to_string(), "run.name=a b".to_string()];
-        let sources = Sources { preset: Some("gpt-char"), file: Some(&path), overrides: &overrides };
+        let sources =
+            Sources { preset: Some("gpt-char"), file: Some(&path), overrides: &overrides };
         let (config, name) = load(&sources).unwrap();
         assert_eq!((config.run.steps, config.model.width, config.model.bias), (7, 32, Some(false)));
         assert_eq!((name.as_str(), config.run.name.as_deref()), ("mine", Some("a b")));
@@ -366,10 +401,16 @@ mod tests {
     #[test]
     fn a_configuration_in_json_is_read_with_every_digit() {
         let read = |text: &str| deserialize_json(&mut serde_json::Deserializer::from_str(text));
-        let odd = ["optimizer.lr=0.1", "model.dropout=1e-9", "run.seed=9223372036854775807", "run.root='a = \"b\" é'"];
+        let odd = [
+            "optimizer.lr=0.1",
+            "model.dropout=1e-9",
+            "run.seed=9223372036854775807",
+            "run.root='a = \"b\" é'",
+        ];
         for preset in PRESETS.map(|(name, _)| Some(name)) {
             for overrides in [vec![], odd.map(str::to_string).to_vec()] {
-                let (config, _) = load(&Sources { preset, overrides: &overrides, ..Sources::default() }).unwrap();
+                let (config, _) =
+                    load(&Sources { preset, overrides: &overrides, ..Sources::default() }).unwrap();
                 assert_eq!(read(&serde_json::to_string(&config).unwrap()).unwrap(), config);
             }
         }
@@ -389,7 +430,10 @@ mod tests {
     #[test]
     fn numbers_are_finite() {
         for (item, says) in [
-            ("eval.min_delta=inf", "--set eval.min_delta=inf: eval.min_delta = inf\nhint: give a finite number"),
+            (
+                "eval.min_delta=inf",
+                "--set eval.min_delta=inf: eval.min_delta = inf\nhint: give a finite number",
+            ),
             ("optimizer.lr=nan", "optimizer.lr = NaN"),
             ("data.mix=[{path='a', weight=-inf}]", "data.mix[0].weight = -inf"),
             ("model.layers=[{kind='layer_norm', epsilon=1e300}]", "layer 0 of the list: "),
@@ -411,7 +455,10 @@ mod tests {
             ("optimizer.type=sgd", "optimizer.kind"),
         ] {
             let error = set(&[item]).unwrap_err().to_string();
-            assert!(error.contains(&format!("hint: did you mean `{ours}`? keys here are ")), "{item}: {error}");
+            assert!(
+                error.contains(&format!("hint: did you mean `{ours}`? keys here are ")),
+                "{item}: {error}"
+            );
         }
         for (text, ours) in [
             ("[model]\nwidth = 8\nn_head = 2\n", "model.heads"),
@@ -436,9 +483,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("bad.toml");
         std::fs::write(&path, "[run]\nsteps = 7\n\n[modle]\nwidth = 64\n").unwrap();
-        let error = load(&Sources { file: Some(&path), ..Sources::default() }).unwrap_err().to_string();
-        assert!(error.contains("bad.toml:4: unknown key `modle`") && error.contains("`model`"), "{error}");
-        let error = load(&Sources { file: Some(Path::new("no.toml")), ..Sources::default() }).unwrap_err();
+        let error =
+            load(&Sources { file: Some(&path), ..Sources::default() }).unwrap_err().to_string();
+        assert!(
+            error.contains("bad.toml:4: unknown key `modle`") && error.contains("`model`"),
+            "{error}"
+        );
+        let error =
+            load(&Sources { file: Some(Path::new("no.toml")), ..Sources::default() }).unwrap_err();
         assert!(error.to_string().contains("no.toml") && error.exit_code() == 2);
     }
 
@@ -453,7 +505,8 @@ mod tests {
         assert!(set(&["run.steps=1.5"]).unwrap_err().to_string().contains("floating point `1.5`"));
         let error = parse_layer("[run]\nname = 123\n", "x.toml").unwrap_err().to_string();
         assert!(
-            error.starts_with("x.toml:2: ") && error.ends_with("hint: write a text in quotes, such as \"123\""),
+            error.starts_with("x.toml:2: ")
+                && error.ends_with("hint: write a text in quotes, such as \"123\""),
             "{error}"
         );
     }

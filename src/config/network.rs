@@ -1,4 +1,5 @@
-//! The network that a configuration describes, the samples that it takes, and the loss that it minimises.
+//! The network that a configuration describes, the samples that it takes, and the loss that it
+//! minimises.
 
 use super::range::out_of_range;
 use super::{Config, LayerList, LossKind, Model, ModelKind, RopeScaling, bounds, rope};
@@ -12,8 +13,8 @@ use hpctrain_nn::llama::Llama;
 use hpctrain_nn::loss::Loss;
 use hpctrain_nn::{CustomModel, Input, Network};
 
-/// The network that a section describes; fills the keys that it leaves open. `of_data` is the number of token ids in
-/// the data, if that is known.
+/// The network that a section describes; fills the keys that it leaves open. `of_data` is the
+/// number of token ids in the data, if that is known.
 ///
 /// # Errors
 /// The first invalid key, with its value and the values that are valid.
@@ -26,15 +27,16 @@ pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
         return by_layers(model).map(Network::Layers);
     }
     if model.input.is_some() {
-        return Err(
-            Error::input("model.input is not of a language model").hint("leave it out, or set model.kind=layers")
-        );
+        return Err(Error::input("model.input is not of a language model")
+            .hint("leave it out, or set model.kind=layers"));
     }
     let vocabulary = vocabulary(model, of_data)?;
     model.vocabulary = Some(vocabulary);
     let LayerList::Count(layers) = model.layers else {
-        return Err(Error::input("model.layers is a list, but transformers have a number of blocks")
-            .hint("set model.kind=\"layers\" for a network by layers"));
+        return Err(Error::input(
+            "model.layers is a list, but transformers have a number of blocks",
+        )
+        .hint("set model.kind=\"layers\" for a network by layers"));
     };
     if layers == 0 {
         return Err(out_of_range("model.layers", 0, "at least 1"));
@@ -51,30 +53,37 @@ pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
                 ("model.norm_epsilon", model.norm_epsilon.is_some()),
             ];
             if let Some((key, _)) = of_llama.into_iter().find(|(_, given)| *given) {
-                return Err(
-                    Error::input(format!("{key} is not of a GPT")).hint("leave it out, or set model.kind=llama")
-                );
+                return Err(Error::input(format!("{key} is not of a GPT"))
+                    .hint("leave it out, or set model.kind=llama"));
             }
             let bias = *model.bias.get_or_insert(true);
             Ok(Network::Gpt(Gpt { layers, heads, width, context, vocabulary, bias, dropout }))
         }
         ModelKind::Llama => {
             if model.bias == Some(true) {
-                return Err(Error::input("model.bias = true, but a Llama has no biases").hint("leave it out"));
+                return Err(Error::input("model.bias = true, but a Llama has no biases")
+                    .hint("leave it out"));
             }
             model.bias = Some(false);
             let kv_heads = *model.kv_heads.get_or_insert(heads);
             if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
-                let some = (1..=heads).filter(|kv| heads.is_multiple_of(*kv)).map(|kv| kv.to_string());
-                return Err(Error::input(format!("model.kv_heads = {kv_heads} does not divide model.heads = {heads}"))
-                    .hint(format!("one of {} does", some.collect::<Vec<_>>().join(", "))));
+                let some =
+                    (1..=heads).filter(|kv| heads.is_multiple_of(*kv)).map(|kv| kv.to_string());
+                return Err(Error::input(format!(
+                    "model.kv_heads = {kv_heads} does not divide model.heads = {heads}"
+                ))
+                .hint(format!("one of {} does", some.collect::<Vec<_>>().join(", "))));
             }
             if !(width / heads).is_multiple_of(2) {
                 let head = width / heads;
                 return Err(Error::input(format!(
                     "model.width / model.heads = {head}, but rotary positions turn pairs"
                 ))
-                .hint(format!("a width of {} has heads of {}", (head + 1) * heads, head + 1)));
+                .hint(format!(
+                    "a width of {} has heads of {}",
+                    (head + 1) * heads,
+                    head + 1
+                )));
             }
             let hidden = *model.hidden.get_or_insert((width * 8).div_ceil(3).next_multiple_of(64));
             let rope_theta = *model.rope_theta.get_or_insert(10_000.0);
@@ -122,9 +131,13 @@ fn own_network(model: &Model, own: CustomModel, of_data: Option<usize>) -> Resul
         Some(Input::Text { context, vocabulary: ids }) => {
             vocabulary(model, of_data)?;
             if own.outputs() != *ids {
-                let message =
-                    format!("{name}: {} outputs, but text of {ids} ids has as many to predict", own.outputs());
-                return Err(Error::input(message).hint("let outputs() be the vocabulary of input()"));
+                let message = format!(
+                    "{name}: {} outputs, but text of {ids} ids has as many to predict",
+                    own.outputs()
+                );
+                return Err(
+                    Error::input(message).hint("let outputs() be the vocabulary of input()")
+                );
             }
             *context
         }
@@ -133,7 +146,8 @@ fn own_network(model: &Model, own: CustomModel, of_data: Option<usize>) -> Resul
     };
     let blocks = own.blocks::<Cpu>().len();
     if elements == 0 || own.outputs() == 0 || blocks == 0 {
-        let message = format!("{name} has {elements} inputs, {blocks} blocks and {} outputs", own.outputs());
+        let message =
+            format!("{name} has {elements} inputs, {blocks} blocks and {} outputs", own.outputs());
         return Err(Error::input(message).hint("each must be at least 1"));
     }
     Ok(Network::Own(own))
@@ -147,8 +161,16 @@ fn by_layers(model: &Model) -> Result<Layers> {
         ("model.tied", model.tied.is_some(), "leave it out"),
         ("model.rope_theta", model.rope_theta.is_some(), "leave it out"),
         ("model.rope_scaling", model.rope_scaling != RopeScaling::default(), "leave it out"),
-        ("model.norm_epsilon", model.norm_epsilon.is_some(), "leave it out: layer_norm has an epsilon"),
-        ("model.dropout", model.dropout != 0.0, "leave it out, and put dropout layers where they are to be"),
+        (
+            "model.norm_epsilon",
+            model.norm_epsilon.is_some(),
+            "leave it out: layer_norm has an epsilon",
+        ),
+        (
+            "model.dropout",
+            model.dropout != 0.0,
+            "leave it out, and put dropout layers where they are to be",
+        ),
         ("model.bias", model.bias == Some(true), "leave it out: layers have their own"),
     ];
     if let Some((key, _, hint)) = of_transformers.into_iter().find(|(_, given, _)| *given) {
@@ -158,9 +180,11 @@ fn by_layers(model: &Model) -> Result<Layers> {
         return Err(Error::input("model.kind = layers wants model.input and [[model.layers]]")
             .hint("give the shape of a sample and a list of layers; see the presets mlp-mnist and cnn-mnist"));
     };
-    let of_ids_alone = matches!(&layers[..], [Layer::EmbeddingTables { dense, .. }, ..] if dense.is_empty());
+    let of_ids_alone =
+        matches!(&layers[..], [Layer::EmbeddingTables { dense, .. }, ..] if dense.is_empty());
     if input.is_empty() || input.contains(&0) && !of_ids_alone {
-        return Err(Error::input(format!("model.input = {input:?} has no elements")).hint("give the shape of a sample"));
+        return Err(Error::input(format!("model.input = {input:?} has no elements"))
+            .hint("give the shape of a sample"));
     }
     Layers::new(input, layers)
 }
@@ -168,19 +192,19 @@ fn by_layers(model: &Model) -> Result<Layers> {
 /// Token ids, which must be enough for the data.
 fn vocabulary(model: &Model, of_data: Option<usize>) -> Result<usize> {
     match (model.vocabulary, of_data) {
-        (Some(asked), Some(needed)) if asked < needed => {
-            Err(Error::input(format!("model.vocabulary = {asked} is smaller than the data's vocabulary of {needed}"))
-                .hint(format!("set model.vocabulary = {needed}, or leave it out")))
-        }
+        (Some(asked), Some(needed)) if asked < needed => Err(Error::input(format!(
+            "model.vocabulary = {asked} is smaller than the data's vocabulary of {needed}"
+        ))
+        .hint(format!("set model.vocabulary = {needed}, or leave it out"))),
         (Some(asked), _) => Ok(asked),
         (None, Some(needed)) => Ok(needed),
-        (None, None) => {
-            Err(Error::input("the data does not say how many token ids it uses").hint("set model.vocabulary"))
-        }
+        (None, None) => Err(Error::input("the data does not say how many token ids it uses")
+            .hint("set model.vocabulary")),
     }
 }
 
-/// The samples that the network of a configuration takes. The vocabulary of a language model may still be open.
+/// The samples that the network of a configuration takes. The vocabulary of a language model may
+/// still be open.
 ///
 /// # Errors
 /// The network or its loss is not possible.
@@ -196,36 +220,53 @@ pub fn sample_spec(config: &Config) -> Result<SampleSpec> {
 pub(super) fn loss(config: &Config, network: &Network) -> Result<Loss> {
     let own = &config.loss;
     if !(0.0..1.0).contains(&own.label_smoothing) {
-        return Err(out_of_range("loss.label_smoothing", own.label_smoothing, "at least 0 and less than 1"));
+        return Err(out_of_range(
+            "loss.label_smoothing",
+            own.label_smoothing,
+            "at least 0 and less than 1",
+        ));
     }
     if !(own.huber_delta > 0.0 && own.huber_delta.is_finite()) {
         return Err(out_of_range("loss.huber_delta", own.huber_delta, "greater than 0"));
     }
     if network.is_language() && config.data.weights.as_ref().is_some_and(|name| !name.is_empty()) {
-        return Err(Error::input("data.weights: samples of language models have none").hint("leave it out"));
+        return Err(
+            Error::input("data.weights: samples of language models have none").hint("leave it out")
+        );
     }
     if network.is_language() && (config.data.axes, config.data.scale) != (Axes::Nhwc, None) {
-        return Err(Error::input("data.axes and data.scale: samples of language models are ids").hint("leave them out"));
+        return Err(Error::input("data.axes and data.scale: samples of language models are ids")
+            .hint("leave them out"));
     }
     let by = match own.kind {
         LossKind::CrossEntropy => {
-            let (given, classes) = (own.class_weights.len(), network.outputs());
+            let given = own.class_weights.len();
+            let classes = network.outputs();
             if given > 0 && given != classes {
-                return Err(Error::input(format!("loss.class_weights has {given} weights for {classes} classes"))
-                    .hint("give one for each class, or none"));
+                return Err(Error::input(format!(
+                    "loss.class_weights has {given} weights for {classes} classes"
+                ))
+                .hint("give one for each class, or none"));
             }
-            if let Some(weight) = own.class_weights.iter().find(|weight| !(**weight >= 0.0 && weight.is_finite())) {
+            if let Some(weight) =
+                own.class_weights.iter().find(|weight| !(**weight >= 0.0 && weight.is_finite()))
+            {
                 return Err(out_of_range("loss.class_weights", weight, "0 or more"));
             }
             if let Network::Layers(layers) = network
                 && layers.output().len() != 1
             {
                 let output = hpctrain_nn::layers::shown(layers.output());
-                let message =
-                    format!("the last of model.layers gives {output}, but cross-entropy wants one axis of classes");
-                return Err(Error::input(message).hint("end with flatten and dense, or set another loss.kind"));
+                let message = format!(
+                    "the last of model.layers gives {output}, but cross-entropy wants one axis of classes"
+                );
+                return Err(Error::input(message)
+                    .hint("end with flatten and dense, or set another loss.kind"));
             }
-            return Ok(Loss::CrossEntropy { smoothing: own.label_smoothing, weights: own.class_weights.clone() });
+            return Ok(Loss::CrossEntropy {
+                smoothing: own.label_smoothing,
+                weights: own.class_weights.clone(),
+            });
         }
         LossKind::Mse => Deviation::Squared,
         LossKind::Mae => Deviation::Absolute,
@@ -233,11 +274,14 @@ pub(super) fn loss(config: &Config, network: &Network) -> Result<Loss> {
         LossKind::BinaryCrossEntropy => Deviation::Binary,
     };
     if network.is_language() {
-        return Err(Error::input("loss.kind: language models predict tokens").hint("leave it out: cross-entropy"));
+        return Err(Error::input("loss.kind: language models predict tokens")
+            .hint("leave it out: cross-entropy"));
     }
     if own.label_smoothing != 0.0 || !own.class_weights.is_empty() {
-        return Err(Error::input("loss.label_smoothing and loss.class_weights are for cross-entropy")
-            .hint("leave them out, or set loss.kind=cross-entropy"));
+        return Err(Error::input(
+            "loss.label_smoothing and loss.class_weights are for cross-entropy",
+        )
+        .hint("leave them out, or set loss.kind=cross-entropy"));
     }
     Ok(Loss::Deviation(by))
 }

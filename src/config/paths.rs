@@ -1,4 +1,5 @@
-//! Paths of the configuration that begin with the home directory or a variable of the environment, as a shell has them.
+//! Paths of the configuration that begin with the home directory or a variable of the environment,
+//! as a shell has them.
 
 use toml::{Table, Value};
 
@@ -11,32 +12,44 @@ const PATHS: [(&str, &str); 3] = [("run", "root"), ("data", "path"), ("data", "s
 ///
 /// # Errors
 /// Returns an error if a variable is not set.
-pub(super) fn expand_paths(config: &mut Table, env: &impl Fn(&str) -> Option<String>) -> Result<()> {
+pub(super) fn expand_paths(
+    config: &mut Table,
+    env: &impl Fn(&str) -> Option<String>,
+) -> Result<()> {
     for (section, key) in PATHS {
-        if let Some(Value::String(path)) = config.get_mut(section).and_then(|section| section.get_mut(key)) {
-            *path = expanded(path, env).map_err(|e| e.at(format_args!("{section}.{key} = {path}")))?;
+        if let Some(Value::String(path)) =
+            config.get_mut(section).and_then(|section| section.get_mut(key))
+        {
+            *path =
+                expanded(path, env).map_err(|e| e.at(format_args!("{section}.{key} = {path}")))?;
         }
     }
-    let mix = config.get_mut("data").and_then(|data| data.get_mut("mix")).and_then(Value::as_array_mut);
+    let mix =
+        config.get_mut("data").and_then(|data| data.get_mut("mix")).and_then(Value::as_array_mut);
     for part in mix.into_iter().flatten() {
         if let Some(Value::String(path)) = part.get_mut("path") {
-            *path = expanded(path, env).map_err(|e| e.at(format_args!("data.mix: path = {path}")))?;
+            *path =
+                expanded(path, env).map_err(|e| e.at(format_args!("data.mix: path = {path}")))?;
         }
     }
     Ok(())
 }
 
 fn expanded(path: &str, env: &impl Fn(&str) -> Option<String>) -> Result<String> {
-    let (name, rest) =
-        if let Some(rest) = path.strip_prefix('~').filter(|rest| rest.is_empty() || rest.starts_with('/')) {
-            ("HOME", rest)
-        } else if let Some((name, rest)) = path.strip_prefix("${").and_then(|path| path.split_once('}')) {
-            (name, rest)
-        } else if let Some(path) = path.strip_prefix('$') {
-            path.split_at(path.find(|c: char| !(c.is_ascii_alphanumeric() || c == '_')).unwrap_or(path.len()))
-        } else {
-            return Ok(path.to_owned());
-        };
+    let (name, rest) = if let Some(rest) =
+        path.strip_prefix('~').filter(|rest| rest.is_empty() || rest.starts_with('/'))
+    {
+        ("HOME", rest)
+    } else if let Some((name, rest)) = path.strip_prefix("${").and_then(|path| path.split_once('}'))
+    {
+        (name, rest)
+    } else if let Some(path) = path.strip_prefix('$') {
+        path.split_at(
+            path.find(|c: char| !(c.is_ascii_alphanumeric() || c == '_')).unwrap_or(path.len()),
+        )
+    } else {
+        return Ok(path.to_owned());
+    };
     let value = env(name).filter(|value| !value.is_empty()).ok_or_else(|| {
         Error::input(format!("the variable {name:?} of the environment is not set"))
             .hint("set it on all ranks, or write the path out; a name that begins so is written ./~ or ./$")
@@ -72,7 +85,10 @@ mod tests {
         }
         for path in ["$NOWHERE/x", "$EMPTY/x", "$/x", "${}/x"] {
             let error = of(path).unwrap_err();
-            assert!(error.to_string().contains("is not set\nhint: ") && error.exit_code() == 2, "{path}: {error}");
+            assert!(
+                error.to_string().contains("is not set\nhint: ") && error.exit_code() == 2,
+                "{path}: {error}"
+            );
         }
     }
 
@@ -82,8 +98,12 @@ mod tests {
         let mut table: Table = toml::from_str(text).unwrap();
         expand_paths(&mut table, &|name| Some(format!("/{name}"))).unwrap();
         let text = table.to_string();
-        assert!(text.contains("/HOME/runs") && text.contains("name = \"~/x\"") && text.contains("/A/x"), "{text}");
-        let error = expand_paths(&mut toml::from_str("data.stage = '$B'").unwrap(), &|_| None).unwrap_err();
+        assert!(
+            text.contains("/HOME/runs") && text.contains("name = \"~/x\"") && text.contains("/A/x"),
+            "{text}"
+        );
+        let error =
+            expand_paths(&mut toml::from_str("data.stage = '$B'").unwrap(), &|_| None).unwrap_err();
         assert!(error.to_string().starts_with("data.stage = $B: the variable \"B\""), "{error}");
     }
 }

@@ -1,4 +1,5 @@
-//! From the written configuration to the one that runs: every optional key filled, every combination checked.
+//! From the written configuration to the one that runs: every optional key filled, every
+//! combination checked.
 
 use std::ops::Range;
 
@@ -9,7 +10,8 @@ use super::layout::{averaging, batch, lanes, logit_rows, mesh, stages, tensor_la
 use super::network::{loss, network};
 use super::range::out_of_range;
 use super::{
-    Compute, Config, EmbeddingPlacement, LayerList, LayoutMode, ModelKind, Optimizer, OptimizerKind, Parallel, Scaling,
+    Compute, Config, EmbeddingPlacement, LayerList, LayoutMode, ModelKind, Optimizer,
+    OptimizerKind, Parallel, Scaling,
 };
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::part;
@@ -94,9 +96,11 @@ impl ResolvedConfig {
         self.replicas() / self.mesh.replica
     }
 
-    /// Lanes of a batch that data-parallel rank `rank` of a stage computes, by replica that it trains.
+    /// Lanes of a batch that data-parallel rank `rank` of a stage computes, by replica that it
+    /// trains.
     pub fn lanes_of(&self, rank: usize) -> Vec<Range<usize>> {
-        let (replica, shard) = (rank / self.mesh.shard, rank % self.mesh.shard);
+        let replica = rank / self.mesh.shard;
+        let shard = rank % self.mesh.shard;
         let of_replica = |replica: usize| {
             let lanes = part(self.lanes, replica, self.replicas());
             let mine = part(lanes.len(), shard, self.mesh.shard);
@@ -105,13 +109,15 @@ impl ResolvedConfig {
         part(self.replicas(), replica, self.mesh.replica).map(of_replica).collect()
     }
 
-    /// The steps that lead to the end of the round that step `step` belongs to: to the next average, or one.
+    /// The steps that lead to the end of the round that step `step` belongs to: to the next
+    /// average, or one.
     pub fn round_end(&self, step: u64) -> u64 {
         let every = self.averaging.map_or(1, |averaging| averaging.every);
         (step / every + 1).saturating_mul(every).min(self.config.run.steps)
     }
 
-    /// Whether something that is wanted `every` so many steps is due after step `step`, the end of a round: 0 wants it never.
+    /// Whether something that is wanted `every` so many steps is due after step `step`, the end of
+    /// a round: 0 wants it never.
     pub fn is_due(&self, every: u64, step: u64) -> bool {
         let round = self.averaging.map_or(1, |averaging| averaging.every);
         let before = step.saturating_sub(1) / round * round;
@@ -124,22 +130,30 @@ impl ResolvedConfig {
         (step - step.saturating_sub(1) / round * round) * self.config.batch.global
     }
 
-    /// As [`ResolvedConfig::is_due`], of something that is wanted at the end of every so many epochs of `samples` samples: the round that ends with
-    /// step `step` ends at `position`.
+    /// As [`ResolvedConfig::is_due`], of something that is wanted at the end of every so many
+    /// epochs of `samples` samples: the round that ends with step `step` ends at `position`.
     pub fn is_due_by_epochs(&self, every: u64, step: u64, position: u64, samples: u64) -> bool {
-        every > 0 && epochs::ended(position, self.round_samples(step), samples).any(|epoch| epoch.is_multiple_of(every))
+        every > 0
+            && epochs::ended(position, self.round_samples(step), samples)
+                .any(|epoch| epoch.is_multiple_of(every))
     }
 
-    /// The order of work in stage `stage` of the pipeline of a rank's step, of each replica that it trains.
+    /// The order of work in stage `stage` of the pipeline of a rank's step, of each replica that it
+    /// trains.
     pub fn step_schedule(&self, stage: usize) -> StepSchedule {
-        let (lanes, micros_per_lane) = (self.lanes / (self.replicas() * self.mesh.shard), self.micros_per_lane());
+        let lanes = self.lanes / (self.replicas() * self.mesh.shard);
+        let micros_per_lane = self.micros_per_lane();
         // One stage has nothing to put off.
-        let order = if self.mesh.pipeline > 1 { self.config.parallel.schedule } else { PipelineSchedule::default() };
+        let order = if self.mesh.pipeline > 1 {
+            self.config.parallel.schedule
+        } else {
+            PipelineSchedule::default()
+        };
         StepSchedule { lanes, micros_per_lane, stage, stages: self.mesh.pipeline, order }
     }
 
-    /// Stage `index` of the pipeline, of a network whose blocks have these loans. With one stage it may be another network
-    /// than the plan's.
+    /// Stage `index` of the pipeline, of a network whose blocks have these loans. With one stage it
+    /// may be another network than the plan's.
     pub fn stage(&self, index: usize, loans: &[Option<TiedParam>]) -> Stage {
         match self.mesh.pipeline {
             1 if self.has_tables_on_host() => Stage::behind_tables(loans),
@@ -156,13 +170,19 @@ impl ResolvedConfig {
     /// The slices of blocks that rank `rank` of the run has.
     pub fn slices(&self, rank: usize) -> TensorShards {
         let tensor = self.mesh.coordinates(rank)[Axis::Tensor as usize];
-        TensorShards::of_rank(self.tensor_lanes, tensor, self.mesh.tensor, self.config.parallel.sequence)
+        TensorShards::of_rank(
+            self.tensor_lanes,
+            tensor,
+            self.mesh.tensor,
+            self.config.parallel.sequence,
+        )
     }
 
     /// Lifetime of full buffers.
     pub fn residency(&self) -> ShardingPolicy {
         let Parallel { prefetch, zero, offload_shards, .. } = self.config.parallel;
-        ShardingPolicy { ahead: prefetch, on_host: offload_shards, ..zero.residency() }.over(self.mesh.shard)
+        ShardingPolicy { ahead: prefetch, on_host: offload_shards, ..zero.residency() }
+            .over(self.mesh.shard)
     }
 
     /// The same of tables that the host has.
@@ -170,7 +190,8 @@ impl ResolvedConfig {
         ShardingPolicy { on_host: false, ..self.residency() }.over(self.mesh.shard)
     }
 
-    /// Tokens in the part of a global batch whose mean is a gradient: all, or where replicas train apart, those of one.
+    /// Tokens in the part of a global batch whose mean is a gradient: all, or where replicas train
+    /// apart, those of one.
     pub fn tokens_of_replica(&self) -> u64 {
         self.tokens_per_step() / self.averaging.map_or(1, |averaging| averaging.replicas as u64)
     }
@@ -225,7 +246,9 @@ pub fn resolve(mut config: Config, facts: &Environment) -> Result<ResolvedConfig
         OptimizerKind::Sgd => UpdateRule::Sgd { momentum, nesterov },
         OptimizerKind::Adam => UpdateRule::Elementwise(Elementwise::Adam { beta1, beta2, eps }),
         OptimizerKind::Adagrad => UpdateRule::Elementwise(Elementwise::Adagrad { eps }),
-        OptimizerKind::Rmsprop => UpdateRule::Elementwise(Elementwise::RmsProp { alpha: beta2, eps, momentum }),
+        OptimizerKind::Rmsprop => {
+            UpdateRule::Elementwise(Elementwise::RmsProp { alpha: beta2, eps, momentum })
+        }
         OptimizerKind::Lamb => UpdateRule::Lamb { beta1, beta2, eps },
         OptimizerKind::Lars => UpdateRule::Lars { momentum, nesterov, trust },
         OptimizerKind::Lion => UpdateRule::Elementwise(Elementwise::Lion { beta1, beta2 }),
@@ -237,11 +260,11 @@ pub fn resolve(mut config: Config, facts: &Environment) -> Result<ResolvedConfig
         ));
     }
     if config.parallel.offload_activations {
-        let refused = |why: &str| Error::input(format!("parallel.offload_activations = true {why}"));
+        let refused =
+            |why: &str| Error::input(format!("parallel.offload_activations = true {why}"));
         if !facts.on_gpu {
-            return Err(
-                refused("is for GPUs").hint("leave it out: on a CPU activations are in the memory of the host anyway")
-            );
+            return Err(refused("is for GPUs")
+                .hint("leave it out: on a CPU activations are in the memory of the host anyway"));
         }
         if !config.parallel.recompute {
             return Err(refused("takes the inputs of blocks that are computed again, but parallel.recompute = false")
@@ -251,14 +274,15 @@ pub fn resolve(mut config: Config, facts: &Environment) -> Result<ResolvedConfig
     if config.parallel.offload_shards {
         let refused = |why: &str| Error::input(format!("parallel.offload_shards = true {why}"));
         if !facts.on_gpu {
-            return Err(
-                refused("is for GPUs").hint("leave it out: on a CPU parameters are in the memory of the host anyway")
-            );
+            return Err(refused("is for GPUs")
+                .hint("leave it out: on a CPU parameters are in the memory of the host anyway"));
         }
         let wants = u8::from(config.parallel.zero) == 3 && config.optimizer.offload;
         if !wants {
-            return Err(refused("wants parameters that are gathered for their use, and owners on the host")
-                .hint("set parallel.zero=3 and optimizer.offload=true too"));
+            return Err(refused(
+                "wants parameters that are gathered for their use, and owners on the host",
+            )
+            .hint("set parallel.zero=3 and optimizer.offload=true too"));
         }
         if config.log.histograms > 0 || averaging.is_some() {
             return Err(refused("leaves no gradients and no parameters on the GPU to be looked at or averaged")
@@ -303,9 +327,8 @@ fn compute(config: &Config, on_gpu: bool) -> Result<Compute> {
     match (config.precision.compute, on_gpu) {
         (Compute::Auto, true) => Ok(Compute::Bf16),
         (Compute::Auto, false) => Ok(Compute::F32),
-        (Compute::Tf32, false) => {
-            Err(Error::input("precision.compute = tf32 is for GPUs").hint("leave it out, or run on a node with a GPU"))
-        }
+        (Compute::Tf32, false) => Err(Error::input("precision.compute = tf32 is for GPUs")
+            .hint("leave it out, or run on a node with a GPU")),
         (compute, _) => Ok(compute),
     }
 }
@@ -317,7 +340,9 @@ fn digits(number: f32) -> f64 {
 
 fn check_ranges(config: &Config) -> Result<()> {
     bounds::check(config)?;
-    let Config { run, model, data, batch, optimizer, schedule, eval, checkpoint, comm, log, .. } = config;
+    let Config {
+        run, model, data, batch, optimizer, schedule, eval, checkpoint, comm, log, ..
+    } = config;
     let positive = [
         ("run.steps", run.steps),
         ("run.max_skipped", run.max_skipped),
@@ -367,7 +392,11 @@ fn check_ranges(config: &Config) -> Result<()> {
         }
     }
     if comm.timeout > LONGEST_TIMEOUT {
-        return Err(out_of_range("comm.timeout", comm.timeout, "0 (for ever) to 604800 seconds (a week)"));
+        return Err(out_of_range(
+            "comm.timeout",
+            comm.timeout,
+            "0 (for ever) to 604800 seconds (a week)",
+        ));
     }
     if !(optimizer.lr > 0.0 && optimizer.lr.is_finite()) {
         return Err(out_of_range("optimizer.lr", optimizer.lr, "greater than 0"));
@@ -378,23 +407,39 @@ fn check_ranges(config: &Config) -> Result<()> {
     if !(0.0..=1.0).contains(&schedule.min_ratio) {
         return Err(out_of_range("schedule.min_ratio", schedule.min_ratio, "from 0 to 1"));
     }
-    if log.straggler_factor != 0.0 && !(log.straggler_factor > 1.0 && log.straggler_factor.is_finite()) {
-        return Err(out_of_range("log.straggler_factor", log.straggler_factor, "0 (off) or more than 1"));
+    if log.straggler_factor != 0.0
+        && !(log.straggler_factor > 1.0 && log.straggler_factor.is_finite())
+    {
+        return Err(out_of_range(
+            "log.straggler_factor",
+            log.straggler_factor,
+            "0 (off) or more than 1",
+        ));
     }
     if log.histograms > 0 && !log.tensorboard {
         let told = format!(
             "log.histograms = {}, but log.tensorboard = false: histograms are points for TensorBoard",
             log.histograms
         );
-        return Err(Error::input(told).hint("set log.tensorboard=true, or leave log.histograms out"));
+        return Err(
+            Error::input(told).hint("set log.tensorboard=true, or leave log.histograms out")
+        );
     }
     if optimizer.nesterov && optimizer.momentum == 0.0 {
-        return Err(out_of_range("optimizer.momentum", optimizer.momentum, "greater than 0 with nesterov"));
+        return Err(out_of_range(
+            "optimizer.momentum",
+            optimizer.momentum,
+            "greater than 0 with nesterov",
+        ));
     }
     if let Some(name) = &run.name
-        && (name.is_empty() || name.contains('/') || name.contains(char::is_control) || name.starts_with('.'))
+        && (name.is_empty()
+            || name.contains('/')
+            || name.contains(char::is_control)
+            || name.starts_with('.'))
     {
-        return Err(Error::input(format!("run.name = {name:?} cannot name a directory")).hint("use letters and digits"));
+        return Err(Error::input(format!("run.name = {name:?} cannot name a directory"))
+            .hint("use letters and digits"));
     }
     if model.kind != ModelKind::Layers && !model.width.is_multiple_of(model.heads) {
         let below = (1..=model.heads).rev().find(|h| model.width.is_multiple_of(*h)).unwrap_or(1);
@@ -402,13 +447,16 @@ fn check_ranges(config: &Config) -> Result<()> {
             "model.width = {} does not divide into model.heads = {} heads",
             model.width, model.heads
         ))
-        .hint(format!("set model.heads={below}, or model.width={}", model.width.next_multiple_of(model.heads))));
+        .hint(format!(
+            "set model.heads={below}, or model.width={}",
+            model.width.next_multiple_of(model.heads)
+        )));
     }
     Ok(())
 }
 
-/// Ranks can share only the statistics of samples that they compute at the same time: of the lanes of one replica, where so many
-/// train apart.
+/// Ranks can share only the statistics of samples that they compute at the same time: of the lanes
+/// of one replica, where so many train apart.
 fn check_batch_norm(layers: &LayerList, lanes: usize, ranks: usize, replicas: usize) -> Result<()> {
     let LayerList::List(layers) = layers else { return Ok(()) };
     match Layer::synchronised(layers, "model.layers") {
@@ -430,8 +478,10 @@ fn check_batch(network: &Network, micro: u64, ranks: usize) -> Result<()> {
     let Network::Layers(layers) = network else { return Ok(()) };
     match layers.single() {
         Some((place, synchronised)) if micro * if synchronised { ranks as u64 } else { 1 } < 2 => {
-            Err(Error::input(format!("{place} (batch_norm) would have one number a channel in a batch"))
-                .hint("set batch.micro to 2 or more, or use layer_norm or group_norm"))
+            Err(Error::input(format!(
+                "{place} (batch_norm) would have one number a channel in a batch"
+            ))
+            .hint("set batch.micro to 2 or more, or use layer_norm or group_norm"))
         }
         _ => Ok(()),
     }
@@ -442,20 +492,31 @@ fn check_groups(groups: &[Group], network: &Network) -> Result<()> {
     if groups.is_empty() {
         return Ok(());
     }
-    let tensors: Vec<Tensor> =
-        network.cpu_blocks(&TensorShards::whole()).iter().flat_map(|block| block.tensors()).collect();
+    let tensors: Vec<Tensor> = network
+        .cpu_blocks(&TensorShards::whole())
+        .iter()
+        .flat_map(|block| block.tensors())
+        .collect();
     for (i, group) in groups.iter().enumerate() {
         let key = format!("optimizer.groups[{i}]");
         if !(group.lr_factor >= 0.0 && group.lr_factor.is_finite()) {
             return Err(out_of_range(&format!("{key}.lr_factor"), group.lr_factor, "0 or more"));
         }
-        if let Some(decay) = group.weight_decay.filter(|decay| !(*decay >= 0.0 && decay.is_finite())) {
+        if let Some(decay) =
+            group.weight_decay.filter(|decay| !(*decay >= 0.0 && decay.is_finite()))
+        {
             return Err(out_of_range(&format!("{key}.weight_decay"), decay, "0 or more"));
         }
         if !tensors.iter().any(|tensor| group.holds(tensor)) {
             let some: Vec<&str> = tensors.iter().take(4).map(|tensor| &tensor.name[..]).collect();
-            return Err(Error::input(format!("{key}.names = {:?} holds no parameter", group.names))
-                .hint(format!("`*` stands for any characters; names are such as {}", some.join(", "))));
+            return Err(Error::input(format!(
+                "{key}.names = {:?} holds no parameter",
+                group.names
+            ))
+            .hint(format!(
+                "`*` stands for any characters; names are such as {}",
+                some.join(", ")
+            )));
         }
     }
     Ok(())
@@ -500,8 +561,12 @@ mod tests {
 
     #[test]
     fn a_resolved_plan_resolves_to_itself() {
-        let first = plan(4, &["parallel.zero=2", "parallel.replica=2", "parallel.lanes=8"]).unwrap();
-        assert_eq!((first.mesh.shard, first.mesh.replica, first.lane_samples, first.micro), (2, 2, 2, 2));
+        let first =
+            plan(4, &["parallel.zero=2", "parallel.replica=2", "parallel.lanes=8"]).unwrap();
+        assert_eq!(
+            (first.mesh.shard, first.mesh.replica, first.lane_samples, first.micro),
+            (2, 2, 2, 2)
+        );
         let facts = Environment { ranks: 4, threads: 99, vocabulary: None, on_gpu: false };
         assert_eq!(resolve(first.config.clone(), &facts).unwrap(), first);
     }
@@ -511,7 +576,10 @@ mod tests {
         let error = refusal(3, &[]);
         assert!(error.contains("16 / 3 = 5.33") && error.contains("15 or 18"), "{error}");
         let error = refusal(2, &["batch.micro=3"]);
-        assert!(error.contains("the 8 samples of a lane") && error.contains("nearest that does: 2"), "{error}");
+        assert!(
+            error.contains("the 8 samples of a lane") && error.contains("nearest that does: 2"),
+            "{error}"
+        );
         let micro = |overrides: &[&str]| plan(1, overrides).unwrap().micro;
         assert_eq!((micro(&[]), micro(&["batch.global=150"])), (16, 50));
         assert_eq!((micro(&["model.context=5000"]), micro(&["batch.global=71"])), (1, 1));
@@ -527,20 +595,28 @@ mod tests {
         let sliced = refusal(3, &["parallel.tensor=3"]);
         assert!(sliced.contains("parallel.tensor = 3 does not divide model.heads = 4"), "{sliced}");
         assert!(sliced.ends_with("hint: parallel.tensor may be 1, 2, 4"), "{sliced}");
-        let layers = ["model.kind=layers", "model.input=[3]", "model.layers=[{kind='dense', units=4}]"];
+        let layers =
+            ["model.kind=layers", "model.input=[3]", "model.layers=[{kind='dense', units=4}]"];
         let sliced = refusal(2, &[&layers[..], &["parallel.tensor=2"]].concat());
-        assert!(sliced.contains("parallel.tensor = 2, but a network by layers is not divided"), "{sliced}");
+        assert!(
+            sliced.contains("parallel.tensor = 2, but a network by layers is not divided"),
+            "{sliced}"
+        );
         assert!(refusal(1, &["parallel.zero=4"]).contains("ZeRO has stages 0 to 3, not 4"));
         assert_eq!(plan(4, &["parallel.zero=3"]).unwrap().mesh.shard, 4);
     }
 
     #[test]
     fn replicas_that_train_apart_divide_the_lanes() {
-        let settings = ["parallel.average_every=8", "parallel.average_replicas=4", "parallel.lanes=8"];
+        let settings =
+            ["parallel.average_every=8", "parallel.average_replicas=4", "parallel.lanes=8"];
         let apart = |ranks, more: &[&str]| plan(ranks, &[&settings[..], more].concat()).unwrap();
         let one = apart(1, &[]);
         assert_eq!(one.lanes_of(0), [0..2, 2..4, 4..6, 6..8]);
-        assert_eq!((one.replicas_here(), one.step_schedule(0).lanes, one.tokens_of_replica()), (4, 2, 16 / 4 * 64));
+        assert_eq!(
+            (one.replicas_here(), one.step_schedule(0).lanes, one.tokens_of_replica()),
+            (4, 2, 16 / 4 * 64)
+        );
         // Each replica's lanes are divided among its shards.
         let sharded = apart(4, &["parallel.zero=1", "parallel.shard=2"]);
         assert_eq!(
@@ -549,7 +625,8 @@ mod tests {
         );
         let facts = Environment { ranks: 4, threads: 2, vocabulary: None, on_gpu: false };
         assert_eq!(resolve(sharded.config.clone(), &facts).unwrap(), sharded);
-        let together = plan(4, &["parallel.zero=1", "parallel.shard=2", "parallel.lanes=8"]).unwrap();
+        let together =
+            plan(4, &["parallel.zero=1", "parallel.shard=2", "parallel.lanes=8"]).unwrap();
         assert_eq!([0, 3].map(|rank| together.lanes_of(rank)), [vec![0..2; 1], vec![6..8; 1]]);
     }
 
@@ -559,10 +636,16 @@ mod tests {
         assert_eq!([0, 7, 8, 13, 16].map(|step| apart.round_end(step)), [8, 8, 16, 16, 20]);
         // At the first average after it is wanted.
         let due = |every| [8, 16, 20].map(|step| apart.is_due(every, step));
-        assert_eq!((due(0), due(8), due(10)), ([false; 3], [true, true, false], [false, true, true]));
+        assert_eq!(
+            (due(0), due(8), due(10)),
+            ([false; 3], [true, true, false], [false, true, true])
+        );
         let together = plan(2, &["run.steps=20"]).unwrap();
         assert_eq!([0, 7].map(|step| together.round_end(step)), [1, 8]);
-        assert_eq!([1, 4, 5, 6, 10].map(|step| together.is_due(5, step)), [false, false, true, false, true]);
+        assert_eq!(
+            [1, 4, 5, 6, 10].map(|step| together.is_due(5, step)),
+            [false, false, true, false, true]
+        );
     }
 
     #[test]
@@ -573,7 +656,10 @@ mod tests {
             ("optimizer.lr=-1.0", "optimizer.lr = -1"),
             ("optimizer.lr=nan", "optimizer.lr = NaN"),
             ("model.heads=3", "does not divide into model.heads = 3"),
-            ("model.kv_heads=2", "model.kv_heads is not of a GPT\nhint: leave it out, or set model.kind=llama"),
+            (
+                "model.kv_heads=2",
+                "model.kv_heads is not of a GPT\nhint: leave it out, or set model.kind=llama",
+            ),
             ("model.vocabulary=10", "model.vocabulary = 10"),
             ("run.name=../x", "run.name"),
             ("schedule.min_ratio=2.0", "schedule.min_ratio"),
@@ -583,10 +669,22 @@ mod tests {
             ("log.straggler_window=0", "log.straggler_window = 0"),
             ("log.histograms=5", "log.histograms = 5, but log.tensorboard = false"),
             ("comm.timeout=1000000", "comm.timeout = 1000000"),
-            ("optimizer.groups=[{names='x*'}]", "optimizer.groups[0].names = \"x*\" holds no parameter\nhint: "),
-            ("optimizer.groups=[{names='*', lr_factor=-1.0}]", "optimizer.groups[0].lr_factor = -1 is out of range"),
-            ("optimizer.groups=[{names='*', weight_decay=nan}]", "optimizer.groups[0].weight_decay = NaN"),
-            ("parallel.offload_shards=true", "parallel.offload_shards = true is for GPUs\nhint: leave it out"),
+            (
+                "optimizer.groups=[{names='x*'}]",
+                "optimizer.groups[0].names = \"x*\" holds no parameter\nhint: ",
+            ),
+            (
+                "optimizer.groups=[{names='*', lr_factor=-1.0}]",
+                "optimizer.groups[0].lr_factor = -1 is out of range",
+            ),
+            (
+                "optimizer.groups=[{names='*', weight_decay=nan}]",
+                "optimizer.groups[0].weight_decay = NaN",
+            ),
+            (
+                "parallel.offload_shards=true",
+                "parallel.offload_shards = true is for GPUs\nhint: leave it out",
+            ),
             ("optimizer.offload=true", "optimizer.offload = true is for GPUs\nhint: leave it out"),
             (
                 "parallel.offload_activations=true",
@@ -600,16 +698,22 @@ mod tests {
     #[test]
     fn logits_of_some_rows_are_for_heads_that_take_them() {
         let rows = |on_gpu: bool, overrides: &[&str]| {
-            let overrides: Vec<String> = overrides.iter().map(|setting| (*setting).into()).collect();
-            let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
+            let overrides: Vec<String> =
+                overrides.iter().map(|setting| (*setting).into()).collect();
+            let (config, _) =
+                load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
             let facts = Environment { ranks: 2, threads: 1, vocabulary: Some(65), on_gpu };
             resolve(config, &facts).map(|plan| plan.logit_rows).map_err(|error| error.to_string())
         };
         let zero_bubble = ["parallel.pipeline=2", "parallel.schedule=zero-bubble", "batch.micro=1"];
         let sequence = ["parallel.tensor=2", "parallel.sequence=true"];
-        let layers = ["model.kind=layers", "model.input=[4]", "model.layers=[{kind='dense', units=10}]"];
+        let layers =
+            ["model.kind=layers", "model.input=[4]", "model.layers=[{kind='dense', units=10}]"];
         assert_eq!([rows(false, &[]), rows(true, &[])], [Ok(0), Ok(4096)]);
-        assert_eq!([rows(false, &["parallel.logit_rows=9"]), rows(true, &["parallel.logit_rows=0"])], [Ok(9), Ok(0)]);
+        assert_eq!(
+            [rows(false, &["parallel.logit_rows=9"]), rows(true, &["parallel.logit_rows=0"])],
+            [Ok(9), Ok(0)]
+        );
         for (settings, why) in [
             (&zero_bubble[..], "parallel.schedule = zero-bubble keeps"),
             (&sequence, "parallel.sequence = true divides rows"),
@@ -624,13 +728,24 @@ mod tests {
 
     #[test]
     fn a_llama_is_filled_in_and_checked() {
-        let model = |overrides: &[&str]| plan(1, &[&["model.kind=llama"], overrides].concat()).unwrap().config.model;
+        let model = |overrides: &[&str]| {
+            plan(1, &[&["model.kind=llama"], overrides].concat()).unwrap().config.model
+        };
         let small = model(&["model.width=96"]);
         assert_eq!((small.kv_heads, small.hidden, small.tied), (Some(4), Some(256), Some(false)));
-        assert_eq!((small.rope_theta, small.norm_epsilon, small.bias), (Some(10_000.0), Some(1e-5), Some(false)));
+        assert_eq!(
+            (small.rope_theta, small.norm_epsilon, small.bias),
+            (Some(10_000.0), Some(1e-5), Some(false))
+        );
         for (setting, wanted) in [
-            ("model.kv_heads=3", "model.kv_heads = 3 does not divide model.heads = 4\nhint: one of 1, 2, 4 does"),
-            ("model.width=12", "model.width / model.heads = 3, but rotary positions turn pairs\nhint: a width of 16"),
+            (
+                "model.kv_heads=3",
+                "model.kv_heads = 3 does not divide model.heads = 4\nhint: one of 1, 2, 4 does",
+            ),
+            (
+                "model.width=12",
+                "model.width / model.heads = 3, but rotary positions turn pairs\nhint: a width of 16",
+            ),
             ("model.bias=true", "a Llama has no biases"),
             ("model.hidden=0", "model.hidden = 0 is out of range"),
             ("model.rope_theta=0.5", "model.rope_theta = 0.5"),
@@ -651,7 +766,9 @@ mod tests {
             "model.rope_scaling.high_freq_factor=4",
             "model.rope_scaling.original_max_position_embeddings=8192",
         ];
-        let Network::Llama(llama) = plan(1, &llama3).unwrap().network else { panic!("not a Llama") };
+        let Network::Llama(llama) = plan(1, &llama3).unwrap().network else {
+            panic!("not a Llama")
+        };
         assert_eq!(
             llama.rope_scaling,
             FrequencyScaling::Llama3 {
@@ -684,7 +801,10 @@ mod tests {
                 "rope_type=linear",
                 "model.rope_scaling.low_freq_factor is given, but model.rope_scaling.rope_type = linear",
             ),
-            ("rope_type=default", "model.rope_scaling.factor is given, but model.rope_scaling.rope_type = default"),
+            (
+                "rope_type=default",
+                "model.rope_scaling.factor is given, but model.rope_scaling.rope_type = default",
+            ),
         ] {
             let setting = format!("model.rope_scaling.{setting}");
             let error = refusal(1, &[&llama3[..], &[&setting]].concat());
@@ -693,13 +813,19 @@ mod tests {
         for missing in 2..llama3.len() {
             let error = refusal(1, &[&llama3[..missing], &llama3[missing + 1..]].concat());
             let (key, _) = llama3[missing].split_once('=').unwrap();
-            let expected = format!("model.rope_scaling.rope_type = llama3, but {key} is missing\nhint: ");
+            let expected =
+                format!("model.rope_scaling.rope_type = llama3, but {key} is missing\nhint: ");
             assert!(error.contains(&expected), "{error}");
         }
         let error = refusal(1, &["model.kind=llama", "model.rope_scaling.rope_type=linear"]);
-        assert!(error.contains("rope_type = linear, but model.rope_scaling.factor is missing\nhint: "), "{error}");
-        for kind in [&["model.kind=gpt"][..], &["model.kind=layers", "model.input=[4]", "model.layers=[{kind='relu'}]"]]
-        {
+        assert!(
+            error.contains("rope_type = linear, but model.rope_scaling.factor is missing\nhint: "),
+            "{error}"
+        );
+        for kind in [
+            &["model.kind=gpt"][..],
+            &["model.kind=layers", "model.input=[4]", "model.layers=[{kind='relu'}]"],
+        ] {
             let error = refusal(1, &[kind, &llama3[1..]].concat());
             assert!(error.contains("model.rope_scaling is not of a "), "{error}");
         }
@@ -735,7 +861,10 @@ mod tests {
                 "but wants the elements of",
             ),
             ("model.layers=[{kind='dense', units=1048576}]", "but cross-entropy wants"),
-            ("model.dropout=0.1", "model.dropout is not of a network by layers\nhint: leave it out, and put"),
+            (
+                "model.dropout=0.1",
+                "model.dropout is not of a network by layers\nhint: leave it out, and put",
+            ),
             ("model.kv_heads=2", "model.kv_heads is not of a network by layers"),
             ("loss.class_weights=[1.0]", "loss.class_weights has 1 weights for 10 classes"),
             ("loss.label_smoothing=1.0", "loss.label_smoothing = 1 is out of range"),
@@ -744,7 +873,8 @@ mod tests {
             let error = refusal(1, &[&model[..], &[setting]].concat());
             assert!(error.contains(wanted) && error.contains("\nhint: "), "{setting}: {error}");
         }
-        let error = refusal(1, &[&model[..], &["loss.kind=mse", "loss.label_smoothing=0.1"]].concat());
+        let error =
+            refusal(1, &[&model[..], &["loss.kind=mse", "loss.label_smoothing=0.1"]].concat());
         assert!(error.contains("are for cross-entropy"), "{error}");
         assert!(refusal(1, &["loss.kind=mse"]).contains("language models predict tokens"));
         assert!(
@@ -752,27 +882,47 @@ mod tests {
                 .contains("data.axes and data.scale: samples of language models are ids\nhint: ")
         );
         assert!(
-            refusal(1, &["data.weights=/w"]).contains("data.weights: samples of language models have none\nhint: ")
+            refusal(1, &["data.weights=/w"])
+                .contains("data.weights: samples of language models have none\nhint: ")
         );
-        assert!(refusal(1, &[dense]).contains("model.layers is a list, but transformers have a number of blocks"));
-        assert!(refusal(1, &["model.input=[3]"]).contains("model.input is not of a language model"));
+        assert!(
+            refusal(1, &[dense])
+                .contains("model.layers is a list, but transformers have a number of blocks")
+        );
+        assert!(
+            refusal(1, &["model.input=[3]"]).contains("model.input is not of a language model")
+        );
     }
 
     #[test]
     fn ranks_share_statistics_of_what_they_compute_together() {
         let batch_norm = |more: &str| {
-            let layers = format!("model.layers=[{{kind='residual', layers=[{{kind='batch_norm'{more}}}]}}]");
-            let model = ["model.kind=layers", "model.input=[3]", &layers, "loss.kind=mse", "parallel.lanes=4"];
+            let layers =
+                format!("model.layers=[{{kind='residual', layers=[{{kind='batch_norm'{more}}}]}}]");
+            let model = [
+                "model.kind=layers",
+                "model.input=[3]",
+                &layers,
+                "loss.kind=mse",
+                "parallel.lanes=4",
+            ];
             plan(2, &model).map_err(|error| error.to_string())
         };
         let error = batch_norm("").unwrap_err();
-        assert!(error.starts_with("model.layers[0].layers[0] (batch_norm) shares statistics"), "{error}");
+        assert!(
+            error.starts_with("model.layers[0].layers[0] (batch_norm) shares statistics"),
+            "{error}"
+        );
         assert!(error.contains("hint: set parallel.lanes=2, or synchronised=false"), "{error}");
         assert_eq!(batch_norm(", synchronised=false").map(|plan| plan.lanes), Ok(4));
         let layers = "model.layers=[{kind='dense', units=2}, {kind='batch_norm'}]";
-        let one = ["model.kind=layers", "model.input=[3]", layers, "loss.kind=mse", "batch.micro=1"];
+        let one =
+            ["model.kind=layers", "model.input=[3]", layers, "loss.kind=mse", "batch.micro=1"];
         let error = refusal(1, &one);
-        assert!(error.starts_with("model.layers[1] (batch_norm) would have one number a channel"), "{error}");
+        assert!(
+            error.starts_with("model.layers[1] (batch_norm) would have one number a channel"),
+            "{error}"
+        );
         assert!(plan(2, &one).is_ok());
     }
 

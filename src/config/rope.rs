@@ -12,30 +12,41 @@ const HINT: &str = "rope_type = \"linear\" has factor; rope_type = \"llama3\" ha
 /// Returns the scaling that a section describes.
 ///
 /// # Errors
-/// Returns an error if a key of the type is missing or out of range, or if a key of another type is given.
+/// Returns an error if a key of the type is missing or out of range, or if a key of another type is
+/// given.
 pub fn scaling(section: &RopeScaling) -> Result<FrequencyScaling> {
-    let RopeScaling { rope_type, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } =
-        *section;
+    let RopeScaling {
+        rope_type,
+        factor,
+        low_freq_factor,
+        high_freq_factor,
+        original_max_position_embeddings,
+    } = *section;
     let of_llama3 = [
         ("low_freq_factor", low_freq_factor.is_some()),
         ("high_freq_factor", high_freq_factor.is_some()),
         ("original_max_position_embeddings", original_max_position_embeddings.is_some()),
     ];
     let unused = match rope_type {
-        RopeType::Default => [("factor", factor.is_some())].into_iter().chain(of_llama3).find(|(_, given)| *given),
+        RopeType::Default => {
+            [("factor", factor.is_some())].into_iter().chain(of_llama3).find(|(_, given)| *given)
+        }
         RopeType::Linear => of_llama3.into_iter().find(|(_, given)| *given),
         RopeType::Llama3 => None,
     };
     if let Some((key, _)) = unused {
         let name = rope_type.name();
-        let message =
-            format!("model.rope_scaling.{key} is given, but model.rope_scaling.rope_type = {name} does not use it");
+        let message = format!(
+            "model.rope_scaling.{key} is given, but model.rope_scaling.rope_type = {name} does not use it"
+        );
         return Err(Error::input(message).hint(HINT));
     }
     let missing = |key: &str| {
         let name = rope_type.name();
-        Error::input(format!("model.rope_scaling.rope_type = {name}, but model.rope_scaling.{key} is missing"))
-            .hint(HINT)
+        Error::input(format!(
+            "model.rope_scaling.rope_type = {name}, but model.rope_scaling.{key} is missing"
+        ))
+        .hint(HINT)
     };
     match rope_type {
         RopeType::Default => Ok(FrequencyScaling::Unscaled),
@@ -48,16 +59,31 @@ pub fn scaling(section: &RopeScaling) -> Result<FrequencyScaling> {
             let factor = factor.ok_or_else(|| missing("factor"))?;
             let low_freq_factor = low_freq_factor.ok_or_else(|| missing("low_freq_factor"))?;
             let high_freq_factor = high_freq_factor.ok_or_else(|| missing("high_freq_factor"))?;
-            let original_max_position_embeddings =
-                original_max_position_embeddings.ok_or_else(|| missing("original_max_position_embeddings"))?;
+            let original_max_position_embeddings = original_max_position_embeddings
+                .ok_or_else(|| missing("original_max_position_embeddings"))?;
             check(factor >= 1.0, "factor", factor, "at least 1")?;
             check(low_freq_factor > 0.0, "low_freq_factor", low_freq_factor, "greater than 0")?;
-            let greater = format!("greater than model.rope_scaling.low_freq_factor = {low_freq_factor}");
-            check(high_freq_factor > low_freq_factor, "high_freq_factor", high_freq_factor, &greater)?;
+            let greater =
+                format!("greater than model.rope_scaling.low_freq_factor = {low_freq_factor}");
+            check(
+                high_freq_factor > low_freq_factor,
+                "high_freq_factor",
+                high_freq_factor,
+                &greater,
+            )?;
             if original_max_position_embeddings == 0 {
-                return Err(out_of_range("model.rope_scaling.original_max_position_embeddings", 0, "at least 1"));
+                return Err(out_of_range(
+                    "model.rope_scaling.original_max_position_embeddings",
+                    0,
+                    "at least 1",
+                ));
             }
-            Ok(FrequencyScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings })
+            Ok(FrequencyScaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_max_position_embeddings,
+            })
         }
     }
 }

@@ -33,7 +33,8 @@ impl Key {
     }
 }
 
-/// Sections, each key with its explanation, an attribute of its own in brackets, its type and default.
+/// Sections, each key with its explanation, an attribute of its own in brackets, its type and
+/// default.
 macro_rules! sections {
     ($(
         $(#[doc = $doc:literal])* $name:ident {
@@ -107,32 +108,33 @@ sections! {
         name: Option<String> = None,
         /// Directory in which run directories are made.
         root: String = "runs".into(),
-        /// Group, by name or number, whose members share the run: its directory may belong to another user if it belongs
-        /// to this group. Omitted, a directory of another user is refused.
+        /// Group, by name or number, whose members share the run: its directory may belong to
+        /// another user if it belongs to this group. Omitted, a directory of another user is
+        /// refused.
         group: Option<String> = None,
         /// Optimizer steps.
         steps: u64 = 1000,
-        /// Passes over the training data, in the place of `steps`: to the step in which the last sample of the last one is seen. 0
-        /// goes by steps.
+        /// Passes over the training data, in the place of `steps`: to the step in which the last
+        /// sample of the last one is seen. 0 goes by steps.
         epochs: u64 = 0,
         /// Names every random stream: weights, sample order, dropout.
         seed: u64 = 1337,
-        /// Device that ranks compute on: `cpu`, `cuda` (the GPUs of the node, one a rank), `cuda:0,2`
-        /// (those of them), or `auto`: GPUs where there are any.
+        /// Device that ranks compute on: `cpu`, `cuda` (the GPUs of the node, one a rank),
+        /// `cuda:0,2` (those of them), or `auto`: GPUs where there are any.
         device: DeviceChoice = DeviceChoice::Auto,
-        /// Compute threads a rank; default: the cores the rank may use, shared with its neighbours, at most the CPU
-        /// quota of its control group.
+        /// Compute threads a rank; default: the cores the rank may use, shared with its neighbours,
+        /// at most the CPU quota of its control group.
         threads: Option<usize> = None,
         /// Steps in a row whose loss or gradient is not finite before the run gives up.
         max_skipped: u64 = 10,
-        /// Steps between two audits: replicas compare digests of parameters and optimizer state, and each update looks whether it
-        /// finds them as the one before has left them. 0 is none.
+        /// Steps between two audits: replicas compare digests of parameters and optimizer state,
+        /// and each update looks whether it finds them as the one before has left them. 0 is none.
         audit_every: u64 = 0,
-        /// Most memory a rank may need, such as `8GiB`: a run that would need more is refused before it starts. Left
-        /// out, the memory of the node is the limit.
+        /// Most memory a rank may need, such as `8GiB`: a run that would need more is refused
+        /// before it starts. Left out, the memory of the node is the limit.
         memory_limit: Option<Size> = None,
-        /// Time limit of the job, such as `3h 50m`: it saves and ends before, with exit code 75. Left out, the end that
-        /// Slurm has set, if it has; `0s` is no limit.
+        /// Time limit of the job, such as `3h 50m`: it saves and ends before, with exit code 75.
+        /// Left out, the end that Slurm has set, if it has; `0s` is no limit.
         time_limit: Option<Time> = None,
     }
 
@@ -146,7 +148,8 @@ sections! {
         input: Option<Vec<usize>> = None,
         /// Attention heads a block.
         heads: usize = 4,
-        /// Llama: heads of keys and values, which that many heads of queries share; left out, as many as heads.
+        /// Llama: heads of keys and values, which that many heads of queries share; left out, as
+        /// many as heads.
         kv_heads: Option<usize> = None,
         /// Width of the residual stream.
         width: usize = 128,
@@ -162,8 +165,8 @@ sections! {
         tied: Option<bool> = None,
         /// Llama: base of the angles of rotary positions; left out, 10000.
         rope_theta: Option<f64> = None,
-        /// `[model.rope_scaling]`, for Llamas: scaling of the frequencies of rotary positions, so that contexts may be longer than those
-        /// of pre-training.
+        /// `[model.rope_scaling]`, for Llamas: scaling of the frequencies of rotary positions, so
+        /// that contexts may be longer than those of pre-training.
         rope_scaling: RopeScaling = RopeScaling::default(),
         /// Llama: added to the mean square in norms; left out, 1e-5.
         norm_epsilon: Option<f64> = None,
@@ -171,21 +174,25 @@ sections! {
         dropout: f32 = 0.0,
         /// Name of a network of a program's own, which that program alone can build.
         own: Option<CustomModel> = None,
-        /// `[model.place]`, for GPUs: `tables` (`host`: the embedding tables of the first layer, their gradients and their optimizer
-        /// state are in the memory of the host, which looks rows up and updates them; `device`).
+        /// `[model.place]`, for GPUs: `tables` (`host`: the embedding tables of the first layer,
+        /// their gradients and their optimizer state are in the memory of the host, which looks
+        /// rows up and updates them; `device`).
         place: Place = Place::default(),
     }
 
     /// `[model.rope_scaling]`
     RopeScaling {
-        /// Scaling: default (none), linear (all frequencies are divided by `factor`), or llama3, that of Llama 3.1 to 3.3 (low
-        /// frequencies are divided by `factor`, high ones are kept, those in between are interpolated).
+        /// Scaling: default (none), linear (all frequencies are divided by `factor`), or llama3,
+        /// that of Llama 3.1 to 3.3 (low frequencies are divided by `factor`, high ones are kept,
+        /// those in between are interpolated).
         rope_type: RopeType = RopeType::Default,
         /// Linear, llama3: the divisor, at least 1.
         factor: Option<f64> = None,
-        /// Llama3: frequencies that turn at most this many times within the original context are divided by `factor`.
+        /// Llama3: frequencies that turn at most this many times within the original context are
+        /// divided by `factor`.
         low_freq_factor: Option<f64> = None,
-        /// Llama3: frequencies that turn at least this many times within the original context are kept.
+        /// Llama3: frequencies that turn at least this many times within the original context are
+        /// kept.
         high_freq_factor: Option<f64> = None,
         /// Llama3: the original context, the positions of a sequence in pre-training.
         original_max_position_embeddings: Option<usize> = None,
@@ -199,9 +206,11 @@ sections! {
 
     /// `[loss]`
     Loss {
-        /// The loss: cross-entropy (of classes), mse, mae, huber, or binary-cross-entropy (of logits).
+        /// The loss: cross-entropy (of classes), mse, mae, huber, or binary-cross-entropy (of
+        /// logits).
         kind: LossKind = LossKind::CrossEntropy,
-        /// Cross-entropy: part of the target that is spread evenly over all classes. Evaluations go without.
+        /// Cross-entropy: part of the target that is spread evenly over all classes. Evaluations go
+        /// without.
         label_smoothing: f32 = 0.0,
         /// Cross-entropy: a factor for each class; empty is 1 for all. Evaluations go without.
         class_weights: Vec<f32> = vec![],
@@ -213,12 +222,13 @@ sections! {
     Data {
         /// A directory of shards, one file, or `bundled:tiny-shakespeare`.
         path: String = "bundled:tiny-shakespeare".into(),
-        /// File names of the training shards: `*` stands for anything, `[02-4]` for one of those in brackets.
+        /// File names of the training shards: `*` stands for anything, `[02-4]` for one of those in
+        /// brackets.
         train: String = "train-*.h5".into(),
         /// File names of the validation shards; others than these must be there.
         validation: String = "val-*.h5".into(),
-        /// Part of the samples kept for validation where there are no validation shards: of rows some everywhere, of text the
-        /// end; 0 trains without validation data.
+        /// Part of the samples kept for validation where there are no validation shards: of rows
+        /// some everywhere, of text the end; 0 trains without validation data.
         val_fraction: f64 = 0.0,
         /// Dataset with a stream of tokens.
         tokens: String = "/tokens".into(),
@@ -228,30 +238,35 @@ sections! {
         categories: String = "/categories".into(),
         /// Dataset with one target a row.
         targets: String = "/targets".into(),
-        /// Dataset with one factor of the loss a row, for training; left out, `/weights` where shards have it; empty, none.
+        /// Dataset with one factor of the loss a row, for training; left out, `/weights` where
+        /// shards have it; empty, none.
         weights: Option<String> = None,
-        /// Order of the axes of images in files: nhwc (height × width × channels), or nchw, which is brought to that when it is read.
+        /// Order of the axes of images in files: nhwc (height × width × channels), or nchw, which
+        /// is brought to that when it is read.
         axes: Axes = Axes::Nhwc,
-        /// Scaling of inputs: unit (unsigned bytes divided by 255) or none, in the place of the attributes `mean` and
-        /// `std` of the dataset; left out, by these where there are any.
+        /// Scaling of inputs: unit (unsigned bytes divided by 255) or none, in the place of the
+        /// attributes `mean` and `std` of the dataset; left out, by these where there are any.
         scale: Option<InputScale> = None,
         /// Visit samples in a random order, another every epoch.
         shuffle: bool = true,
         /// Micro-batches read ahead.
         prefetch: usize = 4,
-        /// Blocks of shards that are compared with their checksums as they are read: off, first-pass (each when a rank
-        /// first reads of it), or always.
+        /// Blocks of shards that are compared with their checksums as they are read: off,
+        /// first-pass (each when a rank first reads of it), or always.
         verify: Verify = Verify::FirstPass,
-        /// External raw files of HDF5 outside the directory of the file that names them: refuse, or allow where the data is
-        /// trusted.
+        /// External raw files of HDF5 outside the directory of the file that names them: refuse, or
+        /// allow where the data is trusted.
         external_files: ExternalFiles = ExternalFiles::Refuse,
-        /// Directory on a disk of each node's own, such as `/tmp`, to which one of its ranks copies the shards before training;
-        /// copies that are there and in order are used again. Left out, shards are read where they are.
+        /// Directory on a disk of each node's own, such as `/tmp`, to which one of its ranks copies
+        /// the shards before training; copies that are there and in order are used again. Left out,
+        /// shards are read where they are.
         stage: Option<String> = None,
-        /// `[data.augment]`, for images while training: `flip` (true: mirror every other one, left to right), `shift` (move by up
-        /// to so many pixels, the border repeated), `crop` (pad with so many zeros, cut out the old size).
+        /// `[data.augment]`, for images while training: `flip` (true: mirror every other one, left
+        /// to right), `shift` (move by up to so many pixels, the border repeated), `crop` (pad with
+        /// so many zeros, cut out the old size).
         augment: Augment = Augment::default(),
-        /// `[[data.mix]]`: several data sets in the stead of `path`, each with a `path` and a `weight`.
+        /// `[[data.mix]]`: several data sets in the stead of `path`, each with a `path` and a
+        /// `weight`.
         mix: Vec<Mix> = vec![],
     }
 
@@ -259,10 +274,11 @@ sections! {
     Batch {
         /// Samples a step, over all ranks: the contract.
         global: u64 = 16,
-        /// Samples computed at once; left out, all of a lane, or so many that they have 4096 tokens at most.
+        /// Samples computed at once; left out, all of a lane, or so many that they have 4096 tokens
+        /// at most.
         micro: Option<u64> = None,
-        /// With servers, where workers do not wait for each other: samples of a worker's own batch; left out, `global` over the
-        /// workers, rounded.
+        /// With servers, where workers do not wait for each other: samples of a worker's own batch;
+        /// left out, `global` over the workers, rounded.
         worker: Option<u64> = None,
     }
 
@@ -274,7 +290,8 @@ sections! {
         lr: f64 = 1e-3,
         /// AdamW, Adam, LAMB: decay of the first moment. Lion: weight of the moment in a step.
         beta1: f32 = 0.9,
-        /// AdamW, Adam, LAMB: decay of the second moment. RMSProp: of the mean square. Lion: of the moment.
+        /// AdamW, Adam, LAMB: decay of the second moment. RMSProp: of the mean square. Lion: of the
+        /// moment.
         beta2: f32 = 0.99,
         /// AdamW, Adam, LAMB, Adagrad, RMSProp: added to the root of squares.
         eps: f32 = 1e-8,
@@ -282,18 +299,20 @@ sections! {
         momentum: f32 = 0.9,
         /// SGD, LARS: look ahead along the momentum.
         nesterov: bool = false,
-        /// LARS: the norm of a matrix's step at a learning rate of one, as a part of the matrix's own norm.
+        /// LARS: the norm of a matrix's step at a learning rate of one, as a part of the matrix's
+        /// own norm.
         trust: f32 = 0.001,
         /// Weight decay of matrices and tables.
         weight_decay: f32 = 0.1,
         /// Largest global norm of the gradient; 0 does not clip.
         grad_clip: f64 = 1.0,
-        /// Decay of a running average of the parameters, which evaluations, predictions and exports take in their stead; 0
-        /// keeps none.
+        /// Decay of a running average of the parameters, which evaluations, predictions and exports
+        /// take in their stead; 0 keeps none.
         ema: f32 = 0.0,
         /// GPUs: keep masters and optimizer state in the memory of the host, and update them there.
         offload: bool = false,
-        /// Parameters that are updated otherwise than the rest; the first group that matches a parameter's name counts.
+        /// Parameters that are updated otherwise than the rest; the first group that matches a
+        /// parameter's name counts.
         groups: Vec<Group> = vec![],
     }
 
@@ -307,7 +326,8 @@ sections! {
         min_ratio: f64 = 0.1,
         /// Steps of the final decay, for `wsd`; left out, a tenth of the run.
         decay: Option<u64> = None,
-        /// Global batch that `optimizer.lr` was tuned for; given, the rate is scaled to `batch.global`.
+        /// Global batch that `optimizer.lr` was tuned for; given, the rate is scaled to
+        /// `batch.global`.
         reference_batch: Option<u64> = None,
         /// Rule by which the rate is scaled.
         scaling: Scaling = Scaling::Linear,
@@ -315,111 +335,133 @@ sections! {
 
     /// `[parallel]`
     Parallel {
-        /// Choice of the layout: `given`, by the keys of this section, or `auto`, the fastest that fits, as `hpctrain plan` has it;
-        /// keys of this section that are given stay as they are.
+        /// Choice of the layout: `given`, by the keys of this section, or `auto`, the fastest that
+        /// fits, as `hpctrain plan` has it; keys of this section that are given stay as they are.
         layout: LayoutMode = LayoutMode::Given,
-        /// Names of the keys in this section, `micro` of `[batch]` and `offload` of `[optimizer]` that a file or `--set` gives.
+        /// Names of the keys in this section, `micro` of `[batch]` and `offload` of `[optimizer]`
+        /// that a file or `--set` gives.
         [serde(skip)]
         given: BTreeSet<String> = BTreeSet::new(),
         /// ZeRO stage, 0 to 3.
         zero: Zero = Zero::Zero,
-        /// Place of the parameters that are updated and of their optimizer state: `ranks`, on all of them as `zero` has it, or
-        /// `central`, on some, to which the others send their gradients and from which they take new parameters.
+        /// Place of the parameters that are updated and of their optimizer state: `ranks`, on all
+        /// of them as `zero` has it, or `central`, on some, to which the others send their
+        /// gradients and from which they take new parameters.
         storage: Storage = Storage::Ranks,
         /// Central storage: ranks that hold it, each an equal part.
         owners: usize = 1,
-        /// Ranks that share one copy of the parameters; left out, 1 at stage 0, else all that are left.
+        /// Ranks that share one copy of the parameters; left out, 1 at stage 0, else all that are
+        /// left.
         shard: Option<usize> = None,
         /// Copies; left out, all ranks that are left.
         replica: Option<usize> = None,
-        /// Ranks that share the blocks of a GPT or a Llama: each has some heads, some columns of the hidden layers and some
-        /// rows of the vocabulary.
+        /// Ranks that share the blocks of a GPT or a Llama: each has some heads, some columns of
+        /// the hidden layers and some rows of the vocabulary.
         tensor: usize = 1,
-        /// Slices of each block, whose sums are added by a fixed tree; left out, `tensor`. With the same slices any number
-        /// of ranks that divides them gives the same bits.
+        /// Slices of each block, whose sums are added by a fixed tree; left out, `tensor`. With the
+        /// same slices any number of ranks that divides them gives the same bits.
         tensor_lanes: Option<usize> = None,
-        /// Divide the rows between the products of blocks among the ranks of `tensor` too: less memory of activations.
+        /// Divide the rows between the products of blocks among the ranks of `tensor` too: less
+        /// memory of activations.
         sequence: bool = false,
-        /// Stages of consecutive blocks, each on ranks of its own; micro-batches pass through them one after the other.
+        /// Stages of consecutive blocks, each on ranks of its own; micro-batches pass through them
+        /// one after the other.
         pipeline: usize = 1,
-        /// Blocks of every stage, such as [4, 5, 3]; left out, the cut with the least work in the busiest stage.
+        /// Blocks of every stage, such as [4, 5, 3]; left out, the cut with the least work in the
+        /// busiest stage.
         stages: Option<Vec<usize>> = None,
-        /// Order of a pipeline's work: `1f1b`, or `zero-bubble`, which puts the products that make gradients of weights off
-        /// into time that would be idle, for more memory of activations.
+        /// Order of a pipeline's work: `1f1b`, or `zero-bubble`, which puts the products that make
+        /// gradients of weights off into time that would be idle, for more memory of activations.
         schedule: PipelineSchedule = PipelineSchedule::OneForwardOneBackward,
-        /// Pieces of the batch whose gradients are summed by a fixed tree; left out, the data-parallel ranks.
+        /// Pieces of the batch whose gradients are summed by a fixed tree; left out, the
+        /// data-parallel ranks.
         lanes: Option<usize> = None,
-        /// Steps between averages of replicas that train apart: each takes its own steps on its own lanes, and the replicas'
-        /// parameters and optimizer state are averaged; 0 adds gradients at every step, `epoch` is a pass over the data.
+        /// Steps between averages of replicas that train apart: each takes its own steps on its own
+        /// lanes, and the replicas' parameters and optimizer state are averaged; 0 adds gradients
+        /// at every step, `epoch` is a pass over the data.
         average_every: Interval = Interval::Steps(0),
-        /// Replicas that train apart; left out, those of the mesh. A rank trains a multiple of them in turn, so that every number of
-        /// ranks that divides them gives the same bits.
+        /// Replicas that train apart; left out, those of the mesh. A rank trains a multiple of them
+        /// in turn, so that every number of ranks that divides them gives the same bits.
         average_replicas: Option<usize> = None,
-        /// Learning rate of the outer step, on the change of the averaged parameters; 1 without momentum takes the average.
+        /// Learning rate of the outer step, on the change of the averaged parameters; 1 without
+        /// momentum takes the average.
         outer_lr: f64 = 1.0,
         /// Nesterov momentum of the outer step (`DiLoCo`).
         outer_momentum: f32 = 0.0,
-        /// ZeRO 3: blocks ahead of whose turn parameters are gathered. Each costs the memory of one block's parameters
-        /// and hides a gather behind the blocks before; 0 gathers when a block needs them.
+        /// ZeRO 3: blocks ahead of whose turn parameters are gathered. Each costs the memory of one
+        /// block's parameters and hides a gather behind the blocks before; 0 gathers when a block
+        /// needs them.
         prefetch: usize = 1,
         /// Keep only the input of each block and compute its inside again in the backward.
         recompute: bool = false,
-        /// Language models: rows whose logits are in memory at once: the head and the loss take so many at a time; 0 takes all rows of a
-        /// micro-batch, or of `eval.batch`. Left out, 4,096 on GPUs where the head allows it, else 0.
+        /// Language models: rows whose logits are in memory at once: the head and the loss take so
+        /// many at a time; 0 takes all rows of a micro-batch, or of `eval.batch`. Left out, 4,096
+        /// on GPUs where the head allows it, else 0.
         logit_rows: Option<usize> = None,
-        /// GPUs, with ZeRO 3 and `optimizer.offload`: keep parameters and reduced gradients in the memory of the host alone, on one
-        /// rank too; the parameters of each block come for its turn.
+        /// GPUs, with ZeRO 3 and `optimizer.offload`: keep parameters and reduced gradients in the
+        /// memory of the host alone, on one rank too; the parameters of each block come for its
+        /// turn.
         offload_shards: bool = false,
-        /// GPUs, with `recompute`: keep those inputs in the memory of the host; each comes back before its block's backward.
+        /// GPUs, with `recompute`: keep those inputs in the memory of the host; each comes back
+        /// before its block's backward.
         offload_activations: bool = false,
     }
 
     /// `[servers]`, for runs with `--servers`.
     Servers {
-        /// Cut of each unit into ranges, each of which one server holds: `fixed:2` (so many), `min:256KiB` (as many as servers, none
-        /// smaller), or `max:64MiB` (as few as there can be, none larger).
+        /// Cut of each unit into ranges, each of which one server holds: `fixed:2` (so many),
+        /// `min:256KiB` (as many as servers, none smaller), or `max:64MiB` (as few as there can be,
+        /// none larger).
         partition: Partition = Partition::Min(Size(256 << 10)),
-        /// Steps that a worker may be ahead of the slowest: 0 (all take each step together, with the bits of data parallelism), a number,
-        /// or `none`.
+        /// Steps that a worker may be ahead of the slowest: 0 (all take each step together, with
+        /// the bits of data parallelism), a number, or `none`.
         staleness: Staleness = Staleness::Bound(0),
         /// Number format of parameters and gradients in messages: f32 or bf16.
         wire: WireFormat = WireFormat::F32,
-        /// Connections of each worker to each server, among which ranges are dealt out: for networks on which one is not fast enough.
+        /// Connections of each worker to each server, among which ranges are dealt out: for
+        /// networks on which one is not fast enough.
         connections: usize = 1,
-        /// Learning rate of a gradient that is late: `none` leaves it, `inverse` divides it by one more than the updates in between.
+        /// Learning rate of a gradient that is late: `none` leaves it, `inverse` divides it by one
+        /// more than the updates in between.
         stale_lr: StaleRate = StaleRate::None,
         /// Batches that a worker is given at a time.
         lease: u64 = 64,
-        /// Workers that the run is meant for: as many batches make a step; left out, those that are there at the start.
+        /// Workers that the run is meant for: as many batches make a step; left out, those that are
+        /// there at the start.
         workers: Option<usize> = None,
-        /// Host, port, or both at which others reach coordinator and servers, such as `10.0.0.7`, `[2001:db8::7]:2222`, `:2222` or
-        /// `node7:2222`. They listen at an IP address that is given here, else at that of `comm.interface`, else at the one that the
-        /// host's name stands for. Omitted, the host's name (or the interface's address) and any port.
+        /// Host, port, or both at which others reach coordinator and servers, such as `10.0.0.7`,
+        /// `[2001:db8::7]:2222`, `:2222` or `node7:2222`. They listen at an IP address that is
+        /// given here, else at that of `comm.interface`, else at the one that the host's name
+        /// stands for. Omitted, the host's name (or the interface's address) and any port.
         address: Option<String> = None,
-        /// Seconds after which a process that is not heard of counts as gone, and within which one that all need must come back.
+        /// Seconds after which a process that is not heard of counts as gone, and within which one
+        /// that all need must come back.
         timeout: u64 = 60,
     }
 
     /// `[precision]`
     Precision {
-        /// Number format of parameters, activations and matrix products: f32, tf32 (f32 rounded for the tensor cores), bf16
-        /// (with f32 sums, masters and optimizer), or auto: bf16 on GPUs, f32 on CPUs. On CPUs that multiply bf16, it is the
-        /// format of the operands of products alone.
+        /// Number format of parameters, activations and matrix products: f32, tf32 (f32 rounded for
+        /// the tensor cores), bf16 (with f32 sums, masters and optimizer), or auto: bf16 on GPUs,
+        /// f32 on CPUs. On CPUs that multiply bf16, it is the format of the operands of products
+        /// alone.
         compute: Compute = Compute::Auto,
     }
 
     /// `[device]`
     Device {
-        /// Memory that ranks take of their GPU: a part of it for all that share it, or a size for each rank such as `40GiB`, taken at
-        /// the start; or `grow`: blocks as they are needed, up to 0.9 of it.
+        /// Memory that ranks take of their GPU: a part of it for all that share it, or a size for
+        /// each rank such as `40GiB`, taken at the start; or `grow`: blocks as they are needed, up
+        /// to 0.9 of it.
         [serde(alias = "memory_fraction")]
         memory: DeviceMemory = DeviceMemory::Part(USUAL_PART),
         /// Most memory of a GPU that a rank takes, such as `16GiB`.
         memory_limit: Option<Size> = None,
         /// Ranks that may share one GPU, each with its part of the memory.
         ranks_per_gpu: usize = 1,
-        /// Algorithms of the matrix products of a training: those that cuBLASLt proposes first (`heuristic`), or the fastest of those that
-        /// it proposes, measured before the first step and kept in `matmuls.json` (`timed`).
+        /// Algorithms of the matrix products of a training: those that cuBLASLt proposes first
+        /// (`heuristic`), or the fastest of those that it proposes, measured before the first step
+        /// and kept in `matmuls.json` (`timed`).
         matmul: MatmulChoice = MatmulChoice::Heuristic,
     }
 
@@ -427,14 +469,16 @@ sections! {
     Checkpoint {
         /// Steps between checkpoints; 0 saves at the end only.
         every: u64 = 500,
-        /// Epochs between checkpoints, in the place of `every`: with the step in which the last sample of an epoch is seen. 0 goes by
-        /// steps.
+        /// Epochs between checkpoints, in the place of `every`: with the step in which the last
+        /// sample of an epoch is seen. 0 goes by steps.
         every_epochs: u64 = 0,
-        /// Seconds after which a checkpoint is saved although `every` asks for none yet; 0 goes by steps alone.
+        /// Seconds after which a checkpoint is saved although `every` asks for none yet; 0 goes by
+        /// steps alone.
         every_seconds: u64 = 0,
         /// Newest checkpoints kept.
         keep: usize = 2,
-        /// Checkpoints of steps that are multiples of this are kept for ever; 0 keeps none for its step.
+        /// Checkpoints of steps that are multiples of this are kept for ever; 0 keeps none for its
+        /// step.
         keep_every: u64 = 0,
         /// Checkpoints with the lowest validation losses that are kept besides.
         keep_best: usize = 1,
@@ -442,8 +486,8 @@ sections! {
         asynchronous: bool = true,
         /// Behaviour of a save while the one before is still being written: wait, or skip.
         when_busy: WhenBusy = WhenBusy::Wait,
-        /// Seconds after the last good checkpoint for which a run goes on although files cannot be written: it tries again; 0 ends it
-        /// at once.
+        /// Seconds after the last good checkpoint for which a run goes on although files cannot be
+        /// written: it tries again; 0 ends it at once.
         tolerate: u64 = 1800,
     }
 
@@ -451,8 +495,8 @@ sections! {
     Eval {
         /// Steps between evaluations; 0 evaluates at the end only.
         every: u64 = 250,
-        /// Epochs between evaluations, in the place of `every`: after the step in which the last sample of an epoch is seen. 0 goes by
-        /// steps.
+        /// Epochs between evaluations, in the place of `every`: after the step in which the last
+        /// sample of an epoch is seen. 0 goes by steps.
         every_epochs: u64 = 0,
         /// Validation samples; left out, all.
         samples: Option<u64> = None,
@@ -460,7 +504,8 @@ sections! {
         batch: u64 = 16,
         /// Let the trainer evaluate; false leaves that to evaluators beside it.
         inline: bool = true,
-        /// Evaluations in a row without a lower loss after which training ends; 0 trains to the end.
+        /// Evaluations in a row without a lower loss after which training ends; 0 trains to the
+        /// end.
         patience: u64 = 0,
         /// Decrease that a loss must exceed to count as lower.
         min_delta: f64 = 0.0,
@@ -468,23 +513,27 @@ sections! {
 
     /// `[comm]`
     Comm {
-        /// Algorithm of exchanges and sums among ranks: mpi, ring, tree, hierarchical, reduce-to-one, or auto, which
-        /// measures at the start.
+        /// Algorithm of exchanges and sums among ranks: mpi, ring, tree, hierarchical,
+        /// reduce-to-one, or auto, which measures at the start.
         algorithm: Choice = Choice::Auto,
-        /// Let auto take only algorithms that add in the order of `tree`, so that no measurement shows in the bits.
+        /// Let auto take only algorithms that add in the order of `tree`, so that no measurement
+        /// shows in the bits.
         reproducible: bool = true,
-        /// Path of messages to the memory of GPUs: direct (the MPI library is given its addresses), staged (through
-        /// page-locked memory of the host), nccl (NCCL carries them; a GPU for every rank), or auto: nccl or direct, the faster
-        /// one of those that prove to work at the start, else staged.
+        /// Path of messages to the memory of GPUs: direct (the MPI library is given its addresses),
+        /// staged (through page-locked memory of the host), nccl (NCCL carries them; a GPU for
+        /// every rank), or auto: nccl or direct, the faster one of those that prove to work at the
+        /// start, else staged.
         path: PathSetting = PathSetting::Auto,
-        /// Seconds that a rank may wait for the others before the job says where each is and ends: more than the longest
-        /// evaluation or checkpoint takes; 0 waits for ever.
+        /// Seconds that a rank may wait for the others before the job says where each is and ends:
+        /// more than the longest evaluation or checkpoint takes; 0 waits for ever.
         timeout: u64 = 600,
-        /// Network interface at which the coordinator and the servers of a run listen: its name, such as `ib0`, or the network of
-        /// its address, such as `10.1.0.0/16`. Omitted, the one that the host's name stands for. Ranks that MPI starts have
-        /// the settings of the MPI library.
+        /// Network interface at which the coordinator and the servers of a run listen: its name,
+        /// such as `ib0`, or the network of its address, such as `10.1.0.0/16`. Omitted, the one
+        /// that the host's name stands for. Ranks that MPI starts have the settings of the MPI
+        /// library.
         interface: Option<String> = None,
-        /// Encrypt the connections of a run with servers between hosts. Both ends prove in any case that they know the run's secret.
+        /// Encrypt the connections of a run with servers between hosts. Both ends prove in any case
+        /// that they know the run's secret.
         encrypt: bool = true,
     }
 
@@ -494,8 +543,8 @@ sections! {
         level: Level = Level::Info,
         /// Steps between progress lines when the output is not a terminal.
         every: u64 = 50,
-        /// A rank that computes so many times as long as the median rank, and 5 ms a step longer, is named in the log of rank 0;
-        /// 0 names none.
+        /// A rank that computes so many times as long as the median rank, and 5 ms a step longer,
+        /// is named in the log of rank 0; 0 names none.
         straggler_factor: f64 = 1.5,
         /// Steps over which ranks are compared.
         straggler_window: u64 = 20,
@@ -505,7 +554,8 @@ sections! {
         sample: usize = 300,
         /// Write points for TensorBoard into `tensorboard/` of the run's directory.
         tensorboard: bool = false,
-        /// With `tensorboard`: steps between two histograms of all weights and gradients; 0 writes none.
+        /// With `tensorboard`: steps between two histograms of all weights and gradients; 0 writes
+        /// none.
         histograms: u64 = 0,
     }
 }
@@ -524,7 +574,11 @@ impl Data {
 impl Model {
     /// The section of a network of a program's own, with the keys by which its data is read.
     pub fn of_own(network: CustomModel) -> Self {
-        let of_rows = |input: Vec<usize>| Self { kind: ModelKind::Layers, input: Some(input), ..Self::default() };
+        let of_rows = |input: Vec<usize>| Self {
+            kind: ModelKind::Layers,
+            input: Some(input),
+            ..Self::default()
+        };
         let section = match network.input() {
             Some(Input::Text { context, vocabulary }) => {
                 Self { context: *context, vocabulary: Some(*vocabulary), ..Self::default() }
@@ -542,7 +596,9 @@ impl Config {
     pub fn needs_gpu(&self) -> bool {
         let Parallel { offload_activations, offload_shards, .. } = self.parallel;
         let offloads = self.optimizer.offload || offload_activations || offload_shards;
-        self.precision.compute.needs_gpu() || offloads || self.model.place.tables == EmbeddingPlacement::Host
+        self.precision.compute.needs_gpu()
+            || offloads
+            || self.model.place.tables == EmbeddingPlacement::Host
     }
 }
 
@@ -635,7 +691,9 @@ impl<'de> Deserialize<'de> for LayerList {
                 let mut layers = Vec::new();
                 loop {
                     let next = items.next_element();
-                    match next.map_err(|e| S::Error::custom(format!("layer {} of the list: {e}", layers.len())))? {
+                    match next.map_err(|e| {
+                        S::Error::custom(format!("layer {} of the list: {e}", layers.len()))
+                    })? {
                         Some(layer) => layers.push(layer),
                         None => return Ok(LayerList::List(layers)),
                     }

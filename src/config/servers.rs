@@ -41,7 +41,9 @@ impl FromStr for Partition {
                 _ => None,
             }
         };
-        parse().ok_or_else(|| format!("{text:?} is no partition such as \"fixed:2\", \"min:256KiB\" or \"max:64MiB\""))
+        parse().ok_or_else(|| {
+            format!("{text:?} is no partition such as \"fixed:2\", \"min:256KiB\" or \"max:64MiB\"")
+        })
     }
 }
 
@@ -97,7 +99,9 @@ impl TryFrom<WrittenBound> for Staleness {
         match written {
             WrittenBound::Steps(steps) => Ok(Self::Bound(steps)),
             WrittenBound::Text(text) if text == "none" => Ok(Self::None),
-            WrittenBound::Text(text) => Err(format!("{text:?} is neither a number of steps nor \"none\"")),
+            WrittenBound::Text(text) => {
+                Err(format!("{text:?} is neither a number of steps nor \"none\""))
+            }
         }
     }
 }
@@ -130,7 +134,10 @@ mod tests {
             assert_eq!(text.parse::<Partition>().unwrap().to_string(), text);
         }
         for wrong in ["", "fixed", "fixed:0", "fixed:x", "min:0", "max:-1", "most:3"] {
-            assert!(wrong.parse::<Partition>().unwrap_err().contains("is no partition such as"), "{wrong}");
+            assert!(
+                wrong.parse::<Partition>().unwrap_err().contains("is no partition such as"),
+                "{wrong}"
+            );
         }
     }
 }

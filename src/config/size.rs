@@ -81,7 +81,13 @@ mod tests {
         for wrong in ["", "GiB", "many", "-1GiB", "8 gigs", "nan", "1e30GiB"] {
             assert!(read(wrong).unwrap_err().contains("is not a size such as"), "{wrong}");
         }
-        for (bytes, text) in [(8 << 30, "8GiB"), (3 << 19, "1536KiB"), (0, "0B"), (2_000_000_000, "2GB"), (17, "17B")] {
+        for (bytes, text) in [
+            (8 << 30, "8GiB"),
+            (3 << 19, "1536KiB"),
+            (0, "0B"),
+            (2_000_000_000, "2GB"),
+            (17, "17B"),
+        ] {
             assert_eq!((Size(bytes).to_string().as_str(), read(text)), (text, Ok(bytes)));
         }
     }

@@ -57,8 +57,12 @@ mod tests {
 
     #[test]
     fn times_are_read_and_written() {
-        let read = |text: &str| Time::try_from(Written::Text(text.into())).map(|time| time.0.as_secs());
-        assert_eq!((read("3h 50m"), read(" 90m "), read("17"), read("0s")), (Ok(13_800), Ok(5400), Ok(17), Ok(0)));
+        let read =
+            |text: &str| Time::try_from(Written::Text(text.into())).map(|time| time.0.as_secs());
+        assert_eq!(
+            (read("3h 50m"), read(" 90m "), read("17"), read("0s")),
+            (Ok(13_800), Ok(5400), Ok(17), Ok(0))
+        );
         for wrong in ["", "soon", "-1s", "3 fortnights", "nan"] {
             assert!(read(wrong).unwrap_err().contains("is not a time such as"), "{wrong}");
         }

@@ -38,7 +38,9 @@ impl Topology {
         let message = serde_json::to_vec(&here).map_err(|e| Error::internal(e.to_string()))?;
         let messages = world.gather_bytes(message).wait()?;
         let places = messages.iter().map(|bytes| serde_json::from_slice(bytes));
-        let places = places.collect::<Result<_, _>>().map_err(|e| Error::comm(format!("a rank's place: {e}")))?;
+        let places = places
+            .collect::<Result<_, _>>()
+            .map_err(|e| Error::comm(format!("a rank's place: {e}")))?;
         Ok(Self { places, rank: world.rank() })
     }
 
@@ -62,11 +64,16 @@ impl Topology {
         self.places.iter().map(|place| place.host.clone()).collect()
     }
 
-    /// Whether cores of this rank's node are left to no rank: mpirun binds each rank of a small job to one core.
+    /// Whether cores of this rank's node are left to no rank: mpirun binds each rank of a small job
+    /// to one core.
     pub fn has_spare_cores(&self) -> bool {
         let here = self.here();
-        let used: BTreeSet<_> =
-            self.places.iter().filter(|place| place.host == here.host).flat_map(|place| &place.cores).collect();
+        let used: BTreeSet<_> = self
+            .places
+            .iter()
+            .filter(|place| place.host == here.host)
+            .flat_map(|place| &place.cores)
+            .collect();
         let online = std::fs::read_to_string("/sys/devices/system/cpu/online").unwrap_or_default();
         parse_list(online.trim()).is_some_and(|online| online.len() > used.len())
     }
@@ -81,18 +88,20 @@ impl Topology {
         self.places.iter().map(|place| &place.host).collect::<BTreeSet<_>>().len()
     }
 
-    /// Compute threads for this rank: its cores, shared with the ranks of its node that may use them too, but no more than the quota of
-    /// its control group keeps busy.
+    /// Compute threads for this rank: its cores, shared with the ranks of its node that may use
+    /// them too, but no more than the quota of its control group keeps busy.
     pub fn threads(&self) -> usize {
         let here = self.here();
-        let shares = |other: &&Place| other.host == here.host && !other.cores.is_disjoint(&here.cores);
+        let shares =
+            |other: &&Place| other.host == here.host && !other.cores.is_disjoint(&here.cores);
         let sharers = self.places.iter().filter(shares).count().max(1);
         let of_cores = (here.cores.len() / sharers).max(1);
         let in_group = |other: &&Place| {
             let group = |place: &Place| place.quota.map(|quota| quota.group);
             other.host == here.host && group(other) == group(here)
         };
-        let of_quota = here.quota.map(|quota| quota.cpus(self.places.iter().filter(in_group).count()));
+        let of_quota =
+            here.quota.map(|quota| quota.cpus(self.places.iter().filter(in_group).count()));
         of_cores.min(of_quota.unwrap_or(usize::MAX))
     }
 }
@@ -104,7 +113,9 @@ fn allowed_cores() -> BTreeSet<usize> {
         parse_list(line.trim())
     });
     // Without /proc the numbers are unknown; the count is not.
-    listed.unwrap_or_else(|| (0..std::thread::available_parallelism().map_or(1, usize::from)).collect())
+    listed.unwrap_or_else(|| {
+        (0..std::thread::available_parallelism().map_or(1, usize::from)).collect()
+    })
 }
 
 /// `0-2,5` as a set.
@@ -126,7 +137,9 @@ fn list(cores: &BTreeSet<usize>) -> String {
             _ => runs.push((core, core)),
         }
     }
-    let run = |(first, last): (usize, usize)| if first == last { first.to_string() } else { format!("{first}-{last}") };
+    let run = |(first, last): (usize, usize)| {
+        if first == last { first.to_string() } else { format!("{first}-{last}") }
+    };
     runs.into_iter().map(run).collect::<Vec<_>>().join(",")
 }
 
@@ -135,7 +148,11 @@ mod tests {
     use super::*;
 
     fn threads(masks: &[(&str, &str)], rank: usize) -> usize {
-        Topology { places: masks.iter().map(|(host, cores)| place(host, cores, None)).collect(), rank }.threads()
+        Topology {
+            places: masks.iter().map(|(host, cores)| place(host, cores, None)).collect(),
+            rank,
+        }
+        .threads()
     }
 
     fn place(host: &str, cores: &str, quota: Option<CpuQuota>) -> Place {

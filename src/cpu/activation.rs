@@ -65,7 +65,8 @@ fn scale(threads: &Threads, x: &[f32], dy: &mut [f32], slope: impl Fn(f32) -> f3
 }
 
 pub fn forward(threads: &Threads, f: Activation, x: &[f32], y: &mut [f32]) {
-    // All of them inlined: a function called from a vector loop would be compiled for the oldest machine.
+    // All of them inlined: a function called from a vector loop would be compiled for the oldest
+    // machine.
     match f {
         Activation::Relu => map(
             threads,

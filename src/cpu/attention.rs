@@ -1,10 +1,11 @@
 //! Causal multi-head attention whose memory is linear in the context.
 //!
-//! Each (sequence, head) is one task. Queries go in blocks, whose scores lie transposed, a row of them for each key: so a
-//! vector has the scores of some queries for one key, and maxima and sums of the softmax are those of whole vectors. The
-//! scores of a block are kept until its output is summed; the backward computes them again from the saved
-//! log-denominators (Dao et al., "FlashAttention", 2022). All products are those of [`tile`](super::small_gemm), which skip most of
-//! what the mask hides. A query's output has the same bits with any other queries in its block.
+//! Each (sequence, head) is one task. Queries go in blocks, whose scores lie transposed, a row of
+//! them for each key: so a vector has the scores of some queries for one key, and maxima and sums
+//! of the softmax are those of whole vectors. The scores of a block are kept until its output is
+//! summed; the backward computes them again from the saved log-denominators (Dao et al.,
+//! "FlashAttention", 2022). All products are those of [`tile`](super::small_gemm), which skip most
+//! of what the mask hides. A query's output has the same bits with any other queries in its block.
 
 use std::cell::RefCell;
 use std::f32::consts::LOG2_E;
@@ -18,7 +19,9 @@ use rayon::prelude::*;
 use super::Cpu;
 use super::math::{exp2s, max, vectors};
 use super::nontemporal::prefetch;
-use super::small_gemm::{ByColumns, ByRows, COLUMNS, ROWS, Strip, pack, panels, products, turn, unpack, vectors_of};
+use super::small_gemm::{
+    ByColumns, ByRows, COLUMNS, ROWS, Strip, pack, panels, products, turn, unpack, vectors_of,
+};
 use super::threads::{Threads, list};
 use hpctrain_base::error::Result;
 use hpctrain_device::{Attention, AttentionOps, KernelCost};
@@ -31,7 +34,8 @@ const ENOUGH: usize = 2;
 
 /// Numbers of the queries of a block.
 const NUMBERS: Strip = {
-    let (mut numbers, mut i) = ([0.0; COLUMNS], 0);
+    let mut numbers = [0.0; COLUMNS];
+    let mut i = 0;
     while i < COLUMNS {
         numbers[i] = i as f32;
         i += 1;
@@ -42,7 +46,8 @@ const NUMBERS: Strip = {
 const NOTHING: Strip = Strip([0.0; COLUMNS]);
 
 thread_local! {
-    /// Packed operands and scores of a task; kept, because a fresh allocation would fault page by page.
+    /// Packed operands and scores of a task; kept, because a fresh allocation would fault page by
+    /// page.
     static SCRATCH: RefCell<Vec<Strip>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -83,7 +88,14 @@ fn write<S: Simd>(
     rows: Range<usize>,
 ) {
     for (i, row) in (rows.start..rows.end.min(to.nrows())).enumerate() {
-        unpack(simd, from, height, i, factor(i), to.row_mut(row).into_slice().expect("columns side by side"));
+        unpack(
+            simd,
+            from,
+            height,
+            i,
+            factor(i),
+            to.row_mut(row).into_slice().expect("columns side by side"),
+        );
     }
 }
 
@@ -102,7 +114,13 @@ impl<'a> Rows<'a> {
     }
 
     /// One of so many sequences' rows, and its columns from `first` on.
-    fn of_sequence(shape: Attention, x: &'a [f32], sequence: usize, stride: usize, first: usize) -> Self {
+    fn of_sequence(
+        shape: Attention,
+        x: &'a [f32],
+        sequence: usize,
+        stride: usize,
+        first: usize,
+    ) -> Self {
         let len = shape.time * stride;
         Self { x: &x[sequence * len..][..len], stride, first, width: shape.head_width }
     }
@@ -110,13 +128,20 @@ impl<'a> Rows<'a> {
     /// One head of queries, and the keys and values that it sees, of packed rows.
     fn of_head(shape: Attention, qkv: &'a [f32], sequence: usize, head: usize) -> [Self; 3] {
         let key = shape.heads + head / shape.group();
-        [head, key, key + shape.kv_heads]
-            .map(|place| Self::of_sequence(shape, qkv, sequence, shape.packed_width(), place * shape.head_width))
+        [head, key, key + shape.kv_heads].map(|place| {
+            Self::of_sequence(shape, qkv, sequence, shape.packed_width(), place * shape.head_width)
+        })
     }
 
     /// One head of results.
     fn of_results(shape: Attention, y: &'a [f32], sequence: usize, head: usize) -> Self {
-        Self::of_sequence(shape, y, sequence, shape.heads * shape.head_width, head * shape.head_width)
+        Self::of_sequence(
+            shape,
+            y,
+            sequence,
+            shape.heads * shape.head_width,
+            head * shape.head_width,
+        )
     }
 
     fn row(self, i: usize) -> &'a [f32] {
@@ -135,7 +160,8 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Rows of the next block, asked for a few at a time while this one is computed: more than a core can wait for would hold it up.
+/// Rows of the next block, asked for a few at a time while this one is computed: more than a core
+/// can wait for would hold it up.
 struct Ahead<'a, const N: usize> {
     operands: [Rows<'a>; N],
     rows: Range<usize>,
@@ -143,8 +169,15 @@ struct Ahead<'a, const N: usize> {
 }
 
 impl<'a, const N: usize> Ahead<'a, N> {
-    /// Those after a block of a task, in so many steps; the next `task` begins with a block that ends with row number `end`.
-    fn new(block: &Block, operands: [Rows<'a>; N], task: [Rows<'a>; N], end: usize, steps: usize) -> Self {
+    /// Those after a block of a task, in so many steps; the next `task` begins with a block that
+    /// ends with row number `end`.
+    fn new(
+        block: &Block,
+        operands: [Rows<'a>; N],
+        task: [Rows<'a>; N],
+        end: usize,
+        steps: usize,
+    ) -> Self {
         let t = operands[0].x.len() / operands[0].stride;
         let (operands, rows) = match block.last < t {
             true => (operands, block.last..t.min(block.last + COLUMNS)),
@@ -156,7 +189,9 @@ impl<'a, const N: usize> Ahead<'a, N> {
     #[inline(always)]
     fn step(&mut self) {
         for i in self.rows.by_ref().take(self.step) {
-            self.operands.iter().for_each(|rows| prefetch(rows.x, i * rows.stride + rows.first, rows.width));
+            self.operands
+                .iter()
+                .for_each(|rows| prefetch(rows.x, i * rows.stride + rows.first, rows.width));
         }
     }
 }
@@ -203,9 +238,17 @@ impl Block {
         self.blind(key) / S::F32_LANES..self.len().div_ceil(S::F32_LANES)
     }
 
-    /// `scores` of vector number `vector` for one key, with `other` where the key comes after the query.
+    /// `scores` of vector number `vector` for one key, with `other` where the key comes after the
+    /// query.
     #[inline(always)]
-    fn mask<S: Simd>(&self, simd: S, scores: S::f32s, vector: usize, key: usize, other: f32) -> S::f32s {
+    fn mask<S: Simd>(
+        &self,
+        simd: S,
+        scores: S::f32s,
+        vector: usize,
+        key: usize,
+        other: f32,
+    ) -> S::f32s {
         if key <= self.first {
             return scores;
         }
@@ -232,9 +275,13 @@ impl WithSimd for Forward<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(mut self, simd: S) {
-        let (t, w, scale) = (self.shape.time, self.shape.head_width, scale(self.shape));
-        let (height, panels) = (t.next_multiple_of(COLUMNS), panels(w));
-        let (all, few) = (panels * height, panels * COLUMNS);
+        let t = self.shape.time;
+        let w = self.shape.head_width;
+        let scale = scale(self.shape);
+        let height = t.next_multiple_of(COLUMNS);
+        let panels = panels(w);
+        let all = panels * height;
+        let few = panels * COLUMNS;
         let sizes = [all, all, few, few, height, panels * ROWS, 1, PARTS];
         let [k, v, q_rows, q_turned, p, y, tops, totals] = parts(self.scratch, sizes);
         let [q, keys, values] = self.qkv;
@@ -248,7 +295,16 @@ impl WithSimd for Forward<'_> {
             let here = block.first - self.from;
             if block.len() == 1 {
                 let scores = &mut p[..block.last.div_ceil(COLUMNS)];
-                let (factor, lse) = alone(simd, self.shape, block.last, [k, v, q_rows], height, q_turned, scores, y);
+                let (factor, lse) = alone(
+                    simd,
+                    self.shape,
+                    block.last,
+                    [k, v, q_rows],
+                    height,
+                    q_turned,
+                    scores,
+                    y,
+                );
                 self.lse[here] = lse;
                 write(simd, y, ROWS, |_| factor, &mut self.y, here..here + 1);
                 continue;
@@ -256,19 +312,36 @@ impl WithSimd for Forward<'_> {
             turn(q_rows, q_turned);
             let q_turned = &q_turned[..w];
             let steps = 2 * block.keys().count() + block.len().div_ceil(ROWS);
-            let mut ahead = Ahead::new(&block, self.qkv, self.next, t.min(self.from + COLUMNS), steps);
+            let mut ahead =
+                Ahead::new(&block, self.qkv, self.next, t.min(self.from + COLUMNS), steps);
             tops.fill(Strip([f32::NEG_INFINITY; COLUMNS]));
             totals.fill(NOTHING);
             for key in block.keys() {
                 ahead.step();
-                let (vectors, p) = (block.vectors::<S>(key), &mut p[key..key + ROWS]);
-                let scores = ByRows { a: k, height, row: key, b: q_turned, from: 0, to: &mut *p, add: false };
+                let vectors = block.vectors::<S>(key);
+                let p = &mut p[key..key + ROWS];
+                let scores = ByRows {
+                    a: k,
+                    height,
+                    row: key,
+                    b: q_turned,
+                    from: 0,
+                    to: &mut *p,
+                    add: false,
+                };
                 scores.compute(simd, vectors.clone());
                 raise(simd, &block, key, vectors, p, &mut tops[0]);
             }
             for key in block.keys() {
                 ahead.step();
-                exponentials(simd, block.vectors::<S>(key), scale, &mut p[key..key + ROWS], &tops[0], totals);
+                exponentials(
+                    simd,
+                    block.vectors::<S>(key),
+                    scale,
+                    &mut p[key..key + ROWS],
+                    &tops[0],
+                    totals,
+                );
             }
             sum_parts(simd, totals);
             for (i, lse) in self.lse[here..][..block.len()].iter_mut().enumerate() {
@@ -277,20 +350,33 @@ impl WithSimd for Forward<'_> {
             for group in (0..block.len()).step_by(ROWS) {
                 ahead.step();
                 let keys = block.keys_of(group);
-                for (panel, (v, y)) in v.chunks_exact(height).zip(y.chunks_exact_mut(ROWS)).enumerate() {
+                for (panel, (v, y)) in
+                    v.chunks_exact(height).zip(y.chunks_exact_mut(ROWS)).enumerate()
+                {
                     let output = ByColumns { a: &p[..keys], column: group, b: &v[..keys], to: y };
                     output.compute(simd, vectors_of::<S>(w, panel));
                 }
-                write(simd, y, ROWS, |i| totals[1].0[group + i], &mut self.y, here + group..here + group + ROWS);
+                write(
+                    simd,
+                    y,
+                    ROWS,
+                    |i| totals[1].0[group + i],
+                    &mut self.y,
+                    here + group..here + group + ROWS,
+                );
             }
         }
     }
 }
 
-/// As a block of one query, which sees so many keys and is the first of the packed ones, with the same bits: here the scores lie in
-/// a row. Leaves the output but for a factor in the first strips of `y`; returns the factor and the log-denominator.
+/// As a block of one query, which sees so many keys and is the first of the packed ones, with the
+/// same bits: here the scores lie in a row. Leaves the output but for a factor in the first strips
+/// of `y`; returns the factor and the log-denominator.
 #[inline(always)]
-#[expect(clippy::too_many_arguments, reason = "one argument for each operand and each part of the scratch")]
+#[expect(
+    clippy::too_many_arguments,
+    reason = "one argument for each operand and each part of the scratch"
+)]
 fn alone<S: Simd>(
     simd: S,
     shape: Attention,
@@ -301,20 +387,24 @@ fn alone<S: Simd>(
     scores: &mut [Strip],
     y: &mut [Strip],
 ) -> (f32, f32) {
-    let (w, scale, whole) = (shape.head_width, scale(shape), 0..COLUMNS / S::F32_LANES);
+    let w = shape.head_width;
+    let scale = scale(shape);
+    let whole = 0..COLUMNS / S::F32_LANES;
     for (strip, scores) in scores.chunks_exact_mut(1).enumerate() {
         for (k, turned) in k.chunks_exact(height).zip(turned.chunks_exact_mut(COLUMNS)) {
             turn(&k[strip * COLUMNS..][..COLUMNS], turned);
         }
         let b = &turned[..w];
-        let product = ByRows { a: q, height: COLUMNS, row: 0, b, from: 0, to: &mut *scores, add: false };
+        let product =
+            ByRows { a: q, height: COLUMNS, row: 0, b, from: 0, to: &mut *scores, add: false };
         product.compute_row(simd, whole.clone());
     }
     let flat: &mut [f32] = bytemuck::cast_slice_mut(scores);
     flat[keys..].fill(f32::NEG_INFINITY);
     let top = max(flat);
     let factor = scale * LOG2_E;
-    let (factors, tops) = (simd.splat_f32s(factor), simd.splat_f32s(-(top * factor)));
+    let factors = simd.splat_f32s(factor);
+    let tops = simd.splat_f32s(-(top * factor));
     for scores in &mut *scores {
         for x in scores.vectors_mut::<S>() {
             *x = exp2s(simd, simd.mul_add_f32s(*x, factors, tops));
@@ -330,15 +420,24 @@ fn alone<S: Simd>(
     }
     let total = (parts[0] + parts[1]) + (parts[2] + parts[3]);
     for (panel, (v, y)) in v.chunks_exact(height).zip(y.chunks_exact_mut(ROWS)).enumerate() {
-        let output = ByRows { a: &*scores, height: 1, row: 0, b: &v[..keys], from: 0, to: y, add: false };
+        let output =
+            ByRows { a: &*scores, height: 1, row: 0, b: &v[..keys], from: 0, to: y, add: false };
         output.compute_row(simd, vectors_of::<S>(w, panel));
     }
     (1.0 / total, top * scale + total.ln())
 }
 
-/// Hides scores of the keys that come after a query, and raises each query's maximum to the others; NaN is passed over.
+/// Hides scores of the keys that come after a query, and raises each query's maximum to the others;
+/// NaN is passed over.
 #[inline(always)]
-fn raise<S: Simd>(simd: S, block: &Block, key: usize, vectors: Range<usize>, scores: &mut [Strip], tops: &mut Strip) {
+fn raise<S: Simd>(
+    simd: S,
+    block: &Block,
+    key: usize,
+    vectors: Range<usize>,
+    scores: &mut [Strip],
+    tops: &mut Strip,
+) {
     for vector in vectors {
         let mut top = tops.vectors::<S>()[vector];
         for (i, scores) in scores.iter_mut().enumerate() {
@@ -350,7 +449,8 @@ fn raise<S: Simd>(simd: S, block: &Block, key: usize, vectors: Range<usize>, sco
     }
 }
 
-/// Turns a group's scores into exponentials, and adds them to the totals, key after key to one after the other.
+/// Turns a group's scores into exponentials, and adds them to the totals, key after key to one
+/// after the other.
 #[inline(always)]
 fn exponentials<S: Simd>(
     simd: S,
@@ -366,7 +466,8 @@ fn exponentials<S: Simd>(
         let top = simd.neg_f32s(simd.mul_f32s(tops.vectors::<S>()[vector], scale));
         for scores in scores.chunks_exact_mut(PARTS) {
             for (scores, total) in scores.iter_mut().zip(&mut *totals) {
-                let (x, total) = (&mut scores.vectors_mut::<S>()[vector], &mut total.vectors_mut::<S>()[vector]);
+                let x = &mut scores.vectors_mut::<S>()[vector];
+                let total = &mut total.vectors_mut::<S>()[vector];
                 *x = exp2s(simd, simd.mul_add_f32s(*x, scale, top));
                 *total = simd.add_f32s(*total, *x);
             }
@@ -402,12 +503,46 @@ impl WithSimd for Backward<'_, '_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(mut self, simd: S) {
-        let (t, w, scale) = (self.shape.time, self.shape.head_width, scale(self.shape));
-        let (height, panels) = (t.next_multiple_of(ROWS), panels(w));
-        let (group, all, few) = (self.shape.group(), panels * height, panels * COLUMNS);
-        let sizes = [all, all, all, all, few, few, few, few, ROWS, height, panels * ROWS, 2, COLUMNS, COLUMNS];
-        let [k, v, dk, dv, q_turned, dy_turned, q_rows, dy_rows, p, ds, dq_strips, of_queries, of_each, turned] =
-            parts(self.scratch, sizes);
+        let t = self.shape.time;
+        let w = self.shape.head_width;
+        let scale = scale(self.shape);
+        let height = t.next_multiple_of(ROWS);
+        let panels = panels(w);
+        let group = self.shape.group();
+        let all = panels * height;
+        let few = panels * COLUMNS;
+        let sizes = [
+            all,
+            all,
+            all,
+            all,
+            few,
+            few,
+            few,
+            few,
+            ROWS,
+            height,
+            panels * ROWS,
+            2,
+            COLUMNS,
+            COLUMNS,
+        ];
+        let [
+            k,
+            v,
+            dk,
+            dv,
+            q_turned,
+            dy_turned,
+            q_rows,
+            dy_rows,
+            p,
+            ds,
+            dq_strips,
+            of_queries,
+            of_each,
+            turned,
+        ] = parts(self.scratch, sizes);
         for (shared, dq) in self.dqs.iter_mut().enumerate() {
             let [q, keys, values, y, dy] = (self.heads)(shared);
             for block in Block::all(0..t) {
@@ -418,15 +553,18 @@ impl WithSimd for Backward<'_, '_> {
                 }
                 let steps = 4 * block.keys().count() + block.len().div_ceil(ROWS);
                 let operands = [q, keys, values, y, dy];
-                let mut ahead = Ahead::new(&block, operands, (self.heads)(shared + 1), t.min(COLUMNS), steps);
+                let mut ahead =
+                    Ahead::new(&block, operands, (self.heads)(shared + 1), t.min(COLUMNS), steps);
                 let is_last = shared + 1 == group && block.last == t;
                 let [q, y, dy] = [q, y, dy].map(|x| x.part(block.range()));
                 q.pack(q_rows, COLUMNS);
                 dy.pack(dy_rows, COLUMNS);
                 turn(q_rows, q_turned);
                 turn(dy_rows, dy_turned);
-                let (q_turned, dy_turned) = (&q_turned[..w], &dy_turned[..w]);
-                of_queries[0].0[..block.len()].copy_from_slice(&self.lse[shared * t..][block.first..block.last]);
+                let q_turned = &q_turned[..w];
+                let dy_turned = &dy_turned[..w];
+                of_queries[0].0[..block.len()]
+                    .copy_from_slice(&self.lse[shared * t..][block.first..block.last]);
                 for (i, products_of) in of_each.iter_mut().take(block.len()).enumerate() {
                     *products_of = products(simd, y.row(i), dy.row(i));
                 }
@@ -434,21 +572,49 @@ impl WithSimd for Backward<'_, '_> {
                 of_queries[1] = sum_strips(simd, turned);
                 for key in block.keys() {
                     ahead.step();
-                    let (vectors, ds) = (block.vectors::<S>(key), &mut ds[key..key + ROWS]);
-                    let scores = ByRows { a: k, height, row: key, b: q_turned, from: 0, to: &mut *p, add: false };
+                    let vectors = block.vectors::<S>(key);
+                    let ds = &mut ds[key..key + ROWS];
+                    let scores = ByRows {
+                        a: k,
+                        height,
+                        row: key,
+                        b: q_turned,
+                        from: 0,
+                        to: &mut *p,
+                        add: false,
+                    };
                     scores.compute(simd, vectors.clone());
                     ahead.step();
-                    let weights = ByRows { a: v, height, row: key, b: dy_turned, from: 0, to: &mut *ds, add: false };
+                    let weights = ByRows {
+                        a: v,
+                        height,
+                        row: key,
+                        b: dy_turned,
+                        from: 0,
+                        to: &mut *ds,
+                        add: false,
+                    };
                     weights.compute(simd, vectors.clone());
                     differentiate(simd, &block, key, vectors, scale, [p, ds], of_queries);
-                    // The first block that sees the keys overwrites their gradients, the later ones add.
+                    // The first block that sees the keys overwrites their gradients, the later ones
+                    // add.
                     let add = shared > 0 || key < block.first;
-                    for (a, rows, sums) in [(&*p, &*dy_rows, &mut *dv), (&*ds, &*q_rows, &mut *dk)] {
+                    for (a, rows, sums) in [(&*p, &*dy_rows, &mut *dv), (&*ds, &*q_rows, &mut *dk)]
+                    {
                         ahead.step();
                         let both = rows.chunks_exact(COLUMNS).zip(sums.chunks_exact_mut(height));
                         for (panel, (rows, sums)) in both.enumerate() {
-                            let (b, to) = (&rows[..block.len()], &mut sums[key..key + ROWS]);
-                            let gradient = ByRows { a, height: ROWS, row: 0, b, from: block.blind(key), to, add };
+                            let b = &rows[..block.len()];
+                            let to = &mut sums[key..key + ROWS];
+                            let gradient = ByRows {
+                                a,
+                                height: ROWS,
+                                row: 0,
+                                b,
+                                from: block.blind(key),
+                                to,
+                                add,
+                            };
                             gradient.compute(simd, vectors_of::<S>(w, panel));
                         }
                     }
@@ -460,11 +626,21 @@ impl WithSimd for Backward<'_, '_> {
                 for group in (0..block.len()).step_by(ROWS) {
                     ahead.step();
                     let keys = block.keys_of(group);
-                    for (panel, (k, dq)) in k.chunks_exact(height).zip(dq_strips.chunks_exact_mut(ROWS)).enumerate() {
-                        let gradient = ByColumns { a: &ds[..keys], column: group, b: &k[..keys], to: dq };
+                    for (panel, (k, dq)) in
+                        k.chunks_exact(height).zip(dq_strips.chunks_exact_mut(ROWS)).enumerate()
+                    {
+                        let gradient =
+                            ByColumns { a: &ds[..keys], column: group, b: &k[..keys], to: dq };
                         gradient.compute(simd, vectors_of::<S>(w, panel));
                     }
-                    write(simd, dq_strips, ROWS, |_| scale, dq, block.first + group..block.first + group + ROWS);
+                    write(
+                        simd,
+                        dq_strips,
+                        ROWS,
+                        |_| scale,
+                        dq,
+                        block.first + group..block.first + group + ROWS,
+                    );
                 }
             }
         }
@@ -488,7 +664,8 @@ fn sum_strips<S: Simd>(simd: S, strips: &[Strip]) -> Strip {
     sum
 }
 
-/// Turns a group's scores into probabilities, and the gradients of these into those of the scores, but for the scale.
+/// Turns a group's scores into probabilities, and the gradients of these into those of the scores,
+/// but for the scale.
 #[inline(always)]
 fn differentiate<S: Simd>(
     simd: S,
@@ -505,7 +682,8 @@ fn differentiate<S: Simd>(
         let lse = simd.mul_f32s(of_queries[0].vectors::<S>()[vector], simd.splat_f32s(-LOG2_E));
         let dot = simd.neg_f32s(of_queries[1].vectors::<S>()[vector]);
         for (i, (scores, gradients)) in scores.iter_mut().zip(&mut *gradients).enumerate() {
-            let (p, d) = (&mut scores.vectors_mut::<S>()[vector], &mut gradients.vectors_mut::<S>()[vector]);
+            let p = &mut scores.vectors_mut::<S>()[vector];
+            let d = &mut gradients.vectors_mut::<S>()[vector];
             *p = exp2s(simd, simd.mul_add_f32s(*p, scale, lse));
             *p = block.mask(simd, *p, vector, key + i, 0.0);
             *d = simd.mul_f32s(*p, simd.add_f32s(*d, dot));
@@ -530,22 +708,37 @@ fn each_task<S: Send, T: Send, I: Iterator<Item = T>>(
             tasks(part).enumerate().for_each(|(i, task)| f(sequence, i, task));
         });
     }
-    let of_sequence = |(sequence, part)| tasks(part).enumerate().map(move |(i, task)| (sequence, i, task));
+    let of_sequence =
+        |(sequence, part)| tasks(part).enumerate().map(move |(i, task)| (sequence, i, task));
     let all: Vec<_> = list(sequences).into_iter().flat_map(of_sequence).collect();
     threads.each(all, |(sequence, i, task)| f(sequence, i, task));
 }
 
 /// Of every sequence the positions from `from` on.
-pub fn forward(threads: &Threads, shape: Attention, from: usize, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) {
-    let (rows, width) = (shape.time - from, shape.heads * shape.head_width);
-    let sequences = y.par_chunks_exact_mut(rows * width).zip(lse.par_chunks_exact_mut(rows * shape.heads));
+pub fn forward(
+    threads: &Threads,
+    shape: Attention,
+    from: usize,
+    qkv: &[f32],
+    y: &mut [f32],
+    lse: &mut [f32],
+) {
+    let rows = shape.time - from;
+    let width = shape.heads * shape.head_width;
+    let sequences =
+        y.par_chunks_exact_mut(rows * width).zip(lse.par_chunks_exact_mut(rows * shape.heads));
     // A task is one head.
-    let tasks = |(y, lse)| columns(y, width, shape.head_width).into_iter().zip(<[f32]>::chunks_mut(lse, rows));
+    let tasks = |(y, lse)| {
+        columns(y, width, shape.head_width).into_iter().zip(<[f32]>::chunks_mut(lse, rows))
+    };
     each_task(threads, sequences, tasks, |sequence, head, (y, lse)| {
         let of_task = |i: usize| Rows::of_head(shape, qkv, i / shape.heads, i % shape.heads);
         let i = sequence * shape.heads + head;
-        let (qkv, next) = (of_task(i), of_task((i + 1).min(shape.batch * shape.heads - 1)));
-        SCRATCH.with_borrow_mut(|scratch| vectors(Forward { shape, from, qkv, next, y, lse, scratch }));
+        let qkv = of_task(i);
+        let next = of_task((i + 1).min(shape.batch * shape.heads - 1));
+        SCRATCH.with_borrow_mut(|scratch| {
+            vectors(Forward { shape, from, qkv, next, y, lse, scratch })
+        });
     });
 }
 
@@ -558,33 +751,51 @@ pub fn backward(
     dy: &[f32],
     dqkv: &mut [f32],
 ) {
-    let (t, w, width) = (shape.time, shape.head_width, shape.packed_width());
-    // A task is one head of keys and values, with the heads of queries that share it one after the other.
+    let t = shape.time;
+    let w = shape.head_width;
+    let width = shape.packed_width();
+    // A task is one head of keys and values, with the heads of queries that share it one after the
+    // other.
     let group = shape.group();
     let tasks = |rows| {
         let mut dq = columns(rows, width, w);
         let mut dk = dq.split_off(shape.heads);
         let dv = dk.split_off(shape.kv_heads);
         let mut dq = dq.into_iter();
-        let groups: Vec<Vec<_>> = (0..shape.kv_heads).map(|_| dq.by_ref().take(group).collect()).collect();
+        let groups: Vec<Vec<_>> =
+            (0..shape.kv_heads).map(|_| dq.by_ref().take(group).collect()).collect();
         groups.into_iter().zip(dk).zip(dv)
     };
-    each_task(threads, dqkv.par_chunks_exact_mut(t * width), tasks, |sequence, key, ((dqs, dk), dv)| {
-        let first = sequence * shape.heads + key * group;
-        let heads = |shared: usize| {
-            let head = (first + shared).min(shape.batch * shape.heads - 1);
-            let (sequence, head) = (head / shape.heads, head % shape.heads);
-            let [q, keys, values] = Rows::of_head(shape, qkv, sequence, head);
-            let [y, dy] = [y, dy].map(|x| Rows::of_results(shape, x, sequence, head));
-            [q, keys, values, y, dy]
-        };
-        let lse = &lse[first * t..][..group * t];
-        SCRATCH.with_borrow_mut(|scratch| vectors(Backward { shape, heads: &heads, lse, dqs, dk, dv, scratch }));
-    });
+    each_task(
+        threads,
+        dqkv.par_chunks_exact_mut(t * width),
+        tasks,
+        |sequence, key, ((dqs, dk), dv)| {
+            let first = sequence * shape.heads + key * group;
+            let heads = |shared: usize| {
+                let head = (first + shared).min(shape.batch * shape.heads - 1);
+                let sequence = head / shape.heads;
+                let head = head % shape.heads;
+                let [q, keys, values] = Rows::of_head(shape, qkv, sequence, head);
+                let [y, dy] = [y, dy].map(|x| Rows::of_results(shape, x, sequence, head));
+                [q, keys, values, y, dy]
+            };
+            let lse = &lse[first * t..][..group * t];
+            SCRATCH.with_borrow_mut(|scratch| {
+                vectors(Backward { shape, heads: &heads, lse, dqs, dk, dv, scratch })
+            });
+        },
+    );
 }
 
 impl AttentionOps for Cpu {
-    fn attention(&self, shape: Attention, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) -> Result<()> {
+    fn attention(
+        &self,
+        shape: Attention,
+        qkv: &[f32],
+        y: &mut [f32],
+        lse: &mut [f32],
+    ) -> Result<()> {
         let _launch = self.launched(KernelCost::attention(shape));
         forward(&self.threads, shape, 0, qkv, y, lse);
         Ok(())
@@ -637,7 +848,13 @@ mod tests {
     ];
 
     fn shapes() -> impl Iterator<Item = Attention> {
-        let of = |(time, heads, kv_heads, head_width)| Attention { batch: 1, time, heads, kv_heads, head_width };
+        let of = |(time, heads, kv_heads, head_width)| Attention {
+            batch: 1,
+            time,
+            heads,
+            kv_heads,
+            head_width,
+        };
         SHAPES.into_iter().map(of)
     }
 
@@ -663,10 +880,12 @@ mod tests {
     #[test]
     fn a_position_has_the_same_bits_with_any_others() {
         for shape in shapes() {
-            let (t, d) = (shape.time, shape.heads * shape.head_width);
+            let t = shape.time;
+            let d = shape.heads * shape.head_width;
             let qkv = random(1, t * shape.packed_width());
             let [y, lse] = computed(shape, 0, &qkv);
-            let firsts = [1, 7, 8, 15, 31, 32, 33, 60, t - 1].into_iter().filter(|first| *first < t);
+            let firsts =
+                [1, 7, 8, 15, 31, 32, 33, 60, t - 1].into_iter().filter(|first| *first < t);
             for first in firsts {
                 let [later, of_later] = computed(shape, first, &qkv);
                 assert_eq!(bits(&later), bits(&y[first * d..]), "{shape:?} from {first}");
@@ -683,14 +902,27 @@ mod tests {
 
     /// Output, log-denominators and gradients, by one kind of vectors.
     fn by<S: Simd>(simd: S, shape: Attention, [qkv, dy]: [&[f32]; 2]) -> [Vec<f32>; 3] {
-        let (t, w, group, mut scratch) = (shape.time, shape.head_width, shape.group(), Vec::new());
+        let t = shape.time;
+        let w = shape.head_width;
+        let group = shape.group();
+        let mut scratch = Vec::new();
         let mut y = vec![f32::NAN; t * shape.heads * w];
         let mut lse = vec![f32::NAN; shape.heads * t];
-        let heads =
-            y.chunks_exact_mut(t * shape.heads * w).flat_map(|y| columns(y, shape.heads * w, w)).zip(lse.chunks_mut(t));
+        let heads = y
+            .chunks_exact_mut(t * shape.heads * w)
+            .flat_map(|y| columns(y, shape.heads * w, w))
+            .zip(lse.chunks_mut(t));
         for (head, (y, lse)) in heads.enumerate() {
             let qkv = Rows::of_head(shape, qkv, 0, head);
-            simd.vectorize(Forward { shape, from: 0, qkv, next: qkv, y, lse, scratch: &mut scratch });
+            simd.vectorize(Forward {
+                shape,
+                from: 0,
+                qkv,
+                next: qkv,
+                y,
+                lse,
+                scratch: &mut scratch,
+            });
         }
         let mut dqkv = vec![f32::NAN; qkv.len()];
         for dqkv in dqkv.chunks_exact_mut(t * shape.packed_width()) {
@@ -702,10 +934,24 @@ mod tests {
                 let heads = |shared: usize| {
                     let head = (key * group + shared).min(shape.heads - 1);
                     let [q, k, v] = Rows::of_head(shape, qkv, 0, head);
-                    [q, k, v, Rows::of_results(shape, &y, 0, head), Rows::of_results(shape, dy, 0, head)]
+                    [
+                        q,
+                        k,
+                        v,
+                        Rows::of_results(shape, &y, 0, head),
+                        Rows::of_results(shape, dy, 0, head),
+                    ]
                 };
                 let lse = &lse[key * group * t..][..group * t];
-                simd.vectorize(Backward { shape, heads: &heads, lse, dqs, dk, dv, scratch: &mut scratch });
+                simd.vectorize(Backward {
+                    shape,
+                    heads: &heads,
+                    lse,
+                    dqs,
+                    dk,
+                    dv,
+                    scratch: &mut scratch,
+                });
                 dqs = later;
             }
         }
@@ -722,7 +968,10 @@ mod tests {
             backward(&Threads::new(1), shape, &qkv, &y, &lse, &dy, &mut dqkv);
             for (plain, got) in by(pulp::Scalar, shape, [&qkv, &dy]).iter().zip([y, lse, dqkv]) {
                 let most = plain.iter().fold(0.0f32, |most, x| most.max(x.abs()));
-                assert!(plain.iter().zip(got).all(|(a, b)| (a - b).abs() <= 1e-5 * most), "{shape:?}");
+                assert!(
+                    plain.iter().zip(got).all(|(a, b)| (a - b).abs() <= 1e-5 * most),
+                    "{shape:?}"
+                );
             }
         }
     }
@@ -730,7 +979,10 @@ mod tests {
     #[test]
     #[cfg(target_arch = "x86_64")]
     fn vectors_of_any_width_give_the_same_bits() {
-        let (Some(avx2), Some(avx512)) = (pulp::x86::V3::try_new(), pulp::x86::V4::try_new()) else { return };
+        let (Some(avx2), Some(avx512)) = (pulp::x86::V3::try_new(), pulp::x86::V4::try_new())
+        else {
+            return;
+        };
         for shape in shapes() {
             let qkv = random(2, shape.time * shape.packed_width());
             let dy = random(3, shape.time * shape.heads * shape.head_width);

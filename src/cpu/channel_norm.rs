@@ -13,18 +13,21 @@ const PLACES: usize = 256;
 /// Places that a task normalises.
 const ROWS: usize = 64;
 
-/// For every sample and channel the sums of both numbers that `add` adds for a place, of chunks of places first: `add` gets
-/// the sample, the place's range of elements, and a pair of sums for each channel.
+/// For every sample and channel the sums of both numbers that `add` adds for a place, of chunks of
+/// places first: `add` gets the sample, the place's range of elements, and a pair of sums for each
+/// channel.
 fn sums(
     threads: &Threads,
     s: ChannelNormShape,
     mut out: impl FnMut(usize, &[f32]),
     add: impl Fn(usize, std::ops::Range<usize>, &mut [f32], &mut [f32]) + Sync,
 ) {
-    let (width, chunks) = (s.channels, s.places.div_ceil(PLACES));
+    let width = s.channels;
+    let chunks = s.places.div_ceil(PLACES);
     let mut partial = vec![0.0; s.samples * chunks * 2 * width];
     threads.each(partial.par_chunks_mut(2 * width).enumerate(), |(at, sums)| {
-        let (sample, first) = (at / chunks, at % chunks * PLACES);
+        let sample = at / chunks;
+        let first = at % chunks * PLACES;
         let (a, b) = sums.split_at_mut(width);
         simd(
             #[inline(always)]
@@ -47,7 +50,8 @@ fn sums(
 
 pub fn moments(threads: &Threads, s: ChannelNormShape, x: &[f32], moments: &mut [f32]) {
     assert!(x.len() == s.elements() && moments.len() == s.samples * 3 * s.channels);
-    let (width, of_sample) = (s.channels, s.places * s.channels);
+    let width = s.channels;
+    let of_sample = s.places * s.channels;
     let to = |sample: usize, sums: &[f32]| {
         let moments = &mut moments[sample * 3 * width..][..3 * width];
         moments[..width].copy_from_slice(&x[sample * of_sample..][..width]);
@@ -68,7 +72,8 @@ pub fn moments(threads: &Threads, s: ChannelNormShape, x: &[f32], moments: &mut 
     );
 }
 
-/// For every channel of every sample the `N` numbers `of(statistics, channel)`, from the statistics of its group.
+/// For every channel of every sample the `N` numbers `of(statistics, channel)`, from the statistics
+/// of its group.
 fn spread<const N: usize>(
     s: ChannelNormShape,
     of_groups: &[f32],
@@ -76,7 +81,8 @@ fn spread<const N: usize>(
 ) -> Vec<[f32; N]> {
     let each = of_groups.len() / (s.samples * s.groups);
     let channel = |at: usize| {
-        let (sample, channel) = (at / s.channels, at % s.channels);
+        let sample = at / s.channels;
+        let channel = at % s.channels;
         of(&of_groups[(sample * s.groups + channel / s.of_group()) * each..][..each], channel)
     };
     (0..s.samples * s.channels).map(channel).collect()
@@ -96,14 +102,18 @@ pub fn normalise(
     bias: &[f32],
     y: &mut [f32],
 ) {
-    assert!(x.len() == s.elements() && y.len() == x.len() && stats.len() == s.samples * s.groups * 2);
-    let table = spread(s, stats, |stats, channel| [stats[0], stats[1] * weight[channel], bias[channel]]);
+    assert!(
+        x.len() == s.elements() && y.len() == x.len() && stats.len() == s.samples * s.groups * 2
+    );
+    let table =
+        spread(s, stats, |stats, channel| [stats[0], stats[1] * weight[channel], bias[channel]]);
     let task = ROWS * s.channels;
     threads.each(x.par_chunks(task).zip(y.par_chunks_mut(task)).enumerate(), |(i, (x, y))| {
         simd(
             #[inline(always)]
             || {
-                for (row, (x, y)) in x.chunks(s.channels).zip(y.chunks_mut(s.channels)).enumerate() {
+                for (row, (x, y)) in x.chunks(s.channels).zip(y.chunks_mut(s.channels)).enumerate()
+                {
                     let table = of_sample(s, &table, i * task + row * s.channels);
                     for ((y, x), [mean, scale, bias]) in y.iter_mut().zip(x).zip(table) {
                         *y = (x - mean) * scale + bias;
@@ -114,10 +124,21 @@ pub fn normalise(
     });
 }
 
-pub fn backward_sums(threads: &Threads, s: ChannelNormShape, x: &[f32], dy: &[f32], stats: &[f32], to: &mut [f32]) {
-    assert!(x.len() == s.elements() && dy.len() == x.len() && to.len() == s.samples * 2 * s.channels);
+pub fn backward_sums(
+    threads: &Threads,
+    s: ChannelNormShape,
+    x: &[f32],
+    dy: &[f32],
+    stats: &[f32],
+    to: &mut [f32],
+) {
+    assert!(
+        x.len() == s.elements() && dy.len() == x.len() && to.len() == s.samples * 2 * s.channels
+    );
     let table = spread(s, stats, |stats, _| [stats[0], stats[1]]);
-    let out = |sample: usize, sums: &[f32]| to[sample * 2 * s.channels..][..2 * s.channels].copy_from_slice(sums);
+    let out = |sample: usize, sums: &[f32]| {
+        to[sample * 2 * s.channels..][..2 * s.channels].copy_from_slice(sums)
+    };
     sums(
         threads,
         s,
@@ -126,7 +147,9 @@ pub fn backward_sums(threads: &Threads, s: ChannelNormShape, x: &[f32], dy: &[f3
         |_, place, a, b| {
             let stats = of_sample(s, &table, place.start);
             let sums = a.iter_mut().zip(b);
-            for (((&x, &dy), [mean, rstd]), (a, b)) in x[place.clone()].iter().zip(&dy[place]).zip(stats).zip(sums) {
+            for (((&x, &dy), [mean, rstd]), (a, b)) in
+                x[place.clone()].iter().zip(&dy[place]).zip(stats).zip(sums)
+            {
                 *a += dy;
                 *b += dy * ((x - mean) * rstd);
             }
@@ -156,13 +179,16 @@ pub fn backward(
     threads.each(
         x.par_chunks(task).zip(dy.par_chunks(task)).zip(dx.par_chunks_mut(task)).enumerate(),
         |(i, ((x, dy), dx))| {
-            let rows = x.chunks(s.channels).zip(dy.chunks(s.channels)).zip(dx.chunks_mut(s.channels));
+            let rows =
+                x.chunks(s.channels).zip(dy.chunks(s.channels)).zip(dx.chunks_mut(s.channels));
             simd(
                 #[inline(always)]
                 || {
                     for (row, ((x, dy), dx)) in rows.enumerate() {
                         let table = of_sample(s, &table, i * task + row * s.channels);
-                        for (((dx, x), dy), [mean, scale, a, b]) in dx.iter_mut().zip(x).zip(dy).zip(table) {
+                        for (((dx, x), dy), [mean, scale, a, b]) in
+                            dx.iter_mut().zip(x).zip(dy).zip(table)
+                        {
                             *dx = dy * scale - a - (x - mean) * b;
                         }
                     }
@@ -173,7 +199,12 @@ pub fn backward(
 }
 
 impl ChannelOps for Cpu {
-    fn channel_moments(&self, shape: ChannelNormShape, x: &[f32], moments: &mut [f32]) -> Result<()> {
+    fn channel_moments(
+        &self,
+        shape: ChannelNormShape,
+        x: &[f32],
+        moments: &mut [f32],
+    ) -> Result<()> {
         let _launch = self.launched(KernelCost::channel_sums("channels, sums", shape, 1));
         self::moments(&self.threads, shape, x, moments);
         Ok(())
@@ -201,7 +232,8 @@ impl ChannelOps for Cpu {
         stats: &[f32],
         sums: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::channel_sums("channels, gradient's sums", shape, 2));
+        let _launch =
+            self.launched(KernelCost::channel_sums("channels, gradient's sums", shape, 2));
         backward_sums(&self.threads, shape, x, dy, stats, sums);
         Ok(())
     }

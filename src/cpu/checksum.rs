@@ -19,7 +19,8 @@ fn of_chunk(number: usize, x: &[f32]) -> u32 {
         || {
             let mut sum = 0u32;
             for (i, x) in x.iter().enumerate() {
-                sum = sum.wrapping_add(x.to_bits().wrapping_mul(weight(first.wrapping_add(i as u32))));
+                sum = sum
+                    .wrapping_add(x.to_bits().wrapping_mul(weight(first.wrapping_add(i as u32))));
             }
             sum
         },

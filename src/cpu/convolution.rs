@@ -1,4 +1,5 @@
-//! Convolution, tile by tile: some places of the window are unfolded and multiplied while they are in a core's cache.
+//! Convolution, tile by tile: some places of the window are unfolded and multiplied while they are
+//! in a core's cache.
 //!
 //! Tiles, and the parts that gradients of filters are summed in, follow from the shape alone.
 
@@ -14,12 +15,15 @@ use super::im2col_pool::{fold_rows, unfold_rows};
 use super::matrix::{add_rows, matrix, matrix_mut};
 use super::threads::Threads;
 use hpctrain_base::error::Result;
-use hpctrain_device::{Backend, Convolution, ConvolutionOps, Im2colShape, KernelCost, MemoryKind, ops};
+use hpctrain_device::{
+    Backend, Convolution, ConvolutionOps, Im2colShape, KernelCost, MemoryKind, ops,
+};
 
 /// Elements of an unfolded tile: 128 KiB.
 const TILE: usize = 1 << 15;
 
-/// Most elements of filters that tiles are worth it for: each tile reads them all, and each part of a gradient has as many.
+/// Most elements of filters that tiles are worth it for: each tile reads them all, and each part of
+/// a gradient has as many.
 const FILTERS: usize = 1 << 16;
 
 /// Parts in which gradients of filters are summed.
@@ -56,7 +60,13 @@ fn room(scratch: &mut Vec<f32>, len: usize) -> &mut [f32] {
 }
 
 /// Unfolds `rows` places from `first` on for `work`.
-fn unfolded(s: Convolution, first: usize, rows: usize, x: &[f32], work: impl FnOnce(ArrayView2<'_, f32>)) {
+fn unfolded(
+    s: Convolution,
+    first: usize,
+    rows: usize,
+    x: &[f32],
+    work: impl FnOnce(ArrayView2<'_, f32>),
+) {
     UNFOLDED.with_borrow_mut(|scratch| {
         let unfolded = room(scratch, rows * s.seen());
         unfold_rows(&s.window, s.first, s.channels, first, x, unfolded);
@@ -64,14 +74,25 @@ fn unfolded(s: Convolution, first: usize, rows: usize, x: &[f32], work: impl FnO
     });
 }
 
-pub fn forward(threads: &Threads, s: Convolution, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) {
-    let (seen, tile) = (s.seen(), tile(s));
+pub fn forward(
+    threads: &Threads,
+    s: Convolution,
+    x: &[f32],
+    weight: &[f32],
+    bias: &[f32],
+    y: &mut [f32],
+) {
+    let seen = s.seen();
+    let tile = tile(s);
     assert!(x.len() == s.window.elements() && y.len() == s.window.rows() * s.filters, "{s:?}");
     FILTERS_ACROSS.with_borrow_mut(|across| {
         // With the filters side by side no tile needs to pack them.
         let across = room(across, weight.len());
         for (filter, weight) in weight.chunks_exact(seen).enumerate() {
-            weight.iter().zip(across[filter..].iter_mut().step_by(s.filters)).for_each(|(from, to)| *to = *from);
+            weight
+                .iter()
+                .zip(across[filter..].iter_mut().step_by(s.filters))
+                .for_each(|(from, to)| *to = *from);
         }
         let across = matrix(across, seen, s.filters);
         threads.each(y.par_chunks_mut(tile * s.filters).enumerate(), |(i, y)| {
@@ -96,7 +117,8 @@ pub fn backward_weight(
     dweight: &mut [f32],
     dbias: &mut [f32],
 ) {
-    let (seen, tile) = (s.seen(), tile(s));
+    let seen = s.seen();
+    let tile = tile(s);
     assert!(x.len() == s.window.elements() && dy.len() == s.window.rows() * s.filters, "{s:?}");
     let tiles = s.window.rows().div_ceil(tile);
     let parts = tiles.min(PARTS);
@@ -120,26 +142,48 @@ pub fn backward_weight(
     add_rows(threads, dy, s.filters, dbias);
 }
 
-pub fn backward_input(threads: &Threads, s: Convolution, dy: &[f32], weight: &[f32], dx: &mut [f32]) {
-    let (seen, tile) = (s.seen(), tile(s));
+pub fn backward_input(
+    threads: &Threads,
+    s: Convolution,
+    dy: &[f32],
+    weight: &[f32],
+    dx: &mut [f32],
+) {
+    let seen = s.seen();
+    let tile = tile(s);
     assert!(dx.len() == s.window.elements() && dy.len() == s.window.rows() * s.filters, "{s:?}");
     let image = Im2colShape { batch: 1, ..s.window };
     let weight = matrix(weight, s.filters, seen);
     // Windows overlap: an image belongs to one task, tile after tile.
-    threads.each(dy.par_chunks(image.rows() * s.filters).zip(dx.par_chunks_mut(image.elements())), |(dy, dx)| {
-        UNFOLDED.with_borrow_mut(|scratch| {
-            for (i, dy) in dy.chunks(tile * s.filters).enumerate() {
-                let rows = dy.len() / s.filters;
-                let unfolded = room(scratch, rows * seen);
-                multiply(matrix(dy, rows, s.filters), weight, matrix_mut(unfolded, rows, seen), false);
-                fold_rows(&image, s.first, s.channels, i * tile, unfolded, dx);
-            }
-        });
-    });
+    threads.each(
+        dy.par_chunks(image.rows() * s.filters).zip(dx.par_chunks_mut(image.elements())),
+        |(dy, dx)| {
+            UNFOLDED.with_borrow_mut(|scratch| {
+                for (i, dy) in dy.chunks(tile * s.filters).enumerate() {
+                    let rows = dy.len() / s.filters;
+                    let unfolded = room(scratch, rows * seen);
+                    multiply(
+                        matrix(dy, rows, s.filters),
+                        weight,
+                        matrix_mut(unfolded, rows, seen),
+                        false,
+                    );
+                    fold_rows(&image, s.first, s.channels, i * tile, unfolded, dx);
+                }
+            });
+        },
+    );
 }
 
 impl ConvolutionOps for Cpu {
-    fn convolve(&self, shape: Convolution, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) -> Result<()> {
+    fn convolve(
+        &self,
+        shape: Convolution,
+        x: &[f32],
+        weight: &[f32],
+        bias: &[f32],
+        y: &mut [f32],
+    ) -> Result<()> {
         if !suits(shape) {
             return ops::convolution::forward(self, shape, x, weight, bias, y);
         }
@@ -165,7 +209,13 @@ impl ConvolutionOps for Cpu {
         Ok(())
     }
 
-    fn convolve_backward_input(&self, shape: Convolution, dy: &[f32], weight: &[f32], dx: &mut [f32]) -> Result<()> {
+    fn convolve_backward_input(
+        &self,
+        shape: Convolution,
+        dy: &[f32],
+        weight: &[f32],
+        dx: &mut [f32],
+    ) -> Result<()> {
         if !suits(shape) {
             return ops::convolution::backward_input(self, shape, dy, weight, dx);
         }

@@ -7,9 +7,12 @@ use super::math::{exp, max, replace_and_sum, simd, sum};
 use super::threads::Threads;
 use super::{Cpu, CpuInts};
 use hpctrain_base::error::Result;
-use hpctrain_device::{ClassifierOps, CrossEntropy, CrossEntropyPart, KernelCost, LogitsPart, LossWeights};
+use hpctrain_device::{
+    ClassifierOps, CrossEntropy, CrossEntropyPart, KernelCost, LogitsPart, LossWeights,
+};
 
-/// Elements of a row whose exponentials are taken while they are in a core's nearest cache, and most such blocks of a row.
+/// Elements of a row whose exponentials are taken while they are in a core's nearest cache, and
+/// most such blocks of a row.
 const BLOCK: usize = 1 << 11;
 const MOST_BLOCKS: usize = 64;
 
@@ -20,16 +23,25 @@ fn merged((top, total): (f32, f32), (largest, sum): (f32, f32)) -> (f32, f32) {
     (above, total * exp(top - above) + sum * exp(largest - above))
 }
 
-/// The largest logit of a row, and `Σ exp(x - largest)`. With `replace`, logits become their exponentials, less the largest
-/// logit of their block, which is left in `tops`: one exponential a logit is enough for loss and gradient.
+/// The largest logit of a row, and `Σ exp(x - largest)`. With `replace`, logits become their
+/// exponentials, less the largest logit of their block, which is left in `tops`: one exponential a
+/// logit is enough for loss and gradient.
 #[inline(always)]
-fn softmax_sum(logits: &mut [f32], block: usize, replace: bool, tops: &mut [f32; MOST_BLOCKS]) -> (f32, f32) {
+fn softmax_sum(
+    logits: &mut [f32],
+    block: usize,
+    replace: bool,
+    tops: &mut [f32; MOST_BLOCKS],
+) -> (f32, f32) {
     let mut all = (f32::MIN, 0.0);
     for (logits, of_block) in logits.chunks_mut(block).zip(tops) {
         // Of classes that are ruled out by -∞ nothing is left, even where a block has no others.
         let largest = max(logits).max(f32::MIN);
-        let sum =
-            if replace { replace_and_sum(logits, |x| exp(x - largest)) } else { sum(logits, |x| exp(x - largest)) };
+        let sum = if replace {
+            replace_and_sum(logits, |x| exp(x - largest))
+        } else {
+            sum(logits, |x| exp(x - largest))
+        };
         (all, *of_block) = (merged(all, (largest, sum)), largest);
     }
     all
@@ -48,10 +60,14 @@ pub fn cross_entropy(
     let LossWeights { classes: of_classes, rows: of_rows } = weights;
     assert!(of_classes.is_empty() || of_classes.len() == s.classes, "a weight for each class");
     assert!(of_rows.is_empty() || of_rows.len() == s.rows, "a weight for each row");
-    let (rest, spread) = (1.0 - s.smoothing, s.smoothing / s.classes as f32);
+    let rest = 1.0 - s.smoothing;
+    let spread = s.smoothing / s.classes as f32;
     let rows = (CHUNK / s.classes.max(1)).max(1);
     let block = BLOCK.max(s.classes.div_ceil(MOST_BLOCKS));
-    let parts = logits.par_chunks_mut(rows * s.classes).zip(targets.par_chunks(rows)).zip(losses.par_chunks_mut(rows));
+    let parts = logits
+        .par_chunks_mut(rows * s.classes)
+        .zip(targets.par_chunks(rows))
+        .zip(losses.par_chunks_mut(rows));
     threads.each(parts.enumerate(), |(part, ((logits, targets), losses))| {
         let first = part * rows;
         simd(
@@ -89,7 +105,8 @@ pub fn cross_entropy(
 /// The largest logit of a part of a row, `Σ exp(x - largest)`, and the sum of its logits.
 #[inline(always)]
 fn part_sums(logits: &[f32]) -> (f32, f32, f32) {
-    let (mut softmax, mut plain) = ((f32::MIN, 0.0), 0.0);
+    let mut softmax = (f32::MIN, 0.0);
+    let mut plain = 0.0;
     for logits in logits.chunks(BLOCK) {
         // As in `softmax_sum`.
         let largest = max(logits).max(f32::MIN);
@@ -100,19 +117,31 @@ fn part_sums(logits: &[f32]) -> (f32, f32, f32) {
     (softmax.0, softmax.1, plain)
 }
 
-pub fn softmax_part(threads: &Threads, s: LogitsPart, logits: &[f32], targets: &[u32], stats: &mut [f32]) {
+pub fn softmax_part(
+    threads: &Threads,
+    s: LogitsPart,
+    logits: &[f32],
+    targets: &[u32],
+    stats: &mut [f32],
+) {
     let (stats, _) = stats.as_chunks_mut::<{ LogitsPart::STATS }>();
     assert_eq!((logits.len(), targets.len(), stats.len()), (s.rows * s.classes, s.rows, s.rows));
     assert_eq!(s.stride, s.classes, "padded rows");
     let rows = (CHUNK / s.classes.max(1)).max(1);
-    let parts = logits.par_chunks(rows * s.classes).zip(targets.par_chunks(rows)).zip(stats.par_chunks_mut(rows));
+    let parts = logits
+        .par_chunks(rows * s.classes)
+        .zip(targets.par_chunks(rows))
+        .zip(stats.par_chunks_mut(rows));
     threads.each(parts, |((logits, targets), stats)| {
         simd(
             #[inline(always)]
             || {
-                for ((logits, &target), stats) in logits.chunks_exact(s.classes).zip(targets).zip(stats) {
+                for ((logits, &target), stats) in
+                    logits.chunks_exact(s.classes).zip(targets).zip(stats)
+                {
                     let (top, total, plain) = part_sums(logits);
-                    *stats = [top, total, s.column(target).map_or(0.0, |column| logits[column]), plain];
+                    *stats =
+                        [top, total, s.column(target).map_or(0.0, |column| logits[column]), plain];
                 }
             },
         );
@@ -135,18 +164,24 @@ pub fn cross_entropy_part(
     let LossWeights { classes: of_classes, rows: of_rows } = weights;
     assert!(of_classes.is_empty() || of_classes.len() == s.classes, "a weight for each class");
     assert!(of_rows.is_empty() || of_rows.len() == part.rows, "a weight for each row");
-    let (rest, spread) = (1.0 - s.smoothing, s.smoothing / s.classes as f32);
+    let rest = 1.0 - s.smoothing;
+    let spread = s.smoothing / s.classes as f32;
     let rows = (CHUNK / part.classes.max(1)).max(1);
-    let tasks =
-        logits.par_chunks_mut(rows * part.classes).zip(targets.par_chunks(rows)).zip(losses.par_chunks_mut(rows));
+    let tasks = logits
+        .par_chunks_mut(rows * part.classes)
+        .zip(targets.par_chunks(rows))
+        .zip(losses.par_chunks_mut(rows));
     threads.each(tasks.enumerate(), |(task, ((logits, targets), losses))| {
         let first = task * rows;
         simd(
             #[inline(always)]
             || {
-                let all = logits.chunks_exact_mut(part.classes).zip(targets).zip(losses).zip(first..);
+                let all =
+                    logits.chunks_exact_mut(part.classes).zip(targets).zip(losses).zip(first..);
                 for (((logits, &target), loss), row) in all {
-                    let (mut softmax, mut own, mut plain) = ((f32::MIN, 0.0), 0.0, 0.0);
+                    let mut softmax = (f32::MIN, 0.0);
+                    let mut own = 0.0;
+                    let mut plain = 0.0;
                     for of_part in 0..s.parts {
                         let [largest, sum, of_target, of_logits] = stats[of_part * part.rows + row];
                         softmax = merged(softmax, (largest, sum));
@@ -177,16 +212,27 @@ pub fn cross_entropy_part(
     });
 }
 
-pub fn hits(threads: &Threads, classes: usize, k: usize, logits: &[f32], targets: &[u32], hits: &mut [f32]) {
+pub fn hits(
+    threads: &Threads,
+    classes: usize,
+    k: usize,
+    logits: &[f32],
+    targets: &[u32],
+    hits: &mut [f32],
+) {
     assert_eq!((logits.len(), targets.len()), (hits.len() * classes, hits.len()));
     let rows = (CHUNK / classes.max(1)).max(1);
-    let parts = logits.par_chunks(rows * classes).zip(targets.par_chunks(rows)).zip(hits.par_chunks_mut(rows));
+    let parts = logits
+        .par_chunks(rows * classes)
+        .zip(targets.par_chunks(rows))
+        .zip(hits.par_chunks_mut(rows));
     threads.each(parts, |((logits, targets), hits)| {
         for ((logits, &target), hit) in logits.chunks_exact(classes).zip(targets).zip(hits) {
             let (before, rest) = logits.split_at(target as usize);
             let own = rest[0];
             // A logit that is no number is larger than all.
-            let smaller = before.iter().filter(|x| **x < own).count() + rest[1..].iter().filter(|x| **x <= own).count();
+            let smaller = before.iter().filter(|x| **x < own).count()
+                + rest[1..].iter().filter(|x| **x <= own).count();
             let larger = classes - 1 - smaller;
             *hit = if larger < k { 1.0 } else { 0.0 };
         }
@@ -202,12 +248,19 @@ impl ClassifierOps for Cpu {
         weights: LossWeights<&[f32]>,
         losses: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::cross_entropy(shape, weights.classes.len() + weights.rows.len()));
+        let _launch = self
+            .launched(KernelCost::cross_entropy(shape, weights.classes.len() + weights.rows.len()));
         cross_entropy(&self.threads, shape, logits, targets, weights, losses);
         Ok(())
     }
 
-    fn softmax_part(&self, shape: LogitsPart, logits: &[f32], targets: &CpuInts, stats: &mut [f32]) -> Result<()> {
+    fn softmax_part(
+        &self,
+        shape: LogitsPart,
+        logits: &[f32],
+        targets: &CpuInts,
+        stats: &mut [f32],
+    ) -> Result<()> {
         let _launch = self.launched(KernelCost::softmax_part(shape));
         softmax_part(&self.threads, shape, logits, targets, stats);
         Ok(())
@@ -222,7 +275,10 @@ impl ClassifierOps for Cpu {
         weights: LossWeights<&[f32]>,
         losses: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::cross_entropy_part(shape, weights.classes.len() + weights.rows.len()));
+        let _launch = self.launched(KernelCost::cross_entropy_part(
+            shape,
+            weights.classes.len() + weights.rows.len(),
+        ));
         cross_entropy_part(&self.threads, shape, stats, logits, targets, weights, losses);
         Ok(())
     }

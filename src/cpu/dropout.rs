@@ -39,7 +39,8 @@ pub fn dropout(threads: &Threads, mask: Dropout, x: &mut [f32]) {
                     let mut factors = [[0.0; BLOCKS]; 4];
                     for (factors, words) in factors.iter_mut().zip(&words) {
                         for (factor, &word) in factors.iter_mut().zip(words) {
-                            // A choice would become a branch, and half of them would be guessed wrong.
+                            // A choice would become a branch, and half of them would be guessed
+                            // wrong.
                             *factor = f32::from(u8::from(word >= dropped_below)) * kept;
                         }
                     }

@@ -69,7 +69,8 @@ pub fn sum_squares(threads: &Threads, x: &[f32]) -> f64 {
     })
 }
 
-/// The sum of the results of `sum` for chunks of `0..len` of [`SQUARES_CHUNK`] elements, added in order.
+/// The sum of the results of `sum` for chunks of `0..len` of [`SQUARES_CHUNK`] elements, added in
+/// order.
 pub fn sum_chunks(threads: &Threads, len: usize, sum: impl Fn(Range<usize>) -> f64 + Sync) -> f64 {
     let mut total = 0.0;
     // The partial sums of one part wait on the stack.
@@ -136,7 +137,15 @@ mod tests {
 
     #[test]
     fn ties_go_to_even_and_what_is_not_finite_stays_so() {
-        let bits = [0x3f80_8000, 0x3f81_8000, 0x3f80_8001, 0x8000_0001, 0x7f7f_ffff, 0xff80_0000, 0x7f80_0001];
+        let bits = [
+            0x3f80_8000,
+            0x3f81_8000,
+            0x3f80_8001,
+            0x8000_0001,
+            0x7f7f_ffff,
+            0xff80_0000,
+            0x7f80_0001,
+        ];
         let mut rounded = [0; 7];
         narrow(&Threads::new(1), &bits.map(f32::from_bits), &mut rounded);
         assert_eq!(rounded[..6], [0x3f80, 0x3f82, 0x3f81, 0x8000, 0x7f80, 0xff80]);

@@ -37,22 +37,25 @@ pub fn forward(
     let context = position_table.len() / d.max(1);
     // Without positions every row takes its words as they are.
     let place = |row: usize| (context > 0).then(|| &position_table[row % context * d..][..d]);
-    threads.each(y.par_chunks_mut(ROWS * d).zip(tokens.par_chunks(ROWS)).enumerate(), |(i, (y, tokens))| {
-        simd(
-            #[inline(always)]
-            || {
-                for (row, (y, &token)) in y.chunks_exact_mut(d).zip(tokens).enumerate() {
-                    match row_of(token, first, words) {
-                        Some(word) => y.copy_from_slice(&token_table[word * d..][..d]),
-                        None => y.fill(0.0),
+    threads.each(
+        y.par_chunks_mut(ROWS * d).zip(tokens.par_chunks(ROWS)).enumerate(),
+        |(i, (y, tokens))| {
+            simd(
+                #[inline(always)]
+                || {
+                    for (row, (y, &token)) in y.chunks_exact_mut(d).zip(tokens).enumerate() {
+                        match row_of(token, first, words) {
+                            Some(word) => y.copy_from_slice(&token_table[word * d..][..d]),
+                            None => y.fill(0.0),
+                        }
+                        for (y, place) in y.iter_mut().zip(place(i * ROWS + row).unwrap_or(&[])) {
+                            *y += place;
+                        }
                     }
-                    for (y, place) in y.iter_mut().zip(place(i * ROWS + row).unwrap_or(&[])) {
-                        *y += place;
-                    }
-                }
-            },
-        );
-    });
+                },
+            );
+        },
+    );
 }
 
 pub fn backward(
@@ -64,17 +67,25 @@ pub fn backward(
     dposition_table: &mut [f32],
 ) {
     let d = width(tokens.len(), dy);
-    let (words, context) = (dtoken_table.len() / d.max(1), dposition_table.len() / d.max(1));
+    let words = dtoken_table.len() / d.max(1);
+    let context = dposition_table.len() / d.max(1);
     add_rows_at(threads, d, dy, dtoken_table, |row| row_of(tokens[row], first, words));
     if context > 0 {
         add_rows_at(threads, d, dy, dposition_table, |row| Some(row % context));
     }
 }
 
-/// `table[at(row)] += dy[row]`, of the rows that have a place. Each task owns some columns of the table and walks all rows
-/// in order: no two tasks meet, and the order of every sum is fixed.
-fn add_rows_at(threads: &Threads, d: usize, dy: &[f32], table: &mut [f32], at: impl Fn(usize) -> Option<usize> + Sync) {
-    let mut table = ndarray::ArrayViewMut2::from_shape((table.len() / d.max(1), d), table).expect("rows of width d");
+/// `table[at(row)] += dy[row]`, of the rows that have a place. Each task owns some columns of the
+/// table and walks all rows in order: no two tasks meet, and the order of every sum is fixed.
+fn add_rows_at(
+    threads: &Threads,
+    d: usize,
+    dy: &[f32],
+    table: &mut [f32],
+    at: impl Fn(usize) -> Option<usize> + Sync,
+) {
+    let mut table = ndarray::ArrayViewMut2::from_shape((table.len() / d.max(1), d), table)
+        .expect("rows of width d");
     let parts: Vec<_> = table.axis_chunks_iter_mut(ndarray::Axis(1), COLUMNS).collect();
     threads.each(parts.into_par_iter().enumerate(), |(i, mut part)| {
         simd(
@@ -117,7 +128,8 @@ impl EmbeddingOps for Cpu {
         dtoken_table: &mut [f32],
         dposition_table: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::embedding_backward(dy.len(), dposition_table.len()));
+        let _launch =
+            self.launched(KernelCost::embedding_backward(dy.len(), dposition_table.len()));
         backward(&self.threads, tokens, first, dy, dtoken_table, dposition_table);
         Ok(())
     }

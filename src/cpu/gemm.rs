@@ -1,10 +1,12 @@
-//! Matrix products: tiles that read an operand in place (`sgemm/`), or the single-threaded kernel of `gemm`, a pure-Rust crate,
-//! on fixed parts of the output. Both have the same bits; the crate has what is small, and CPUs without AVX2.
+//! Matrix products: tiles that read an operand in place (`sgemm/`), or the single-threaded kernel
+//! of `gemm`, a pure-Rust crate, on fixed parts of the output. Both have the same bits; the crate
+//! has what is small, and CPUs without AVX2.
 //!
-//! For `gemm`, the output is cut along rows and columns into parts, one task each, by its shape alone. Each part packs its operands
-//! anew, so an operand that must be packed number by number is cut as little as possible, or transposed once before.
-//! Terms are summed in pieces whose length depends on their number alone, so the cut does not change the bits. By the
-//! crate's source, the sizes of the caches do not either; no other machine has been tried.
+//! For `gemm`, the output is cut along rows and columns into parts, one task each, by its shape
+//! alone. Each part packs its operands anew, so an operand that must be packed number by number is
+//! cut as little as possible, or transposed once before. Terms are summed in pieces whose length
+//! depends on their number alone, so the cut does not change the bits. By the crate's source, the
+//! sizes of the caches do not either; no other machine has been tried.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -25,7 +27,8 @@ const TASK_FLOPS: usize = 16 << 20;
 /// The same where an operand must be packed number by number.
 const PACKING_TASK_FLOPS: usize = 32 << 20;
 
-/// Tasks are smaller, but not than this, while there would be fewer than so many: threads want something to do.
+/// Tasks are smaller, but not than this, while there would be fewer than so many: threads want
+/// something to do.
 const LEAST_FLOPS: usize = 8 << 20;
 const FEW_TASKS: usize = 4;
 const MAX_TASKS: usize = 64;
@@ -50,7 +53,8 @@ const STRIP: usize = 64;
 /// Elements of a cache line.
 const LINE: usize = 16;
 
-/// The kernel copies `a` into a packed form from this many tiles on; below, reading it in place is faster.
+/// The kernel copies `a` into a packed form from this many tiles on; below, reading it in place is
+/// faster.
 const PACK_FROM_TILES: usize = 64;
 
 thread_local! {
@@ -64,23 +68,43 @@ pub fn configure() {
 }
 
 /// `c = a·b`, or `c += a·b` with `acc`; any strides. One thread.
-pub fn multiply(a: ArrayView2<'_, f32>, b: ArrayView2<'_, f32>, c: ArrayViewMut2<'_, f32>, acc: bool) {
+pub fn multiply(
+    a: ArrayView2<'_, f32>,
+    b: ArrayView2<'_, f32>,
+    c: ArrayViewMut2<'_, f32>,
+    acc: bool,
+) {
     multiply_by(depth(a.ncols()), a, b, c, acc);
 }
 
 /// As [`multiply`], in pieces of `depth` terms.
-fn multiply_by(depth: usize, a: ArrayView2<'_, f32>, b: ArrayView2<'_, f32>, mut c: ArrayViewMut2<'_, f32>, acc: bool) {
+fn multiply_by(
+    depth: usize,
+    a: ArrayView2<'_, f32>,
+    b: ArrayView2<'_, f32>,
+    mut c: ArrayViewMut2<'_, f32>,
+    acc: bool,
+) {
     let (m, k) = a.dim();
     let (kb, n) = b.dim();
-    assert!(kb == k && c.dim() == (m, n), "product of {:?} and {:?} into {:?}", a.dim(), b.dim(), c.dim());
-    let [a_strides, b_strides, c_strides] = [a.strides(), b.strides(), c.strides()].map(|s| [s[0], s[1]]);
+    assert!(
+        kb == k && c.dim() == (m, n),
+        "product of {:?} and {:?} into {:?}",
+        a.dim(),
+        b.dim(),
+        c.dim()
+    );
+    let [a_strides, b_strides, c_strides] =
+        [a.strides(), b.strides(), c.strides()].map(|s| [s[0], s[1]]);
     let kernel = gemm_f32::gemm::f32::get_gemm_fn();
     for terms in pieces(k, depth) {
         let first = terms.start as isize;
-        // SAFETY: the views guarantee that every element addressed by their dimensions and strides is valid, and that
-        // `c` is exclusive, hence overlaps neither `a` nor `b`; the dimensions agree, and `terms` lie within them.
+        // SAFETY: the views guarantee that every element addressed by their dimensions and strides
+        // is valid, and that `c` is exclusive, hence overlaps neither `a` nor `b`; the dimensions
+        // agree, and `terms` lie within them.
         unsafe {
-            // The kernel wants columns of its result contiguous, ours are the rows: it computes cᵀ = bᵀ·aᵀ.
+            // The kernel wants columns of its result contiguous, ours are the rows: it computes cᵀ
+            // = bᵀ·aᵀ.
             kernel(
                 n,
                 m,
@@ -106,8 +130,9 @@ fn multiply_by(depth: usize, a: ArrayView2<'_, f32>, b: ArrayView2<'_, f32>, mut
     }
 }
 
-/// Computes `c`, of this start, and `a·b`, on all threads; any strides. The output is cut into parts, which may follow the threads,
-/// and each sum into pieces by the number of its terms alone, so bits do not depend on the number of threads.
+/// Computes `c`, of this start, and `a·b`, on all threads; any strides. The output is cut into
+/// parts, which may follow the threads, and each sum into pieces by the number of its terms alone,
+/// so bits do not depend on the number of threads.
 pub fn multiply_parallel(
     threads: &Threads,
     a: ArrayView2<'_, f32>,
@@ -133,12 +158,18 @@ fn multiply_parallel_by(
     let packs = [a, b].map(|x| x.strides()[1] != 1);
     each_part(threads, c, a.ncols(), packs, |rows, columns, mut c| {
         let acc = start.of(columns.clone()).written(c.view_mut());
-        multiply_by(depth, a.slice_axis(Axis(0), rows.into()), b.slice_axis(Axis(1), columns.into()), c, acc);
+        multiply_by(
+            depth,
+            a.slice_axis(Axis(0), rows.into()),
+            b.slice_axis(Axis(1), columns.into()),
+            c,
+            acc,
+        );
     });
 }
 
-/// Calls `f` with the parts of a product's output and their rows and columns, spread over the threads: parts of m×k times
-/// k×n, where the kernel `packs` either operand number by number.
+/// Calls `f` with the parts of a product's output and their rows and columns, spread over the
+/// threads: parts of m×k times k×n, where the kernel `packs` either operand number by number.
 pub fn each_part(
     threads: &Threads,
     c: ArrayViewMut2<'_, f32>,
@@ -150,11 +181,12 @@ pub fn each_part(
     each_of(threads, c, grid(m, n, k, packs), [TILE_ROWS, TILE_COLUMNS], f);
 }
 
-/// As [`multiply_parallel`], of `aᵀ` and `b`, where `a` is row-major with `m` columns; adds the sums of its columns to `sums`, unless
-/// there are none.
+/// As [`multiply_parallel`], of `aᵀ` and `b`, where `a` is row-major with `m` columns; adds the
+/// sums of its columns to `sums`, unless there are none.
 ///
-/// The kernel would pack `aᵀ` again in every part, number by number. If parts are many, tiles have panels of it (`sgemm/`) where the
-/// sums are long; else it is transposed once, so much at a time as the caches hold.
+/// The kernel would pack `aᵀ` again in every part, number by number. If parts are many, tiles have
+/// panels of it (`sgemm/`) where the sums are long; else it is transposed once, so much at a time
+/// as the caches hold.
 pub fn multiply_across(
     threads: &Threads,
     a: &[f32],
@@ -174,7 +206,8 @@ pub fn multiply_across(
         return;
     }
     let deep = b.nrows().min(DEEPEST / DEPTH * depth);
-    // From row to row an odd number of cache lines: a power of two would send all rows to the same few places of a cache.
+    // From row to row an odd number of cache lines: a power of two would send all rows to the same
+    // few places of a cache.
     let stride = deep.next_multiple_of(2 * LINE) + LINE;
     let high = (ACROSS / stride).next_multiple_of(STRIP).min(m.max(1));
     let mut sums = sums.chunks_mut(high);
@@ -182,7 +215,8 @@ pub fn multiply_across(
         room.resize(room.len().max(high * stride), 0.0);
         for (i, mut c) in c.axis_chunks_iter_mut(Axis(0), high).enumerate() {
             let sums = sums.next().unwrap_or_default();
-            for (j, (a, b)) in a.chunks(deep * m).zip(b.axis_chunks_iter(Axis(0), deep)).enumerate() {
+            for (j, (a, b)) in a.chunks(deep * m).zip(b.axis_chunks_iter(Axis(0), deep)).enumerate()
+            {
                 let across = &mut room[..c.nrows() * stride];
                 let strips = with_chunks(across.par_chunks_mut(STRIP * stride), sums, STRIP);
                 threads.each(strips.enumerate(), |(strip, (across, sums))| {
@@ -192,9 +226,17 @@ pub fn multiply_across(
                         add_columns(a, m, first, sums);
                     }
                 });
-                let across = ArrayView2::from_shape((c.nrows(), b.nrows()).strides((stride, 1)), across);
+                let across =
+                    ArrayView2::from_shape((c.nrows(), b.nrows()).strides((stride, 1)), across);
                 let across = across.expect("room for a row of each column");
-                multiply_parallel_by(depth, threads, across, b, c.view_mut(), start.at_term(j * deep));
+                multiply_parallel_by(
+                    depth,
+                    threads,
+                    across,
+                    b,
+                    c.view_mut(),
+                    start.at_term(j * deep),
+                );
             }
         }
     });
@@ -205,7 +247,10 @@ fn grid(m: usize, n: usize, k: usize, [packs_a, packs_b]: [bool; 2]) -> [usize; 
     let flops = 2 * m * n * k;
     let tasks = flops.div_ceil(if packs_a { PACKING_TASK_FLOPS } else { TASK_FLOPS });
     // A power of two divides evenly over the usual numbers of threads.
-    let tasks = tasks.max(flops.div_ceil(LEAST_FLOPS).min(FEW_TASKS)).clamp(1, MAX_TASKS).next_power_of_two();
+    let tasks = tasks
+        .max(flops.div_ceil(LEAST_FLOPS).min(FEW_TASKS))
+        .clamp(1, MAX_TASKS)
+        .next_power_of_two();
     let cut = |len: usize, most: usize| {
         let mut parts = 1;
         while parts < most && len >= 2 * parts * MIN_PART {
@@ -213,8 +258,8 @@ fn grid(m: usize, n: usize, k: usize, [packs_a, packs_b]: [bool; 2]) -> [usize; 
         }
         parts
     };
-    // If an operand is packed number by number, the other one is cut as little as possible: each of its parts packs the
-    // first anew.
+    // If an operand is packed number by number, the other one is cut as little as possible: each of
+    // its parts packs the first anew.
     if packs_a {
         let high = cut(m, tasks);
         return [high, if high > 1 { 1 } else { cut(n, tasks) }];
@@ -238,18 +283,32 @@ mod tests {
         };
         let threads = Threads::new(2);
         for k in [1, 511, 513, 2048, 2049, DEEPEST + 3, 2600, 2 * DEEPEST + 100] {
-            let (m, n, few) = (70, 300, 64);
-            let (a, b) = (numbers(k * m, 1), numbers(k * n, 2));
+            let m = 70;
+            let n = 300;
+            let few = 64;
+            let a = numbers(k * m, 1);
+            let b = numbers(k * n, 2);
             let product = |columns: Range<usize>| {
-                let b: Vec<f32> = b.chunks(n).flat_map(|row| &row[columns.clone()]).copied().collect();
+                let b: Vec<f32> =
+                    b.chunks(n).flat_map(|row| &row[columns.clone()]).copied().collect();
                 let mut c = vec![0.5; m * columns.len()];
                 let of_c = ArrayViewMut2::from_shape((m, columns.len()), &mut c).unwrap();
-                multiply_across(&threads, &a, m, matrix(&b, k, columns.len()), of_c, OutputInit::Result, &mut []);
+                multiply_across(
+                    &threads,
+                    &a,
+                    m,
+                    matrix(&b, k, columns.len()),
+                    of_c,
+                    OutputInit::Result,
+                    &mut [],
+                );
                 c
             };
-            let (whole, part) = (product(0..n), product(n - few..n));
+            let whole = product(0..n);
+            let part = product(n - few..n);
             for (row, (whole, part)) in whole.chunks(n).zip(part.chunks(few)).enumerate() {
-                let same = whole[n - few..].iter().zip(part).all(|(a, b)| a.to_bits() == b.to_bits());
+                let same =
+                    whole[n - few..].iter().zip(part).all(|(a, b)| a.to_bits() == b.to_bits());
                 assert!(same, "{k} terms, row {row}");
             }
         }
@@ -257,11 +316,16 @@ mod tests {
 
     #[test]
     fn transposed_operands_are_cut_where_they_are_large() {
-        // More rows than are transposed at a time, and than fit at a time; one row less than a strip.
+        // More rows than are transposed at a time, and than fit at a time; one row less than a
+        // strip.
         for (k, m, n) in [(DEEPEST + 3, 700, 256), (5, ACROSS / 32 + 1, 256), (3, 63, 300)] {
-            let numbers = |len: usize, step: usize| (0..len).map(|i| (i * step % 13) as f32 - 6.0).collect::<Vec<_>>();
-            let (a, b) = (numbers(k * m, 7), numbers(k * n, 5));
-            let (mut c, mut sums) = (vec![1.0; m * n], vec![1.0; m]);
+            let numbers = |len: usize, step: usize| {
+                (0..len).map(|i| (i * step % 13) as f32 - 6.0).collect::<Vec<_>>()
+            };
+            let a = numbers(k * m, 7);
+            let b = numbers(k * n, 5);
+            let mut c = vec![1.0; m * n];
+            let mut sums = vec![1.0; m];
             let threads = Threads::new(2);
             let of_c = ArrayViewMut2::from_shape((m, n), &mut c).unwrap();
             multiply_across(&threads, &a, m, matrix(&b, k, n), of_c, OutputInit::Result, &mut sums);

@@ -1,6 +1,7 @@
 //! Cuts of products: parts of the result for threads, and pieces of the sums.
 //!
-//! Parts depend on shapes and may depend on threads; pieces depend on the number of terms alone, and so do bits.
+//! Parts depend on shapes and may depend on threads; pieces depend on the number of terms alone,
+//! and so do bits.
 
 use std::ops::Range;
 
@@ -8,8 +9,9 @@ use ndarray::{ArrayViewMut2, Axis};
 
 use super::threads::Threads;
 
-/// Most terms that a kernel sums before it adds them to the result. `gemm` would choose by the shape and the machine's
-/// caches; with a limit below its own the order of sums, so the bits, hangs on the number of terms alone.
+/// Most terms that a kernel sums before it adds them to the result. `gemm` would choose by the
+/// shape and the machine's caches; with a limit below its own the order of sums, so the bits, hangs
+/// on the number of terms alone.
 pub const DEPTH: usize = 512;
 
 /// Terms of a piece where so many are cut into even pieces of at most [`DEPTH`].
@@ -28,8 +30,8 @@ pub fn depths(terms: usize) -> impl Iterator<Item = Range<usize>> {
     pieces(terms, depth(terms))
 }
 
-/// Calls `f` with the parts of an output and their rows and columns, spread over the threads: it is cut so many times along rows and
-/// along columns, into parts of whole tiles.
+/// Calls `f` with the parts of an output and their rows and columns, spread over the threads: it is
+/// cut so many times along rows and along columns, into parts of whole tiles.
 pub fn each_of(
     threads: &Threads,
     c: ArrayViewMut2<'_, f32>,
@@ -47,15 +49,16 @@ pub fn each_of(
     threads.each(all.collect::<Vec<_>>(), |(rows, columns, c)| f(rows, columns, c));
 }
 
-/// Cuts a matrix along an axis into so many parts of whole tiles, none more than a tile larger than another: a smaller last
-/// part would leave threads without work.
+/// Cuts a matrix along an axis into so many parts of whole tiles, none more than a tile larger than
+/// another: a smaller last part would leave threads without work.
 fn parts(
     c: ArrayViewMut2<'_, f32>,
     axis: Axis,
     count: usize,
     tile: usize,
 ) -> impl Iterator<Item = (Range<usize>, ArrayViewMut2<'_, f32>)> + Send {
-    let (len, tiles) = (c.len_of(axis), c.len_of(axis).div_ceil(tile));
+    let len = c.len_of(axis);
+    let tiles = c.len_of(axis).div_ceil(tile);
     let edge = move |part: usize| (part * tiles / count * tile).min(len);
     let mut rest = Some(c);
     (0..count).filter_map(move |part| {
@@ -83,8 +86,12 @@ mod tests {
                 ends.push(range.end);
             }
             assert!(matrix.iter().all(|x| *x == 1.0));
-            let sizes: Vec<usize> = ends.windows(2).map(|pair| (pair[1] - pair[0]).div_ceil(tile)).collect();
-            assert!(sizes.len() <= count && sizes.iter().max() <= sizes.iter().min().map(|least| least + 1).as_ref());
+            let sizes: Vec<usize> =
+                ends.windows(2).map(|pair| (pair[1] - pair[0]).div_ceil(tile)).collect();
+            assert!(
+                sizes.len() <= count
+                    && sizes.iter().max() <= sizes.iter().min().map(|least| least + 1).as_ref()
+            );
         }
     }
 }

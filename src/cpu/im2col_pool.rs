@@ -10,8 +10,8 @@ use super::threads::Threads;
 use hpctrain_base::error::Result;
 use hpctrain_device::{Im2colShape, KernelCost, WindowOps};
 
-/// The elements that a window sees along one axis at a place: their range in the window, and the first one's index in
-/// the image.
+/// The elements that a window sees along one axis at a place: their range in the window, and the
+/// first one's index in the image.
 fn seen(w: &Im2colShape, axis: usize, place: usize) -> (Range<usize>, usize) {
     let len = if axis == 0 { w.height } else { w.width };
     let at = place * w.stride[axis];
@@ -25,7 +25,8 @@ fn image(w: &Im2colShape) -> usize {
     w.height * w.width * w.channels
 }
 
-/// The part of an image that a window sees at a place: rows and columns of the window, and the first ones in the image.
+/// The part of an image that a window sees at a place: rows and columns of the window, and the
+/// first ones in the image.
 #[derive(Clone)]
 struct WindowView {
     rows: Range<usize>,
@@ -34,8 +35,8 @@ struct WindowView {
     left: usize,
 }
 
-/// The places of an image from the `place`-th on, in order, with the part that the window sees there, until `see` wants
-/// no more; returns whether that was so.
+/// The places of an image from the `place`-th on, in order, with the part that the window sees
+/// there, until `see` wants no more; returns whether that was so.
 #[inline(always)]
 fn each_place(w: &Im2colShape, place: usize, mut see: impl FnMut(WindowView) -> bool) -> bool {
     let [high, wide] = w.places();
@@ -60,11 +61,12 @@ impl WindowView {
         self.rows.len() < w.size[0] || self.columns.len() < w.size[1]
     }
 
-    /// The elements seen of `channels` neighbouring channels, in runs of memory: the start in the place's row, the
-    /// start in the image if the channels are the first, and the length.
+    /// The elements seen of `channels` neighbouring channels, in runs of memory: the start in the
+    /// place's row, the start in the image if the channels are the first, and the length.
     #[inline(always)]
     fn each_run(&self, w: &Im2colShape, channels: usize, mut see: impl FnMut(usize, usize, usize)) {
-        let (height, width) = (self.rows.len(), self.columns.len());
+        let height = self.rows.len();
+        let width = self.columns.len();
         for i in 0..height {
             let to = ((self.rows.start + i) * w.size[1] + self.columns.start) * channels;
             let from = ((self.top + i) * w.width + self.left) * w.channels;
@@ -86,7 +88,8 @@ impl WindowView {
         1.0 / (self.rows.len() * self.columns.len()) as f32
     }
 
-    /// The elements seen of channel 0, in order: the number of those before each, and its index in the image.
+    /// The elements seen of channel 0, in order: the number of those before each, and its index in
+    /// the image.
     #[inline(always)]
     fn each_element(&self, w: &Im2colShape, mut see: impl FnMut(u32, usize)) {
         let mut number = 0;
@@ -123,10 +126,18 @@ fn copy(x: &[f32], y: &mut [f32]) {
 }
 
 /// Rows of [`unfold`], those of the places from the `place`-th on; `x` is all images.
-pub fn unfold_rows(w: &Im2colShape, first: usize, channels: usize, place: usize, x: &[f32], y: &mut [f32]) {
+pub fn unfold_rows(
+    w: &Im2colShape,
+    first: usize,
+    channels: usize,
+    place: usize,
+    x: &[f32],
+    y: &mut [f32],
+) {
     let row = w.size[0] * w.size[1] * channels;
     let mut rows = y.chunks_exact_mut(row);
-    let (whole, of_image) = (image(w), w.rows() / w.batch);
+    let whole = image(w);
+    let of_image = w.rows() / w.batch;
     for image in place / of_image..w.batch {
         let x = &x[image * whole..][..whole];
         let done = each_place(w, place.saturating_sub(image * of_image), |sight| {
@@ -134,7 +145,9 @@ pub fn unfold_rows(w: &Im2colShape, first: usize, channels: usize, place: usize,
             if sight.is_cut(w) {
                 y.fill(0.0);
             }
-            sight.each_run(w, channels, |to, from, len| copy(&x[from + first..][..len], &mut y[to..to + len]));
+            sight.each_run(w, channels, |to, from, len| {
+                copy(&x[from + first..][..len], &mut y[to..to + len])
+            });
             true
         });
         if done {
@@ -143,7 +156,14 @@ pub fn unfold_rows(w: &Im2colShape, first: usize, channels: usize, place: usize,
     }
 }
 
-pub fn unfold(threads: &Threads, w: Im2colShape, first: usize, channels: usize, x: &[f32], y: &mut [f32]) {
+pub fn unfold(
+    threads: &Threads,
+    w: Im2colShape,
+    first: usize,
+    channels: usize,
+    x: &[f32],
+    y: &mut [f32],
+) {
     let row = w.size[0] * w.size[1] * channels;
     let [high, wide] = w.places();
     assert!(x.len() == w.elements() && y.len() == w.rows() * row, "{w:?}");
@@ -152,7 +172,14 @@ pub fn unfold(threads: &Threads, w: Im2colShape, first: usize, channels: usize, 
 }
 
 /// Rows of [`fold`], those of the places of one image from the `place`-th on.
-pub fn fold_rows(w: &Im2colShape, first: usize, channels: usize, place: usize, dy: &[f32], dx: &mut [f32]) {
+pub fn fold_rows(
+    w: &Im2colShape,
+    first: usize,
+    channels: usize,
+    place: usize,
+    dy: &[f32],
+    dx: &mut [f32],
+) {
     let row = w.size[0] * w.size[1] * channels;
     simd(
         #[inline(always)]
@@ -169,7 +196,9 @@ pub fn fold_rows(w: &Im2colShape, first: usize, channels: usize, place: usize, d
                         channels,
                         #[inline(always)]
                         |from, to, len| {
-                            for (dx, dy) in dx[to + first..][..len].iter_mut().zip(&dy[from..from + len]) {
+                            for (dx, dy) in
+                                dx[to + first..][..len].iter_mut().zip(&dy[from..from + len])
+                            {
                                 *dx += dy;
                             }
                         },
@@ -181,7 +210,14 @@ pub fn fold_rows(w: &Im2colShape, first: usize, channels: usize, place: usize, d
     );
 }
 
-pub fn fold(threads: &Threads, w: Im2colShape, first: usize, channels: usize, dy: &[f32], dx: &mut [f32]) {
+pub fn fold(
+    threads: &Threads,
+    w: Im2colShape,
+    first: usize,
+    channels: usize,
+    dy: &[f32],
+    dx: &mut [f32],
+) {
     let row = w.size[0] * w.size[1] * channels;
     let [high, wide] = w.places();
     assert!(dx.len() == w.elements() && dy.len() == w.rows() * row, "{w:?}");
@@ -197,7 +233,12 @@ fn neighbours<const N: usize>(x: &[f32], at: usize) -> &[f32; N] {
 
 /// The largest elements seen, of `N` channels from `first` on. NaN is passed over.
 #[inline(always)]
-fn largest<const N: usize>(w: &Im2colShape, sight: &WindowView, first: usize, x: &[f32]) -> [f32; N] {
+fn largest<const N: usize>(
+    w: &Im2colShape,
+    sight: &WindowView,
+    first: usize,
+    x: &[f32],
+) -> [f32; N] {
     let mut largest = [f32::NEG_INFINITY; N];
     sight.each_element(
         w,
@@ -214,40 +255,47 @@ fn largest<const N: usize>(w: &Im2colShape, sight: &WindowView, first: usize, x:
 
 pub fn max_pool(threads: &Threads, w: Im2colShape, x: &[f32], y: &mut [f32]) {
     let [high, wide] = w.places();
-    threads.each(x.par_chunks(image(&w)).zip(y.par_chunks_mut(high * wide * w.channels)), |(x, y)| {
-        simd(
-            #[inline(always)]
-            || {
-                let mut rows = y.chunks_exact_mut(w.channels);
-                each_place(
-                    &w,
-                    0,
-                    #[inline(always)]
-                    |sight| {
-                        let (blocks, tail) = rows.next().unwrap_or(&mut []).as_chunks_mut::<LANES>();
-                        let whole = blocks.len() * LANES;
-                        for (i, y) in blocks.iter_mut().enumerate() {
-                            *y = largest(&w, &sight, i * LANES, x);
-                        }
-                        for (i, y) in tail.iter_mut().enumerate() {
-                            [*y] = largest(&w, &sight, whole + i, x);
-                        }
-                        true
-                    },
-                );
-            },
-        );
-    });
+    threads.each(
+        x.par_chunks(image(&w)).zip(y.par_chunks_mut(high * wide * w.channels)),
+        |(x, y)| {
+            simd(
+                #[inline(always)]
+                || {
+                    let mut rows = y.chunks_exact_mut(w.channels);
+                    each_place(
+                        &w,
+                        0,
+                        #[inline(always)]
+                        |sight| {
+                            let (blocks, tail) =
+                                rows.next().unwrap_or(&mut []).as_chunks_mut::<LANES>();
+                            let whole = blocks.len() * LANES;
+                            for (i, y) in blocks.iter_mut().enumerate() {
+                                *y = largest(&w, &sight, i * LANES, x);
+                            }
+                            for (i, y) in tail.iter_mut().enumerate() {
+                                [*y] = largest(&w, &sight, whole + i, x);
+                            }
+                            true
+                        },
+                    );
+                },
+            );
+        },
+    );
 }
 
 /// Channels whose largest elements are looked for at a time.
 const CHANNELS: usize = 64;
 
-/// Adds the gradients of some channels, from `first` on and [`CHANNELS`] at most, to the first of their largest elements.
+/// Adds the gradients of some channels, from `first` on and [`CHANNELS`] at most, to the first of
+/// their largest elements.
 #[inline(always)]
 fn give(w: &Im2colShape, sight: &WindowView, first: usize, x: &[f32], dy: &[f32], dx: &mut [f32]) {
-    let (mut largest, mut chosen) = ([0.0; CHANNELS], [0; CHANNELS]);
-    let (largest, chosen) = (&mut largest[..dy.len()], &mut chosen[..dy.len()]);
+    let mut largest = [0.0; CHANNELS];
+    let mut chosen = [0; CHANNELS];
+    let largest = &mut largest[..dy.len()];
+    let chosen = &mut chosen[..dy.len()];
     sight.each_element(
         w,
         #[inline(always)]
@@ -268,7 +316,9 @@ fn give(w: &Im2colShape, sight: &WindowView, first: usize, x: &[f32], dy: &[f32]
         w,
         #[inline(always)]
         |number, at| {
-            for ((dx, &chosen), &dy) in dx[at + first..][..dy.len()].iter_mut().zip(chosen.iter()).zip(dy) {
+            for ((dx, &chosen), &dy) in
+                dx[at + first..][..dy.len()].iter_mut().zip(chosen.iter()).zip(dy)
+            {
                 *dx += if chosen == number { dy } else { 0.0 };
             }
         },
@@ -277,7 +327,10 @@ fn give(w: &Im2colShape, sight: &WindowView, first: usize, x: &[f32], dy: &[f32]
 
 pub fn max_pool_backward(threads: &Threads, w: Im2colShape, x: &[f32], dy: &[f32], dx: &mut [f32]) {
     let [high, wide] = w.places();
-    let images = x.par_chunks(image(&w)).zip(dy.par_chunks(high * wide * w.channels)).zip(dx.par_chunks_mut(image(&w)));
+    let images = x
+        .par_chunks(image(&w))
+        .zip(dy.par_chunks(high * wide * w.channels))
+        .zip(dx.par_chunks_mut(image(&w)));
     threads.each(images, |((x, dy), dx)| {
         simd(
             #[inline(always)]
@@ -303,68 +356,94 @@ pub fn max_pool_backward(threads: &Threads, w: Im2colShape, x: &[f32], dy: &[f32
 
 pub fn average_pool(threads: &Threads, w: Im2colShape, x: &[f32], y: &mut [f32]) {
     let [high, wide] = w.places();
-    threads.each(x.par_chunks(image(&w)).zip(y.par_chunks_mut(high * wide * w.channels)), |(x, y)| {
-        simd(
-            #[inline(always)]
-            || {
-                let mut rows = y.chunks_exact_mut(w.channels);
-                each_place(
-                    &w,
-                    0,
-                    #[inline(always)]
-                    |sight| {
-                        let y = rows.next().unwrap_or(&mut []);
-                        y.fill(0.0);
-                        sight.each_element(
-                            &w,
-                            #[inline(always)]
-                            |_, at| y.iter_mut().zip(&x[at..]).for_each(|(y, &x)| *y += x),
-                        );
-                        let factor = sight.share();
-                        y.iter_mut().for_each(|y| *y *= factor);
-                        true
-                    },
-                );
-            },
-        );
-    });
+    threads.each(
+        x.par_chunks(image(&w)).zip(y.par_chunks_mut(high * wide * w.channels)),
+        |(x, y)| {
+            simd(
+                #[inline(always)]
+                || {
+                    let mut rows = y.chunks_exact_mut(w.channels);
+                    each_place(
+                        &w,
+                        0,
+                        #[inline(always)]
+                        |sight| {
+                            let y = rows.next().unwrap_or(&mut []);
+                            y.fill(0.0);
+                            sight.each_element(
+                                &w,
+                                #[inline(always)]
+                                |_, at| y.iter_mut().zip(&x[at..]).for_each(|(y, &x)| *y += x),
+                            );
+                            let factor = sight.share();
+                            y.iter_mut().for_each(|y| *y *= factor);
+                            true
+                        },
+                    );
+                },
+            );
+        },
+    );
 }
 
 pub fn average_pool_backward(threads: &Threads, w: Im2colShape, dy: &[f32], dx: &mut [f32]) {
     let [high, wide] = w.places();
-    threads.each(dy.par_chunks(high * wide * w.channels).zip(dx.par_chunks_mut(image(&w))), |(dy, dx)| {
-        simd(
-            #[inline(always)]
-            || {
-                dx.fill(0.0);
-                let mut rows = dy.chunks_exact(w.channels);
-                each_place(
-                    &w,
-                    0,
-                    #[inline(always)]
-                    |sight| {
-                        let (dy, factor) = (rows.next().unwrap_or(&[]), sight.share());
-                        sight.each_element(
-                            &w,
-                            #[inline(always)]
-                            |_, at| dx[at..].iter_mut().zip(dy).for_each(|(dx, &dy)| *dx += dy * factor),
-                        );
-                        true
-                    },
-                );
-            },
-        );
-    });
+    threads.each(
+        dy.par_chunks(high * wide * w.channels).zip(dx.par_chunks_mut(image(&w))),
+        |(dy, dx)| {
+            simd(
+                #[inline(always)]
+                || {
+                    dx.fill(0.0);
+                    let mut rows = dy.chunks_exact(w.channels);
+                    each_place(
+                        &w,
+                        0,
+                        #[inline(always)]
+                        |sight| {
+                            let dy = rows.next().unwrap_or(&[]);
+                            let factor = sight.share();
+                            sight.each_element(
+                                &w,
+                                #[inline(always)]
+                                |_, at| {
+                                    dx[at..]
+                                        .iter_mut()
+                                        .zip(dy)
+                                        .for_each(|(dx, &dy)| *dx += dy * factor)
+                                },
+                            );
+                            true
+                        },
+                    );
+                },
+            );
+        },
+    );
 }
 
 impl WindowOps for Cpu {
-    fn unfold(&self, window: Im2colShape, first: usize, channels: usize, x: &[f32], y: &mut [f32]) -> Result<()> {
+    fn unfold(
+        &self,
+        window: Im2colShape,
+        first: usize,
+        channels: usize,
+        x: &[f32],
+        y: &mut [f32],
+    ) -> Result<()> {
         let _launch = self.launched(KernelCost::unfold(window, channels));
         unfold(&self.threads, window, first, channels, x, y);
         Ok(())
     }
 
-    fn fold(&self, window: Im2colShape, first: usize, channels: usize, dy: &[f32], dx: &mut [f32]) -> Result<()> {
+    fn fold(
+        &self,
+        window: Im2colShape,
+        first: usize,
+        channels: usize,
+        dy: &[f32],
+        dx: &mut [f32],
+    ) -> Result<()> {
         let _launch = self.launched(KernelCost::fold(window, channels));
         fold(&self.threads, window, first, channels, dy, dx);
         Ok(())
@@ -376,7 +455,13 @@ impl WindowOps for Cpu {
         Ok(())
     }
 
-    fn max_pool_backward(&self, window: Im2colShape, x: &[f32], dy: &[f32], dx: &mut [f32]) -> Result<()> {
+    fn max_pool_backward(
+        &self,
+        window: Im2colShape,
+        x: &[f32],
+        dy: &[f32],
+        dx: &mut [f32],
+    ) -> Result<()> {
         let _launch = self.launched(KernelCost::max_pool_backward(window));
         max_pool_backward(&self.threads, window, x, dy, dx);
         Ok(())

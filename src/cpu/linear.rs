@@ -11,7 +11,8 @@ use hpctrain_device::{Gemm, KernelCost, Linear, LinearOps};
 
 /// Computes the product, and adds it to the bias, if there is one.
 pub fn gemm(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32], bias: &[f32]) {
-    let (c, start) = (matrix_mut(c, s.m, s.n), OutputInit::new(s.acc, bias));
+    let c = matrix_mut(c, s.m, s.n);
+    let start = OutputInit::new(s.acc, bias);
     if s.ta {
         assert_eq!(a.len(), s.k * s.m);
         multiply_across(threads, a, s.m, right(s, b), c, start, &mut []);
@@ -20,10 +21,19 @@ pub fn gemm(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32], bia
     }
 }
 
-/// As [`gemm`], operands rounded to bf16. A bias takes the place of the result before; the sums of the rows of a transposed left
-/// operand are added to `sums`, if there are any.
-pub fn gemm_bf16(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32], bias: &[f32], sums: &mut [f32]) {
-    let (left, right) = (Operand::new(a, s.m, s.k, s.ta), Operand::new(b, s.n, s.k, !s.tb));
+/// As [`gemm`], operands rounded to bf16. A bias takes the place of the result before; the sums of
+/// the rows of a transposed left operand are added to `sums`, if there are any.
+pub fn gemm_bf16(
+    threads: &Threads,
+    s: Gemm,
+    a: &[f32],
+    b: &[f32],
+    c: &mut [f32],
+    bias: &[f32],
+    sums: &mut [f32],
+) {
+    let left = Operand::new(a, s.m, s.k, s.ta);
+    let right = Operand::new(b, s.n, s.k, !s.tb);
     bf16::multiply(threads, left, right, c, OutputInit::new(s.acc, bias), sums);
 }
 
@@ -55,7 +65,8 @@ pub fn backward_weight(
     add: bool,
 ) {
     assert_eq!(dy.len(), s.rows * s.outputs);
-    let (x, dweight) = (matrix(x, s.rows, s.inputs), matrix_mut(dweight, s.outputs, s.inputs));
+    let x = matrix(x, s.rows, s.inputs);
+    let dweight = matrix_mut(dweight, s.outputs, s.inputs);
     multiply_across(threads, dy, s.outputs, x, dweight, OutputInit::new(add, &[]), dbias);
 }
 
@@ -65,12 +76,25 @@ impl LinearOps for Cpu {
         self.product(shape, a, b, c, &[])
     }
 
-    fn linear(&self, shape: Linear, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) -> Result<()> {
+    fn linear(
+        &self,
+        shape: Linear,
+        x: &[f32],
+        weight: &[f32],
+        bias: &[f32],
+        y: &mut [f32],
+    ) -> Result<()> {
         let _launch = self.launched(KernelCost::linear(shape, bias.len()));
         self.weighed(forward(shape), x, weight, y, bias)
     }
 
-    fn linear_backward_input(&self, shape: Linear, dy: &[f32], weight: &[f32], dx: &mut [f32]) -> Result<()> {
+    fn linear_backward_input(
+        &self,
+        shape: Linear,
+        dy: &[f32],
+        weight: &[f32],
+        dx: &mut [f32],
+    ) -> Result<()> {
         let _launch = self.launched(KernelCost::linear_backward_input(shape));
         self.weighed(backward_input(shape), dy, weight, dx, &[])
     }

@@ -1,8 +1,9 @@
 //! Vectorisable building blocks shared by the CPU kernels.
 //!
-//! Elementwise code is written plainly and compiled for the widest vectors of the machine by [`simd`]. Fused
-//! multiply-adds are spelled out: the compiler never fuses by itself, so the bits are the same on every machine.
-//! Sums run over [`LANES`] fixed partial sums, so their bits do not depend on the vector width.
+//! Elementwise code is written plainly and compiled for the widest vectors of the machine by
+//! [`simd`]. Fused multiply-adds are spelled out: the compiler never fuses by itself, so the bits
+//! are the same on every machine. Sums run over [`LANES`] fixed partial sums, so their bits do not
+//! depend on the vector width.
 
 use pulp::Simd;
 
@@ -13,8 +14,8 @@ pub const LANES: usize = 16;
 
 /// `eˣ` to about 1 ulp for x in -87..88; 0 below, saturates above. NaN stays NaN.
 ///
-/// Cody-Waite reduction to |r| ≤ ln2/2 and a degree-6 Taylor-Horner polynomial with minimax coefficients
-/// (Cephes, `expf`).
+/// Cody-Waite reduction to |r| ≤ ln2/2 and a degree-6 Taylor-Horner polynomial with minimax
+/// coefficients (Cephes, `expf`).
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     const LOWEST: f32 = -87.336_54;
@@ -41,11 +42,18 @@ pub fn exp(x: f32) -> f32 {
 
 /// `2ˣ` of each lane, to about 1 ulp for x in -126..127; 0 below. NaN stays NaN.
 ///
-/// As [`exp`] without its reduction: a degree-6 polynomial with minimax coefficients (Cephes, `exp2f`).
+/// As [`exp`] without its reduction: a degree-6 polynomial with minimax coefficients (Cephes,
+/// `exp2f`).
 #[inline(always)]
 pub fn exp2s<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
-    const TERMS: [f32; 6] =
-        [1.535_336_2e-4, 1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 2.402_264_8e-1, 6.931_472e-1];
+    const TERMS: [f32; 6] = [
+        1.535_336_2e-4,
+        1.339_887_4e-3,
+        9.618_437e-3,
+        5.550_332_5e-2,
+        2.402_264_8e-1,
+        6.931_472e-1,
+    ];
     // From here on down the exponent bits below are those of 0.
     const LOWEST: f32 = -127.0;
     const SHIFT: f32 = 12_582_912.0;
@@ -158,13 +166,11 @@ mod tests {
     fn exp_is_close_to_f64() {
         for i in -87_000..88_000 {
             let x = i as f32 * 1e-3;
-            let (got, want) = (
-                f64::from(simd(
-                    #[inline(always)]
-                    || exp(x),
-                )),
-                f64::from(x).exp(),
-            );
+            let got = f64::from(simd(
+                #[inline(always)]
+                || exp(x),
+            ));
+            let want = f64::from(x).exp();
             assert!((got / want - 1.0).abs() < 3e-7, "exp({x}) = {got}, not {want}");
         }
         assert_eq!((exp(-100.0), exp(f32::NEG_INFINITY), exp(0.0)), (0.0, 0.0, 1.0));
@@ -193,8 +199,17 @@ mod tests {
             let want = f64::from(x).exp2();
             assert!((f64::from(y) / want - 1.0).abs() < 2e-7, "2^{x} = {y}, not {want}");
         }
-        let mut special =
-            [f32::NEG_INFINITY, -1e30, -127.0, f32::NAN, f32::from_bits(0x7fc0_0001), 0.0, -0.0, 1.0].repeat(4);
+        let mut special = [
+            f32::NEG_INFINITY,
+            -1e30,
+            -127.0,
+            f32::NAN,
+            f32::from_bits(0x7fc0_0001),
+            0.0,
+            -0.0,
+            1.0,
+        ]
+        .repeat(4);
         vectors(Powers(&mut special));
         for special in special.chunks(8) {
             assert_eq!((&special[..3], &special[5..]), (&[0.0; 3][..], &[1.0, 1.0, 2.0][..]));

@@ -30,7 +30,8 @@ pub(super) fn right<T>(s: Gemm, b: &[T]) -> ArrayView2<'_, T> {
 /// Columns of one task when rows are summed: their sums stay in registers.
 const COLUMNS: usize = 64;
 
-/// `sum += Σ_rows x`. Each task owns some columns and walks all rows, so the order of the sum is fixed.
+/// `sum += Σ_rows x`. Each task owns some columns and walks all rows, so the order of the sum is
+/// fixed.
 pub(super) fn add_rows(threads: &Threads, x: &[f32], width: usize, sum: &mut [f32]) {
     threads.each(sum.par_chunks_mut(COLUMNS).enumerate(), |(i, sum)| {
         add_columns(x, width, i * COLUMNS, sum);

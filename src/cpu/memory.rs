@@ -1,7 +1,8 @@
 //! Host buffers: cache-line aligned, recycled through a pool, counted by category.
 //!
-//! After some steps the pool has every size that a step needs and asks the system for no more; `tests/steady.rs` tests
-//! that. A buffer that the system refuses is an error with its size, its category and the bytes taken so far.
+//! After some steps the pool has every size that a step needs and asks the system for no more;
+//! `tests/steady.rs` tests that. A buffer that the system refuses is an error with its size, its
+//! category and the bytes taken so far.
 
 use std::ops::{Deref, Range};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -35,9 +36,11 @@ impl Pool {
         let lines = len.div_ceil(LINE);
         let recycled = {
             let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-            // Best fit; a buffer more than a quarter too large would exceed the memory that the banner promised.
+            // Best fit; a buffer more than a quarter too large would exceed the memory that the
+            // banner promised.
             let fits = |have: usize| have >= lines && have <= lines + lines / 4;
-            let best = (0..free.len()).filter(|&i| fits(free[i].len())).min_by_key(|&i| free[i].len());
+            let best =
+                (0..free.len()).filter(|&i| fits(free[i].len())).min_by_key(|&i| free[i].len());
             best.map(|i| free.swap_remove(i))
         };
         let mut lines = recycled.map_or_else(|| self.fresh(what, lines), Ok)?;
@@ -54,7 +57,11 @@ impl Pool {
         lines.try_reserve_exact(len).map_err(|_| {
             let size = readable(len.saturating_mul(size_of::<Line>()));
             let taken = self.ledger.live_by_category();
-            Error::input(format!("out of memory: no {size} for {}; this rank has taken {taken}", what.name())).hint(
+            Error::input(format!(
+                "out of memory: no {size} for {}; this rank has taken {taken}",
+                what.name()
+            ))
+            .hint(
                 "set batch.micro lower, parallel.recompute=true or parallel.zero higher; \
                  run.memory_limit refuses such a run at its start",
             )
@@ -132,7 +139,10 @@ impl CpuInts {
     /// Elements `range`, in the same memory.
     pub(super) fn part(&self, range: Range<usize>) -> Self {
         assert!(range.end <= self.range.len(), "a part of indices");
-        Self { buf: self.buf.clone(), range: self.range.start + range.start..self.range.start + range.end }
+        Self {
+            buf: self.buf.clone(),
+            range: self.range.start + range.start..self.range.start + range.end,
+        }
     }
 }
 
@@ -171,7 +181,8 @@ mod tests {
         let pool = Arc::new(Pool::default());
         let ids = CpuInts::new(&pool, &[7, u32::MAX]).unwrap();
         assert_eq!((&ids[..], pool.ledger.live(MemoryKind::Data)), (&[7, u32::MAX][..], 64));
-        let (all, part) = (ids.part(0..2), ids.part(0..2).part(1..2));
+        let all = ids.part(0..2);
+        let part = ids.part(0..2).part(1..2);
         drop((ids, all));
         assert_eq!((&part[..], pool.ledger.live(MemoryKind::Data)), (&[u32::MAX][..], 64));
     }
@@ -183,6 +194,9 @@ mod tests {
         let error = pool.take(MemoryKind::Activations, usize::MAX / 8).err().unwrap();
         assert_eq!(error.exit_code(), 2);
         let text = error.to_string();
-        assert!(text.contains("TiB for activations; this rank has taken parameters 1.0 MiB\nhint: "), "{text}");
+        assert!(
+            text.contains("TiB for activations; this rank has taken parameters 1.0 MiB\nhint: "),
+            "{text}"
+        );
     }
 }

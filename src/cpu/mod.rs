@@ -64,8 +64,8 @@ pub struct Peak {
     pub bandwidth: f64,
 }
 
-/// The implementation of matrix multiplication: for products, affine maps and convolutions that are unfolded whole.
-/// Attention and convolutions by tiles have small products of their own, in f32.
+/// The implementation of matrix multiplication: for products, affine maps and convolutions that are
+/// unfolded whole. Attention and convolutions by tiles have small products of their own, in f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Products {
     /// This program's kernels, in f32.
@@ -79,8 +79,8 @@ pub enum Products {
 }
 
 impl Products {
-    /// The implementation in bf16 for this machine: oneDNN where the CPU multiplies bf16 by tiles (AMX), which this program's
-    /// kernels do not use, and the library is there.
+    /// The implementation in bf16 for this machine: oneDNN where the CPU multiplies bf16 by tiles
+    /// (AMX), which this program's kernels do not use, and the library is there.
     pub fn bf16() -> Self {
         if has_amx() && onednn::find().is_ok() { Products::OneDnnBf16 } else { Products::OwnBf16 }
     }
@@ -128,7 +128,13 @@ impl Cpu {
     pub fn profiled(threads: usize, profile: Profile) -> Self {
         gemm::configure();
         let threads = Arc::new(Threads::new(threads));
-        Self { pool: Arc::default(), threads, profile, products: Products::Own, kept: Arc::default() }
+        Self {
+            pool: Arc::default(),
+            threads,
+            profile,
+            products: Products::Own,
+            kept: Arc::default(),
+        }
     }
 
     /// The same backend, if it has all its threads.
@@ -153,14 +159,14 @@ impl Cpu {
         self.threads.count()
     }
 
-    /// Floating-point operations that all threads reach in a second, and bytes that they move: the best of a few tries,
-    /// which take 192 MiB of memory.
+    /// Floating-point operations that all threads reach in a second, and bytes that they move: the
+    /// best of a few tries, which take 192 MiB of memory.
     pub fn peak(&self) -> Peak {
         Peak { flops: peak::flops(&self.threads), bandwidth: peak::bandwidth(&self.threads) }
     }
 
-    /// Measures the FLOP/s that all threads reach in the number format of the matmuls; none where it cannot be measured:
-    /// oneDNN's bf16, which may use AMX.
+    /// Measures the FLOP/s that all threads reach in the number format of the matmuls; none where
+    /// it cannot be measured: oneDNN's bf16, which may use AMX.
     pub fn measure_peak_flops(&self) -> Option<f64> {
         match self.products {
             Products::Own | Products::OneDnn => Some(peak::flops(&self.threads)),
@@ -169,7 +175,8 @@ impl Cpu {
         }
     }
 
-    /// Records a measured peak of all threads for later runs on this kind of CPU ([`Backend::peak_flops`]); returns the file.
+    /// Records a measured peak of all threads for later runs on this kind of CPU
+    /// ([`Backend::peak_flops`]); returns the file.
     ///
     /// # Errors
     /// Returns an error if no cache directory of the user can be written.
@@ -184,8 +191,8 @@ impl Cpu {
         }
     }
 
-    /// Rounds to bf16, two to a word, as a GPU would: for memory that goes there. Words that are left over stay as they
-    /// are.
+    /// Rounds to bf16, two to a word, as a GPU would: for memory that goes there. Words that are
+    /// left over stay as they are.
     pub fn narrow(&self, x: &[f32], words: &mut [f32]) {
         elementwise::narrow(&self.threads, x, &mut bytemuck::cast_slice_mut(words)[..x.len()]);
     }
@@ -204,23 +211,33 @@ impl Cpu {
             }
             Products::OneDnn => onednn::multiply(threads, s, a, b, c, bias),
             Products::OneDnnBf16 => {
-                let (a_words, b_words) = (self.narrowed(a)?, self.narrowed(b)?);
-                let [a, b] = [(&a_words, a), (&b_words, b)]
-                    .map(|(words, x)| &bytemuck::cast_slice::<f32, u16>(words.as_slice())[..x.len()]);
+                let a_words = self.narrowed(a)?;
+                let b_words = self.narrowed(b)?;
+                let [a, b] = [(&a_words, a), (&b_words, b)].map(|(words, x)| {
+                    &bytemuck::cast_slice::<f32, u16>(words.as_slice())[..x.len()]
+                });
                 onednn::multiply(threads, s, a, b, c, bias)
             }
         }
     }
 
     /// As [`Cpu::product`], of a weight, which may be there in panels.
-    fn weighed(&self, s: Gemm, x: &[f32], weight: &[f32], y: &mut [f32], bias: &[f32]) -> Result<()> {
+    fn weighed(
+        &self,
+        s: Gemm,
+        x: &[f32],
+        weight: &[f32],
+        y: &mut [f32],
+        bias: &[f32],
+    ) -> Result<()> {
         let panels = match self.products {
             Products::Own => self.kept.panels(&self.pool, &self.threads, s, weight)?,
             Products::OwnBf16 | Products::OneDnn | Products::OneDnnBf16 => None,
         };
         match panels {
             Some(panels) => {
-                let (y, start) = (matrix::matrix_mut(y, s.m, s.n), OutputInit::new(s.acc, bias));
+                let y = matrix::matrix_mut(y, s.m, s.n);
+                let start = OutputInit::new(s.acc, bias);
                 panels.multiply(&self.threads, matrix::left(s, x), y, start);
                 Ok(())
             }

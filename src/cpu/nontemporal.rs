@@ -1,7 +1,9 @@
-//! Copies that bypass the caches, for data that is not read soon, or by another core; requests for data that is.
+//! Copies that bypass the caches, for data that is not read soon, or by another core; requests for
+//! data that is.
 //!
-//! An ordinary store first loads the line that it overwrites, so a copy moves three bytes for two. The C library avoids
-//! that for single copies larger than its caches only. If the line is in another core's cache, the load waits for that core.
+//! An ordinary store first loads the line that it overwrites, so a copy moves three bytes for two.
+//! The C library avoids that for single copies larger than its caches only. If the line is in
+//! another core's cache, the load waits for that core.
 
 /// Elements from which a copy is worth it.
 const LARGE: usize = 1 << 16;
@@ -18,8 +20,8 @@ pub fn copy(from: &[f32], to: &mut [f32]) {
     copy_from(LARGE, from, to);
 }
 
-/// As `copy`, where another core has read `to`, and will read it again. Between cores that share no cache ordinary stores take
-/// several times as long.
+/// As `copy`, where another core has read `to`, and will read it again. Between cores that share no
+/// cache ordinary stores take several times as long.
 pub fn copy_for_another_core(from: &[f32], to: &mut [f32]) {
     copy_from(MEDIUM, from, to);
 }
@@ -53,8 +55,8 @@ fn streamed(from: &[f32], to: &mut [f32]) {
     head.copy_from_slice(first);
     for (from, to) in middle.chunks_exact(LINE).zip(lines) {
         for (from, to) in from.chunks_exact(WIDTH).zip(to) {
-            // SAFETY: four elements are there to be read; `align_to_mut` has aligned the target, which is borrowed
-            // mutably. SSE is part of every x86-64.
+            // SAFETY: four elements are there to be read; `align_to_mut` has aligned the target,
+            // which is borrowed mutably. SSE is part of every x86-64.
             unsafe { _mm_stream_ps(std::ptr::from_mut(to).cast(), _mm_loadu_ps(from.as_ptr())) };
         }
     }
@@ -63,7 +65,8 @@ fn streamed(from: &[f32], to: &mut [f32]) {
     unsafe { _mm_sfence() };
 }
 
-/// Asks for the cache lines of so many elements from number `first` on, which are read soon. Changes no memory.
+/// Asks for the cache lines of so many elements from number `first` on, which are read soon.
+/// Changes no memory.
 #[inline(always)]
 pub fn prefetch(x: &[f32], first: usize, len: usize) {
     #[cfg(target_arch = "x86_64")]
@@ -89,8 +92,12 @@ mod tests {
     #[test]
     fn every_element_arrives_whatever_the_alignment() {
         let from: Vec<f32> = (0..LARGE + 50).map(|i| i as f32).collect();
-        for (copy, least) in [(copy as fn(&[f32], &mut [f32]), LARGE), (copy_for_another_core, MEDIUM)] {
-            for (start, len) in [(0, 0), (1, 5), (0, least), (1, least + 1), (3, least + 17), (7, least + 43)] {
+        for (copy, least) in
+            [(copy as fn(&[f32], &mut [f32]), LARGE), (copy_for_another_core, MEDIUM)]
+        {
+            for (start, len) in
+                [(0, 0), (1, 5), (0, least), (1, least + 1), (3, least + 17), (7, least + 43)]
+            {
                 let mut to = vec![-1.0; start + len + 2];
                 copy(&from[..len], &mut to[start..start + len]);
                 assert!(to[start..start + len] == from[..len]);

@@ -13,24 +13,36 @@ const ROWS: usize = 32;
 /// Columns of one task when rows are summed: their sums stay in registers.
 const COLUMNS: usize = 32;
 
-pub fn forward(threads: &Threads, s: Norm, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32], stats: &mut [f32]) {
+pub fn forward(
+    threads: &Threads,
+    s: Norm,
+    x: &[f32],
+    weight: &[f32],
+    bias: &[f32],
+    y: &mut [f32],
+    stats: &mut [f32],
+) {
     let d = s.width;
     let (mean, rstd) = stats.split_at_mut(s.rows);
     let stats = mean.par_chunks_mut(ROWS).zip(rstd.par_chunks_mut(ROWS));
-    threads.each(x.par_chunks(ROWS * d).zip(y.par_chunks_mut(ROWS * d)).zip(stats), |((x, y), (mean, rstd))| {
-        simd(
-            #[inline(always)]
-            || {
-                let rows = x.chunks_exact(d).zip(y.chunks_exact_mut(d));
-                for ((x, y), (mean, rstd)) in rows.zip(mean.iter_mut().zip(rstd)) {
-                    (*mean, *rstd) = normalise(s, x, weight, bias, y);
-                }
-            },
-        );
-    });
+    threads.each(
+        x.par_chunks(ROWS * d).zip(y.par_chunks_mut(ROWS * d)).zip(stats),
+        |((x, y), (mean, rstd))| {
+            simd(
+                #[inline(always)]
+                || {
+                    let rows = x.chunks_exact(d).zip(y.chunks_exact_mut(d));
+                    for ((x, y), (mean, rstd)) in rows.zip(mean.iter_mut().zip(rstd)) {
+                        (*mean, *rstd) = normalise(s, x, weight, bias, y);
+                    }
+                },
+            );
+        },
+    );
 }
 
-/// As [`forward`], of the stream after `x` is added to it: a row is normalised while the nearest cache still holds its sum.
+/// As [`forward`], of the stream after `x` is added to it: a row is normalised while the nearest
+/// cache still holds its sum.
 #[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
 pub fn add_forward(
     threads: &Threads,
@@ -45,7 +57,8 @@ pub fn add_forward(
     let d = s.width;
     let (mean, rstd) = stats.split_at_mut(s.rows);
     let inputs = x.par_chunks(ROWS * d).zip(stream.par_chunks_mut(ROWS * d));
-    let outputs = y.par_chunks_mut(ROWS * d).zip(mean.par_chunks_mut(ROWS).zip(rstd.par_chunks_mut(ROWS)));
+    let outputs =
+        y.par_chunks_mut(ROWS * d).zip(mean.par_chunks_mut(ROWS).zip(rstd.par_chunks_mut(ROWS)));
     threads.each(inputs.zip(outputs), |((x, stream), (y, (mean, rstd)))| {
         simd(
             #[inline(always)]
@@ -64,11 +77,21 @@ pub fn add_forward(
 /// One row; its mean and rstd.
 #[inline(always)]
 fn normalise(s: Norm, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) -> (f32, f32) {
-    if s.centred { normalise_as::<true>(s, x, weight, bias, y) } else { normalise_as::<false>(s, x, weight, bias, y) }
+    if s.centred {
+        normalise_as::<true>(s, x, weight, bias, y)
+    } else {
+        normalise_as::<false>(s, x, weight, bias, y)
+    }
 }
 
 #[inline(always)]
-fn normalise_as<const CENTRED: bool>(s: Norm, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) -> (f32, f32) {
+fn normalise_as<const CENTRED: bool>(
+    s: Norm,
+    x: &[f32],
+    weight: &[f32],
+    bias: &[f32],
+    y: &mut [f32],
+) -> (f32, f32) {
     let d = s.width as f32;
     let mean = if CENTRED { sum(x, |x| x) / d } else { 0.0 };
     let variance = sum(x, |x| (x - mean) * (x - mean)) / d;
@@ -119,24 +142,28 @@ fn backward_of<const CENTRED: bool>(
     let d = s.width;
     let (mean, rstd) = stats.split_at(s.rows);
     let rows = dy.par_chunks(ROWS * d).zip(x.par_chunks(ROWS * d)).zip(dx.par_chunks_mut(ROWS * d));
-    threads.each(rows.zip(mean.par_chunks(ROWS).zip(rstd.par_chunks(ROWS))), |(((dy, x), dx), (mean, rstd))| {
-        simd(
-            #[inline(always)]
-            || {
-                let rows = dy.chunks_exact(d).zip(x.chunks_exact(d)).zip(dx.chunks_exact_mut(d));
-                for (((dy, x), dx), (&mean, &rstd)) in rows.zip(mean.iter().zip(rstd)) {
-                    // With g = dy·w and n = (x - mean)·rstd: dx = rstd·(g - mean(g) - n·mean(g·n)), where the second term
-                    // comes through the mean.
-                    let (g_sum, gx_sum) = weighted_sums(dy, weight, x, mean);
-                    let g_mean = if CENTRED { g_sum / d as f32 } else { 0.0 };
-                    let gn_mean = gx_sum * rstd / d as f32;
-                    for (((dx, &dy), &w), &x) in dx.iter_mut().zip(dy).zip(weight).zip(x) {
-                        *dx += rstd * (dy * w - g_mean - (x - mean) * rstd * gn_mean);
+    threads.each(
+        rows.zip(mean.par_chunks(ROWS).zip(rstd.par_chunks(ROWS))),
+        |(((dy, x), dx), (mean, rstd))| {
+            simd(
+                #[inline(always)]
+                || {
+                    let rows =
+                        dy.chunks_exact(d).zip(x.chunks_exact(d)).zip(dx.chunks_exact_mut(d));
+                    for (((dy, x), dx), (&mean, &rstd)) in rows.zip(mean.iter().zip(rstd)) {
+                        // With g = dy·w and n = (x - mean)·rstd: dx = rstd·(g - mean(g) -
+                        // n·mean(g·n)), where the second term comes through the mean.
+                        let (g_sum, gx_sum) = weighted_sums(dy, weight, x, mean);
+                        let g_mean = if CENTRED { g_sum / d as f32 } else { 0.0 };
+                        let gn_mean = gx_sum * rstd / d as f32;
+                        for (((dx, &dy), &w), &x) in dx.iter_mut().zip(dy).zip(weight).zip(x) {
+                            *dx += rstd * (dy * w - g_mean - (x - mean) * rstd * gn_mean);
+                        }
                     }
-                }
-            },
-        );
-    });
+                },
+            );
+        },
+    );
     // Columns are summed over all rows by the one task that owns them: the order is fixed.
     let columns = with_chunks(dweight.par_chunks_mut(COLUMNS), dbias, COLUMNS);
     threads.each(columns.enumerate(), |(i, (dweight, dbias))| {
@@ -147,11 +174,14 @@ fn backward_of<const CENTRED: bool>(
             #[inline(always)]
             || {
                 let at = i * COLUMNS;
-                let (mut dw, mut db) = ([0.0; COLUMNS], [0.0; COLUMNS]);
+                let mut dw = [0.0; COLUMNS];
+                let mut db = [0.0; COLUMNS];
                 dw[..width].copy_from_slice(dweight);
                 db[..width].copy_from_slice(dbias);
                 for (row, (dy, x)) in dy.chunks_exact(d).zip(x.chunks_exact(d)).enumerate() {
-                    let (dy, x, stats) = (&dy[at..at + width], &x[at..at + width], (mean[row], rstd[row]));
+                    let dy = &dy[at..at + width];
+                    let x = &x[at..at + width];
+                    let stats = (mean[row], rstd[row]);
                     // The whole is the usual case, and of a length that the compiler knows.
                     match (dy.first_chunk::<COLUMNS>(), x.first_chunk::<COLUMNS>()) {
                         (Some(dy), Some(x)) => add_row(&mut dw, &mut db, dy, x, stats),
@@ -179,7 +209,8 @@ fn add_row(dw: &mut [f32], db: &mut [f32], dy: &[f32], x: &[f32], (mean, rstd): 
 fn weighted_sums(dy: &[f32], weight: &[f32], x: &[f32], mean: f32) -> (f32, f32) {
     let ((dy, dy_tail), (w, w_tail), (x, x_tail)) =
         (dy.as_chunks::<LANES>(), weight.as_chunks::<LANES>(), x.as_chunks::<LANES>());
-    let (mut g_sum, mut gx_sum) = ([0.0; LANES], [0.0; LANES]);
+    let mut g_sum = [0.0; LANES];
+    let mut gx_sum = [0.0; LANES];
     let mut add = |i: usize, dy: f32, w: f32, x: f32| {
         g_sum[i] += dy * w;
         gx_sum[i] += dy * w * (x - mean);

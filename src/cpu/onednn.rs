@@ -1,18 +1,19 @@
 //! Matrix products by oneDNN, a library of kernels that is looked for at run time.
 //!
-//! Its functions are those of versions 2 and 3, which describe matrices differently. Each thread of a rank multiplies parts of
-//! its own: the library is set to one thread. A thread keeps the primitives prepared for a shape, since preparing one
-//! takes longer than many a product.
+//! Its functions are those of versions 2 and 3, which describe matrices differently. Each thread of
+//! a rank multiplies parts of its own: the library is set to one thread. A thread keeps the
+//! primitives prepared for a shape, since preparing one takes longer than many a product.
 //!
-//! It multiplies in f32 where a benchmark asks for it, and with `precision.compute = "bf16"` on CPUs with AMX, whose tiles this
-//! program's own kernels (`bf16/`) do not use: the operands of affine maps, of their gradients and of other large products are
-//! rounded to bf16, and sums are f32. The library may be version 2 or 3, built with OpenMP or without threads. Bits do not depend
-//! on the number of threads. Where it is missing, the program's own kernels multiply, and the test of products reports that it was
-//! skipped.
+//! It multiplies in f32 where a benchmark asks for it, and with `precision.compute = "bf16"` on
+//! CPUs with AMX, whose tiles this program's own kernels (`bf16/`) do not use: the operands of
+//! affine maps, of their gradients and of other large products are rounded to bf16, and sums are
+//! f32. The library may be version 2 or 3, built with OpenMP or without threads. Bits do not depend
+//! on the number of threads. Where it is missing, the program's own kernels multiply, and the test
+//! of products reports that it was skipped.
 //!
-//! It has run with AVX512-BF16 and oneDNN 2.6.3: the tests of products, 40 steps of the default (loss 3.0999; in f32
-//! 3.0998), and `hpctrain verify` with equal bits on 1, 2 and 4 ranks. It has not run with AMX, nor in bf16 with
-//! version 3.
+//! It has run with AVX512-BF16 and oneDNN 2.6.3: the tests of products, 40 steps of the default
+//! (loss 3.0999; in f32 3.0998), and `hpctrain verify` with equal bits on 1, 2 and 4 ranks. It has
+//! not run with AMX, nor in bf16 with version 3.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -72,7 +73,8 @@ const DIMENSIONS: usize = 12;
 /// Any object of the library.
 type Handle = *mut c_void;
 
-/// `dnnl_memory_desc_t` of version 2, 696 bytes, with room to spare: only the library looks into it.
+/// `dnnl_memory_desc_t` of version 2, 696 bytes, with room to spare: only the library looks into
+/// it.
 #[repr(C, align(64))]
 struct Room([u8; 1024]);
 
@@ -185,24 +187,35 @@ enum Dialect {
 struct Library {
     functions: Functions,
     dialect: Dialect,
-    /// Sets OpenMP's number of threads for the calling thread; none if the library does not use OpenMP.
+    /// Sets OpenMP's number of threads for the calling thread; none if the library does not use
+    /// OpenMP.
     open_mp: Option<OpenMp>,
     engine: Engine,
 }
 
 impl Library {
     /// A matrix of so many rows and columns.
-    fn describe(&self, operands: c_int, sizes: [usize; 2], strides: [isize; 2]) -> Result<Description> {
-        let (mut dims, mut steps) = ([0; DIMENSIONS], [0; DIMENSIONS]);
+    fn describe(
+        &self,
+        operands: c_int,
+        sizes: [usize; 2],
+        strides: [isize; 2],
+    ) -> Result<Description> {
+        let mut dims = [0; DIMENSIONS];
+        let mut steps = [0; DIMENSIONS];
         for axis in 0..2 {
             (dims[axis], steps[axis]) = (sizes[axis] as i64, strides[axis] as i64);
         }
-        let (dims, steps) = (dims.as_ptr(), steps.as_ptr());
+        let dims = dims.as_ptr();
+        let steps = steps.as_ptr();
         match &self.dialect {
             Dialect::Two(two) => {
                 let mut room = Box::new(Room([0; 1024]));
-                // SAFETY: writes the description, for which there is room; reads as many numbers as there can be dimensions.
-                check("describe a matrix", unsafe { (two.describe)(&raw mut *room, 2, dims, operands, steps) })?;
+                // SAFETY: writes the description, for which there is room; reads as many numbers as
+                // there can be dimensions.
+                check("describe a matrix", unsafe {
+                    (two.describe)(&raw mut *room, 2, dims, operands, steps)
+                })?;
                 Ok(Description::Two(room))
             }
             Dialect::Three(three) => Owned::new("describe a matrix", three.forget, |description| {
@@ -217,7 +230,8 @@ impl Library {
     fn sum(&self) -> Result<Owned> {
         let Functions { after_create, after_destroy, .. } = self.functions;
         // SAFETY: writes the handle.
-        let after = Owned::new("make a sum", after_destroy, |after| unsafe { after_create(after) })?;
+        let after =
+            Owned::new("make a sum", after_destroy, |after| unsafe { after_create(after) })?;
         // SAFETY: changes the object that was just created.
         check("add", unsafe {
             match &self.dialect {
@@ -231,19 +245,24 @@ impl Library {
     /// The plan of a product of matrices with three descriptions.
     fn plan(&self, [a, b, c]: [&Description; 3], attributes: &Owned) -> Result<Owned> {
         let [a, b, c] = [a, b, c].map(Description::pointer);
-        let (engine, attributes) = (self.engine.0, attributes.handle);
+        let engine = self.engine.0;
+        let attributes = attributes.handle;
         Owned::new("plan a product", self.functions.plan_destroy, |plan| match &self.dialect {
             Dialect::Two(two) => {
                 let mut multiplication = Multiplication([0; 4096]);
                 // SAFETY: writes the description, for which there is room, from three that live.
                 match unsafe { (two.matmul)(&mut multiplication, a, b, null(), c) } {
                     // SAFETY: writes the handle; all that it reads lives.
-                    0 => unsafe { (two.plan)(plan, &multiplication, attributes, engine, null_mut()) },
+                    0 => unsafe {
+                        (two.plan)(plan, &multiplication, attributes, engine, null_mut())
+                    },
                     failed => failed,
                 }
             }
             // SAFETY: writes the handle; all that it reads lives.
-            Dialect::Three(three) => unsafe { (three.plan)(plan, engine, a, b, null(), c, attributes) },
+            Dialect::Three(three) => unsafe {
+                (three.plan)(plan, engine, a, b, null(), c, attributes)
+            },
         })
     }
 }
@@ -251,7 +270,8 @@ impl Library {
 /// The library's CPU, which all threads may use.
 struct Engine(Handle);
 
-// SAFETY: the library's engines may be used by several threads at once; this one is never destroyed.
+// SAFETY: the library's engines may be used by several threads at once; this one is never
+// destroyed.
 unsafe impl Send for Engine {}
 // SAFETY: as above.
 unsafe impl Sync for Engine {}
@@ -261,7 +281,9 @@ fn check(what: &str, status: c_int) -> Result<()> {
     match status {
         0 => Ok(()),
         1 => Err(Error::device(format!("oneDNN could not {what}: out of memory"))),
-        3 => Err(Error::device(format!("oneDNN could not {what}: it does not know how on this CPU"))),
+        3 => {
+            Err(Error::device(format!("oneDNN could not {what}: it does not know how on this CPU")))
+        }
         status => Err(Error::device(format!("oneDNN could not {what}: status {status}"))),
     }
 }
@@ -273,15 +295,20 @@ fn open() -> Result<Library> {
         return Err(Error::input("oneDNN is not there: libdnnl.so.3 or libdnnl.so.2").hint(HINT));
     };
     let missing = |name: &str| Error::input(format!("this oneDNN has no {name}")).hint(HINT);
-    // SAFETY: the function has this type in every version, and its result lives as long as the library.
+    // SAFETY: the function has this type in every version, and its result lives as long as the
+    // library.
     let version = unsafe { &*(Versioned::of(file, missing)?.version)() };
     let Version { major, minor, patch, cpu_runtime, .. } = *version;
     if !matches!(major, 2 | 3) {
-        return Err(Error::input(format!("oneDNN is {major}.{minor}.{patch}, not of version 2 or 3")).hint(HINT));
+        return Err(Error::input(format!(
+            "oneDNN is {major}.{minor}.{patch}, not of version 2 or 3"
+        ))
+        .hint(HINT));
     }
     if !matches!(cpu_runtime, SEQUENTIAL | OPENMP) {
-        let message =
-            format!("oneDNN {major}.{minor}.{patch} is built with threads that are neither none nor OpenMP's");
+        let message = format!(
+            "oneDNN {major}.{minor}.{patch} is built with threads that are neither none nor OpenMP's"
+        );
         return Err(Error::input(message).hint(HINT));
     }
     // SAFETY: the functions have these types in the versions that the tables are for.
@@ -292,8 +319,11 @@ fn open() -> Result<Library> {
         // SAFETY: as above.
         _ => Dialect::Three(unsafe { Three::of(file, missing)? }),
     };
-    // SAFETY: the library depends on OpenMP, whose function has this type.
-    let open_mp = if cpu_runtime == OPENMP { Some(unsafe { OpenMp::of(file, missing)? }) } else { None };
+    let open_mp = match cpu_runtime {
+        // SAFETY: the library depends on OpenMP, whose function has this type.
+        OPENMP => Some(unsafe { OpenMp::of(file, missing)? }),
+        _ => None,
+    };
     let mut engine = null_mut();
     // SAFETY: writes the handle.
     check("find the CPU", unsafe { (functions.engine_create)(&mut engine, CPU, 0) })?;
@@ -390,22 +420,26 @@ impl Prepared {
         let a = library.describe(shape.operands, shape.sizes[0], shape.strides[0])?;
         let b = library.describe(shape.operands, shape.sizes[1], shape.strides[1])?;
         let c = library.describe(f32::TYPE, [m, n], shape.strides[2])?;
-        let attributes = Owned::new("make attributes", functions.attributes_destroy, |attributes| {
-            // SAFETY: writes the handle.
-            unsafe { (functions.attributes_create)(attributes) }
-        })?;
+        let attributes =
+            Owned::new("make attributes", functions.attributes_destroy, |attributes| {
+                // SAFETY: writes the handle.
+                unsafe { (functions.attributes_create)(attributes) }
+            })?;
         // SAFETY: changes the object that was just created.
-        check("take our scratch", unsafe { (functions.set_scratch)(attributes.handle, OUR_SCRATCH) })?;
+        check("take our scratch", unsafe {
+            (functions.set_scratch)(attributes.handle, OUR_SCRATCH)
+        })?;
         if shape.acc {
             let sum = library.sum()?;
             // SAFETY: as above; the sum is copied.
             check("add", unsafe { (functions.set_after)(attributes.handle, sum.handle) })?;
         }
         let plan = library.plan([&a, &b, &c], &attributes)?;
-        let primitive = Owned::new("prepare a product", functions.primitive_destroy, |primitive| {
-            // SAFETY: writes the handle; the plan lives.
-            unsafe { (functions.primitive_create)(primitive, plan.handle) }
-        })?;
+        let primitive =
+            Owned::new("prepare a product", functions.primitive_destroy, |primitive| {
+                // SAFETY: writes the handle; the plan lives.
+                unsafe { (functions.primitive_create)(primitive, plan.handle) }
+            })?;
         // SAFETY: the plan lives, and so does the description that belongs to it.
         let of_scratch = unsafe { (functions.plan_describes)(plan.handle, SCRATCH, 0) };
         // SAFETY: as above.
@@ -424,8 +458,8 @@ impl Prepared {
     }
 }
 
-/// `c = a·b`, or `c += a·b` with `acc`, on the calling thread. Rows of `c` are contiguous; those or the columns of `a`
-/// and `b` are.
+/// `c = a·b`, or `c += a·b` with `acc`, on the calling thread. Rows of `c` are contiguous; those or
+/// the columns of `a` and `b` are.
 fn multiply_part<T: Operand>(
     a: ArrayView2<'_, T>,
     b: ArrayView2<'_, T>,
@@ -433,7 +467,13 @@ fn multiply_part<T: Operand>(
     acc: bool,
 ) -> Result<()> {
     let ((m, k), (kb, n)) = (a.dim(), b.dim());
-    assert!(kb == k && c.dim() == (m, n), "product of {:?} and {:?} into {:?}", a.dim(), b.dim(), c.dim());
+    assert!(
+        kb == k && c.dim() == (m, n),
+        "product of {:?} and {:?} into {:?}",
+        a.dim(),
+        b.dim(),
+        c.dim()
+    );
     if m * n * k == 0 {
         if !acc {
             c.fill(0.0);
@@ -441,7 +481,8 @@ fn multiply_part<T: Operand>(
         return Ok(());
     }
     let library = library()?;
-    // The step along an axis of one element is never taken; the library wants it in order all the same.
+    // The step along an axis of one element is never taken; the library wants it in order all the
+    // same.
     let strides = |[rows, columns]: [usize; 2], strides: &[isize]| match (rows, columns) {
         (_, 1) => [strides[0], 1],
         (1, _) if strides[1] == 1 => [columns as isize, 1],
@@ -450,7 +491,11 @@ fn multiply_part<T: Operand>(
     let shape = Shape {
         operands: T::TYPE,
         sizes: [[m, k], [k, n]],
-        strides: [strides([m, k], a.strides()), strides([k, n], b.strides()), strides([m, n], c.strides())],
+        strides: [
+            strides([m, k], a.strides()),
+            strides([k, n], b.strides()),
+            strides([m, n], c.strides()),
+        ],
         acc,
     };
     STATE.with_borrow_mut(|state| {
@@ -463,33 +508,55 @@ fn multiply_part<T: Operand>(
             Some(product) => product,
             None => prepared.entry(shape).or_insert(Prepared::new(library, &shape)?),
         };
-        let operands = [a.as_ptr().cast_mut().cast(), b.as_ptr().cast_mut().cast(), c.as_mut_ptr().cast()];
+        let operands =
+            [a.as_ptr().cast_mut().cast(), b.as_ptr().cast_mut().cast(), c.as_mut_ptr().cast()];
         for (memory, at) in product.memories.iter().zip(operands) {
-            // SAFETY: the memory belongs to this thread, and is used only below, while the views are borrowed.
+            // SAFETY: the memory belongs to this thread, and is used only below, while the views
+            // are borrowed.
             check("name memory", unsafe { (library.functions.memory_set)(memory.handle, at) })?;
         }
-        let arguments: [Argument; 4] =
-            std::array::from_fn(|i| Argument { what: ARGUMENTS[i], memory: product.memories[i].handle });
-        let (count, arguments) = (arguments.len() as c_int, arguments.as_ptr());
-        // SAFETY: the views guarantee that every element addressed by their sizes and strides is valid, that of `c`
-        // exclusively; the library reads `a` and `b` and writes `c` and the scratch, and is done when it returns, since it has
-        // no threads but this one.
-        let status =
-            unsafe { (library.functions.primitive_execute)(product.primitive.handle, stream.handle, count, arguments) };
+        let arguments: [Argument; 4] = std::array::from_fn(|i| Argument {
+            what: ARGUMENTS[i],
+            memory: product.memories[i].handle,
+        });
+        let count = arguments.len() as c_int;
+        let arguments = arguments.as_ptr();
+        // SAFETY: the views guarantee that every element addressed by their sizes and strides is
+        // valid, that of `c` exclusively; the library reads `a` and `b` and writes `c` and the
+        // scratch, and is done when it returns, since it has no threads but this one.
+        let status = unsafe {
+            (library.functions.primitive_execute)(
+                product.primitive.handle,
+                stream.handle,
+                count,
+                arguments,
+            )
+        };
         check("multiply", status)
     })
 }
 
-/// The product described by `s`, and the bias, if there is one, on all threads, in parts that depend on the shape alone.
+/// The product described by `s`, and the bias, if there is one, on all threads, in parts that
+/// depend on the shape alone.
 ///
 /// # Errors
 /// The library is not there, or failed.
-pub fn multiply<T: Operand>(threads: &Threads, s: Gemm, a: &[T], b: &[T], c: &mut [f32], bias: &[f32]) -> Result<()> {
-    let (a, b, start) = (left(s, a), right(s, b), OutputInit::new(s.acc, bias));
+pub fn multiply<T: Operand>(
+    threads: &Threads,
+    s: Gemm,
+    a: &[T],
+    b: &[T],
+    c: &mut [f32],
+    bias: &[f32],
+) -> Result<()> {
+    let a = left(s, a);
+    let b = right(s, b);
+    let start = OutputInit::new(s.acc, bias);
     let failed = Mutex::new(None);
     each_part(threads, matrix_mut(c, s.m, s.n), s.k, [false, false], |rows, columns, mut c| {
         let acc = start.of(columns.clone()).written(c.view_mut());
-        let (a, b) = (a.slice_axis(Axis(0), rows.into()), b.slice_axis(Axis(1), columns.into()));
+        let a = a.slice_axis(Axis(0), rows.into());
+        let b = b.slice_axis(Axis(1), columns.into());
         if let Err(error) = multiply_part(a, b, c, acc) {
             failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         }

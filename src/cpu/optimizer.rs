@@ -29,8 +29,8 @@ fn pass<const N: usize>(
     });
 }
 
-/// A chunk of it. All closures hold copies: a value behind a reference might change with each element that is written, as far as the
-/// compiler knows, and it would make no vector code.
+/// A chunk of it. All closures hold copies: a value behind a reference might change with each
+/// element that is written, as far as the compiler knows, and it would make no vector code.
 fn over<const N: usize>(
     grad: &[f32],
     buffers: [&mut [f32]; N],
@@ -55,7 +55,8 @@ fn over<const N: usize>(
     );
 }
 
-/// Buffers of one length, element by element: as zipped iterators, which the compiler turns into vector code. Indices it would check.
+/// Buffers of one length, element by element: as zipped iterators, which the compiler turns into
+/// vector code. Indices it would check.
 trait Together<const N: usize>: Sized {
     /// Chunks of all of them.
     fn par_chunks(self) -> impl IndexedParallelIterator<Item = Self>;
@@ -116,7 +117,13 @@ impl<'a> Together<3> for [&'a mut [f32]; 3] {
     }
 }
 
-pub fn adamw(threads: &Threads, u: AdamW, grad: &[f32], buffers: [&mut [f32]; 3], counts: Option<&Counts>) {
+pub fn adamw(
+    threads: &Threads,
+    u: AdamW,
+    grad: &[f32],
+    buffers: [&mut [f32]; 3],
+    counts: Option<&Counts>,
+) {
     let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
     let rate = (f64::from(u.lr) / correct(u.beta1)) as f32;
     let root = (1.0 / correct(u.beta2).sqrt()) as f32;
@@ -137,18 +144,29 @@ pub fn adamw(threads: &Threads, u: AdamW, grad: &[f32], buffers: [&mut [f32]; 3]
 }
 
 /// `Σ u²`, where [`adamw`] would take `lr·u` off the parameters.
-pub fn adamw_step_squares(threads: &Threads, u: AdamW, grad: &[f32], m: &[f32], v: &[f32], p: &[f32]) -> f64 {
+pub fn adamw_step_squares(
+    threads: &Threads,
+    u: AdamW,
+    grad: &[f32],
+    m: &[f32],
+    v: &[f32],
+    p: &[f32],
+) -> f64 {
     assert!(grad.len() == m.len() && m.len() == v.len() && v.len() == p.len());
     let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
     let rate = (1.0 / correct(u.beta1)) as f32;
     let root = (1.0 / correct(u.beta2).sqrt()) as f32;
     sum_chunks(threads, p.len(), |range| {
-        let (grad, m, v, p) = (&grad[range.clone()], &m[range.clone()], &v[range.clone()], &p[range]);
+        let grad = &grad[range.clone()];
+        let m = &m[range.clone()];
+        let v = &v[range.clone()];
+        let p = &p[range];
         let mut steps = [0.0f32; SQUARES_CHUNK];
         simd(
             #[inline(always)]
             || {
-                for ((((&g, &m), &v), &p), step) in grad.iter().zip(m).zip(v).zip(p).zip(&mut steps) {
+                for ((((&g, &m), &v), &p), step) in grad.iter().zip(m).zip(v).zip(p).zip(&mut steps)
+                {
                     let g = g * u.grad_scale;
                     let m = m + (1.0 - u.beta1) * (g - m);
                     let v = v + (1.0 - u.beta2) * (g * g - v);
@@ -160,7 +178,13 @@ pub fn adamw_step_squares(threads: &Threads, u: AdamW, grad: &[f32], m: &[f32], 
     })
 }
 
-pub fn sgd(threads: &Threads, u: Sgd, grad: &[f32], buffers: [&mut [f32]; 2], counts: Option<&Counts>) {
+pub fn sgd(
+    threads: &Threads,
+    u: Sgd,
+    grad: &[f32],
+    buffers: [&mut [f32]; 2],
+    counts: Option<&Counts>,
+) {
     pass(
         threads,
         grad,
@@ -272,13 +296,21 @@ impl OptimizerOps for Cpu {
         copy: Option<&mut [f32]>,
         audit: Option<&mut Audit<f64>>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::adamw(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
+        let _launch = self
+            .launched(KernelCost::adamw(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
         audited(audit, |counts| adamw(&self.threads, update, grad, [m, v, &mut *p], counts));
         self.copied(p, copy);
         Ok(())
     }
 
-    fn adamw_step_squares(&self, update: AdamW, grad: &[f32], m: &[f32], v: &[f32], p: &[f32]) -> Result<f64> {
+    fn adamw_step_squares(
+        &self,
+        update: AdamW,
+        grad: &[f32],
+        m: &[f32],
+        v: &[f32],
+        p: &[f32],
+    ) -> Result<f64> {
         let _launch = self.launched(KernelCost::adamw_step_squares(grad.len()));
         Ok(adamw_step_squares(&self.threads, update, grad, m, v, p))
     }
@@ -292,7 +324,8 @@ impl OptimizerOps for Cpu {
         copy: Option<&mut [f32]>,
         audit: Option<&mut Audit<f64>>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::sgd(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
+        let _launch =
+            self.launched(KernelCost::sgd(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
         audited(audit, |counts| sgd(&self.threads, update, grad, [m, &mut *p], counts));
         self.copied(p, copy);
         Ok(())
@@ -306,7 +339,8 @@ impl OptimizerOps for Cpu {
         copy: Option<&mut [f32]>,
         audit: Option<&mut Audit<f64>>,
     ) -> Result<()> {
-        let _launch = self.launched(KernelCost::approach(x.len(), copy.as_ref().map_or(0, |copy| copy.len())));
+        let _launch = self
+            .launched(KernelCost::approach(x.len(), copy.as_ref().map_or(0, |copy| copy.len())));
         audited(audit, |counts| approach(&self.threads, rate, x, y, counts));
         self.copied(y, copy);
         Ok(())
@@ -322,9 +356,14 @@ impl OptimizerOps for Cpu {
         copy: Option<&mut [f32]>,
         audit: Option<&mut Audit<f64>>,
     ) -> Result<()> {
-        let _launch =
-            self.launched(KernelCost::elements(update, grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
-        audited(audit, |counts| elements(&self.threads, update, grad, [first, second, &mut *p], counts));
+        let _launch = self.launched(KernelCost::elements(
+            update,
+            grad.len(),
+            copy.as_ref().map_or(0, |copy| copy.len()),
+        ));
+        audited(audit, |counts| {
+            elements(&self.threads, update, grad, [first, second, &mut *p], counts)
+        });
         self.copied(p, copy);
         Ok(())
     }

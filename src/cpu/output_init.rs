@@ -48,7 +48,10 @@ impl<'a> OutputInit<'a> {
             OutputInit::Nothing => to.copy_from_slice(&sums[..to.len()]),
             OutputInit::Result => to.iter_mut().zip(sums).for_each(|(to, sum)| *to += sum),
             OutputInit::Columns(numbers) => {
-                to.iter_mut().zip(numbers).zip(sums).for_each(|((to, number), sum)| *to = number + sum);
+                to.iter_mut()
+                    .zip(numbers)
+                    .zip(sums)
+                    .for_each(|((to, number), sum)| *to = number + sum);
             }
         }
     }
@@ -78,7 +81,8 @@ impl<'a> OutputInit<'a> {
         }
     }
 
-    /// For kernels that know no columns: writes these numbers, and tells whether the product is to be added.
+    /// For kernels that know no columns: writes these numbers, and tells whether the product is to
+    /// be added.
     pub fn written(self, mut c: ArrayViewMut2<'_, f32>) -> bool {
         if let OutputInit::Columns(numbers) = self {
             c.assign(&ArrayView1::from(numbers));

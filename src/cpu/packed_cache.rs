@@ -1,9 +1,9 @@
 //! Weights that stay in panels while they do not change: micro-batches of one step share them.
 //!
-//! `Backend::begin_weight_reuse` announces parameters that several micro-batches multiply before they change. Weights are kept as
-//! panels, in the order in which the kernel reads them, within a fixed number of bytes that the estimate of memory
-//! counts. Only weights within announced parameters are kept: a weight that a block computes anew may have the address
-//! of an earlier one.
+//! `Backend::begin_weight_reuse` announces parameters that several micro-batches multiply before
+//! they change. Weights are kept as panels, in the order in which the kernel reads them, within a
+//! fixed number of bytes that the estimate of memory counts. Only weights within announced
+//! parameters are kept: a weight that a block computes anew may have the address of an earlier one.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,17 +15,20 @@ use super::threads::Threads;
 use hpctrain_base::error::Result;
 use hpctrain_device::Gemm;
 
-/// Rows of a micro-batch for which it pays: with fewer the kernel has other ways, with more a product's own packing is
-/// small beside its work.
+/// Rows of a micro-batch for which it pays: with fewer the kernel has other ways, with more a
+/// product's own packing is small beside its work.
 const ROWS: Range<usize> = 64..257;
 
-/// Least terms and columns: parts of smaller products may be vectors, which are summed in another order.
+/// Least terms and columns: parts of smaller products may be vectors, which are summed in another
+/// order.
 const LEAST: usize = 48;
 
-/// Bytes that a rank spends on it: panels that no cache holds are hardly faster than the weights themselves.
+/// Bytes that a rank spends on it: panels that no cache holds are hardly faster than the weights
+/// themselves.
 const ROOM: usize = 16 << 20;
 
-/// As [`hpctrain_device::Backend::reuse_bytes`]: each weight once for the forward and once for the backward.
+/// As [`hpctrain_device::Backend::reuse_bytes`]: each weight once for the forward and once for the
+/// backward.
 pub fn bytes(elements: usize, rows: usize) -> usize {
     if ROWS.contains(&rows) { (2 * elements * size_of::<f32>()).min(ROOM) } else { 0 }
 }
@@ -69,7 +72,8 @@ impl PackedCache {
         state.bytes = 0;
     }
 
-    /// The weight in panels, for these products, if that pays and there is room: from before, or made now.
+    /// The weight in panels, for these products, if that pays and there is room: from before, or
+    /// made now.
     ///
     /// # Errors
     /// The system has no such memory.
@@ -84,8 +88,10 @@ impl PackedCache {
         if !ROWS.contains(&m) || n < LEAST || k < LEAST {
             return Ok(None);
         }
-        let (range, mut state) = (addresses(weight), self.state());
-        if !state.steady.iter().any(|steady| steady.start <= range.start && range.end <= steady.end) {
+        let range = addresses(weight);
+        let mut state = self.state();
+        if !state.steady.iter().any(|steady| steady.start <= range.start && range.end <= steady.end)
+        {
             return Ok(None);
         }
         let key = Key { address: range.start, k, n, tb };
@@ -125,17 +131,27 @@ mod tests {
 
     #[test]
     fn panels_have_the_bits_of_the_plain_product() {
-        let (pool, threads) = (Arc::new(Pool::default()), Threads::new(2));
-        for (m, k, n) in [(64, 48, 48), (65, 1025, 49), (130, 513, 257), (256, 96, 100), (100, 4000, 64)] {
+        let pool = Arc::new(Pool::default());
+        let threads = Threads::new(2);
+        for (m, k, n) in
+            [(64, 48, 48), (65, 1025, 49), (130, 513, 257), (256, 96, 100), (100, 4000, 64)]
+        {
             for (tb, acc) in [(false, false), (false, true), (true, false), (true, true)] {
                 let shape = Gemm { m, n, k, ta: false, tb, acc };
-                let (a, b) = (numbers(m * k, 7), numbers(k * n, 13));
-                let (mut want, mut got) = (vec![0.5; m * n], vec![0.5; m * n]);
+                let a = numbers(m * k, 7);
+                let b = numbers(k * n, 13);
+                let mut want = vec![0.5; m * n];
+                let mut got = vec![0.5; m * n];
                 gemm(&threads, shape, &a, &b, &mut want, &[]);
                 let kept = PackedCache::default();
                 kept.announce(&b);
                 let panels = kept.panels(&pool, &threads, shape, &b).unwrap().unwrap();
-                panels.multiply(&threads, left(shape, &a), matrix_mut(&mut got, m, n), OutputInit::new(acc, &[]));
+                panels.multiply(
+                    &threads,
+                    left(shape, &a),
+                    matrix_mut(&mut got, m, n),
+                    OutputInit::new(acc, &[]),
+                );
                 assert!(got == want, "{shape:?}");
             }
         }
@@ -143,15 +159,22 @@ mod tests {
 
     #[test]
     fn only_what_does_not_change_is_kept() {
-        let (pool, threads) = (Arc::new(Pool::default()), Threads::new(1));
+        let pool = Arc::new(Pool::default());
+        let threads = Threads::new(1);
         let shape = Gemm { m: 64, n: 64, k: 64, ta: false, tb: true, acc: false };
-        let (kept, mut weights) = (PackedCache::default(), numbers(3 * 64 * 64, 3));
-        let of = |kept: &PackedCache, shape: Gemm, weight: &[f32]| kept.panels(&pool, &threads, shape, weight).unwrap();
+        let kept = PackedCache::default();
+        let mut weights = numbers(3 * 64 * 64, 3);
+        let of = |kept: &PackedCache, shape: Gemm, weight: &[f32]| {
+            kept.panels(&pool, &threads, shape, weight).unwrap()
+        };
         assert!(of(&kept, shape, &weights[..4096]).is_none(), "nobody has announced it");
         kept.announce(&weights[..8192]);
         assert!(of(&kept, shape, &weights[8192..]).is_none(), "this part was not announced");
         assert!(of(&kept, Gemm { m: 63, ..shape }, &weights[..4096]).is_none(), "too few rows");
-        assert!(of(&kept, Gemm { m: 257, ..shape }, &weights[..4096]).is_none(), "so many that it does not pay");
+        assert!(
+            of(&kept, Gemm { m: 257, ..shape }, &weights[..4096]).is_none(),
+            "so many that it does not pay"
+        );
         let first = of(&kept, shape, &weights[4096..8192]).unwrap();
         assert!(Arc::ptr_eq(&first, &of(&kept, shape, &weights[4096..8192]).unwrap()));
         let other = of(&kept, Gemm { tb: false, ..shape }, &weights[4096..8192]).unwrap();
@@ -163,21 +186,32 @@ mod tests {
 
         weights.fill(2.0);
         kept.announce(&weights);
-        let (ones, mut sums) = (vec![1.0; 4096], vec![0.0; 4096]);
+        let ones = vec![1.0; 4096];
+        let mut sums = vec![0.0; 4096];
         let panels = of(&kept, shape, &weights[4096..8192]).unwrap();
-        panels.multiply(&threads, left(shape, &ones), matrix_mut(&mut sums, 64, 64), OutputInit::Nothing);
+        panels.multiply(
+            &threads,
+            left(shape, &ones),
+            matrix_mut(&mut sums, 64, 64),
+            OutputInit::Nothing,
+        );
         assert!(sums.iter().all(|sum| *sum == 128.0));
     }
 
     #[test]
     fn room_is_limited() {
-        let (pool, threads, kept) = (Arc::new(Pool::default()), Threads::new(1), PackedCache::default());
+        let pool = Arc::new(Pool::default());
+        let threads = Threads::new(1);
+        let kept = PackedCache::default();
         let weights = numbers(2 * 64 * 64, 3);
         kept.announce(&weights);
         kept.state().bytes = ROOM - 64 * 64 * size_of::<f32>();
         let shape = Gemm { m: 64, n: 64, k: 64, ta: false, tb: true, acc: false };
         assert!(kept.panels(&pool, &threads, shape, &weights[..4096]).unwrap().is_some());
         assert!(kept.panels(&pool, &threads, shape, &weights[4096..]).unwrap().is_none());
-        assert_eq!([bytes(1 << 20, 64), bytes(1 << 30, 256), bytes(1 << 20, 257)], [8 << 20, ROOM, 0]);
+        assert_eq!(
+            [bytes(1 << 20, 64), bytes(1 << 30, 256), bytes(1 << 20, 257)],
+            [8 << 20, ROOM, 0]
+        );
     }
 }

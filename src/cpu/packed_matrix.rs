@@ -15,7 +15,8 @@ use super::transpose::transpose;
 use hpctrain_base::error::Result;
 use hpctrain_device::{Gemm, MemoryKind};
 
-/// Columns of a panel, which the kernel computes at a time: four vectors of 16 elements or two of 8.
+/// Columns of a panel, which the kernel computes at a time: four vectors of 16 elements or two of
+/// 8.
 static WIDTH: LazyLock<usize> = LazyLock::new(|| {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx512f") {
@@ -24,17 +25,19 @@ static WIDTH: LazyLock<usize> = LazyLock::new(|| {
     16
 });
 
-/// Panels that one task goes through for some rows before it takes the next rows: the caches hold so many.
+/// Panels that one task goes through for some rows before it takes the next rows: the caches hold
+/// so many.
 const GROUP: usize = 8;
 
-/// Rows that are multiplied at a time. The kernel takes a panel as it is for no more than that: from there on it would
-/// copy it once more.
+/// Rows that are multiplied at a time. The kernel takes a panel as it is for no more than that:
+/// from there on it would copy it once more.
 const ROWS: usize = 8 * TILE_ROWS;
 
 /// Tasks for each thread, at least, while there is enough to cut.
 const TASKS: usize = 2;
 
-/// The right operand, k×n, in panels of its columns; the elements of a row of a panel are neighbours.
+/// The right operand, k×n, in panels of its columns; the elements of a row of a panel are
+/// neighbours.
 pub struct PackedMatrix {
     elements: CpuBuf,
     k: usize,
@@ -69,8 +72,9 @@ impl PackedMatrix {
         Ok(Self { elements, k, n })
     }
 
-    /// Computes `c`, of this start, and `a·b`, with the bits of [`super::gemm::multiply_parallel`] where no side of a part of
-    /// that is a vector. The cut suits the threads; the bits do not depend on it.
+    /// Computes `c`, of this start, and `a·b`, with the bits of [`super::gemm::multiply_parallel`]
+    /// where no side of a part of that is a vector. The cut suits the threads; the bits do not
+    /// depend on it.
     pub fn multiply(
         &self,
         threads: &Threads,
@@ -89,13 +93,26 @@ impl PackedMatrix {
     }
 
     /// One task: some rows, and columns of whole panels.
-    fn part(&self, a: ArrayView2<'_, f32>, columns: Range<usize>, mut c: ArrayViewMut2<'_, f32>, acc: bool) {
+    fn part(
+        &self,
+        a: ArrayView2<'_, f32>,
+        columns: Range<usize>,
+        mut c: ArrayViewMut2<'_, f32>,
+        acc: bool,
+    ) {
         for terms in depths(self.k) {
             let acc = acc || terms.start > 0;
-            for (a, mut c) in a.axis_chunks_iter(Axis(0), ROWS).zip(c.axis_chunks_iter_mut(Axis(0), ROWS)) {
+            for (a, mut c) in
+                a.axis_chunks_iter(Axis(0), ROWS).zip(c.axis_chunks_iter_mut(Axis(0), ROWS))
+            {
                 let a = a.slice(s![.., terms.clone()]);
                 for (panel, c) in c.axis_chunks_iter_mut(Axis(1), *WIDTH).enumerate() {
-                    multiply(a, self.panel(columns.start / *WIDTH + panel, terms.clone(), c.ncols()), c, acc);
+                    multiply(
+                        a,
+                        self.panel(columns.start / *WIDTH + panel, terms.clone(), c.ncols()),
+                        c,
+                        acc,
+                    );
                 }
             }
         }
@@ -105,6 +122,7 @@ impl PackedMatrix {
     fn panel(&self, panel: usize, rows: Range<usize>, columns: usize) -> ArrayView2<'_, f32> {
         let first = (panel * self.k + rows.start) * *WIDTH;
         let shape = (rows.len(), columns).strides((*WIDTH, 1));
-        ArrayView2::from_shape(shape, &self.elements.as_slice()[first..]).expect("a panel has all rows")
+        ArrayView2::from_shape(shape, &self.elements.as_slice()[first..])
+            .expect("a panel has all rows")
     }
 }

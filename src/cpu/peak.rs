@@ -41,14 +41,16 @@ impl WithSimd for Fused {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
-        let (factor, more) = (simd.splat_f32s(self.0), simd.splat_f32s(1.0 - self.0));
+        let factor = simd.splat_f32s(self.0);
+        let more = simd.splat_f32s(1.0 - self.0);
         let mut sums = [simd.splat_f32s(1.0); REGISTERS];
         for _ in 0..ROUNDS {
             for sum in &mut sums {
                 *sum = simd.mul_add_f32s(*sum, factor, more);
             }
         }
-        let total = sums.into_iter().fold(simd.splat_f32s(0.0), |total, sum| simd.add_f32s(total, sum));
+        let total =
+            sums.into_iter().fold(simd.splat_f32s(0.0), |total, sum| simd.add_f32s(total, sum));
         (ROUNDS * REGISTERS * S::F32_LANES, simd.reduce_sum_f32s(total))
     }
 }
@@ -65,9 +67,12 @@ pub fn flops(threads: &Threads) -> f64 {
     (2 * lanes * threads.count()) as f64 / seconds
 }
 
-/// Bytes a second that `a = b + 3·c` moves on all threads: McCalpin's triad (STREAM, 1995), every array once.
+/// Bytes a second that `a = b + 3·c` moves on all threads: McCalpin's triad (STREAM, 1995), every
+/// array once.
 pub fn bandwidth(threads: &Threads) -> f64 {
-    let (mut a, b, c) = (vec![0.0f32; ELEMENTS], vec![1.0f32; ELEMENTS], vec![2.0f32; ELEMENTS]);
+    let mut a = vec![0.0f32; ELEMENTS];
+    let b = vec![1.0f32; ELEMENTS];
+    let c = vec![2.0f32; ELEMENTS];
     let seconds = best(|| {
         let parts = a.par_chunks_mut(CHUNK).zip(b.par_chunks(CHUNK)).zip(c.par_chunks(CHUNK));
         threads.each(parts, |((a, b), c)| {

@@ -1,5 +1,6 @@
-//! Peak rates of CPUs that `hpctrain bench` has measured: the denominator of MFU. A run does not measure: other processes of
-//! the machine would be slowed down, and no two starts would have the same denominator.
+//! Peak rates of CPUs that `hpctrain bench` has measured: the denominator of MFU. A run does not
+//! measure: other processes of the machine would be slowed down, and no two starts would have the
+//! same denominator.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,8 +15,16 @@ use hpctrain_base::user_dirs;
 const FILE: &str = "cpu-peaks.json";
 
 /// The lines of /proc/cpuinfo that name a kind of CPU, on x86-64 and ARM.
-const KEYS: [&str; 8] =
-    ["vendor_id", "model name", "cpu family", "model", "stepping", "CPU implementer", "CPU variant", "CPU part"];
+const KEYS: [&str; 8] = [
+    "vendor_id",
+    "model name",
+    "cpu family",
+    "model",
+    "stepping",
+    "CPU implementer",
+    "CPU variant",
+    "CPU part",
+];
 
 /// Measurements by kind of CPU, then by number format.
 type Peaks = BTreeMap<String, BTreeMap<String, Peak>>;
@@ -31,8 +40,9 @@ struct Peak {
 pub(super) fn record(format: &str, flops: f64, threads: usize) -> Result<PathBuf> {
     let mut refused = None;
     for (root, name) in user_dirs::cache_roots() {
-        let written = user_dirs::below(&root, &[&name])
-            .and_then(|directory| record_in(&directory.join(FILE), &kind_of_cpu(), format, flops, threads));
+        let written = user_dirs::below(&root, &[&name]).and_then(|directory| {
+            record_in(&directory.join(FILE), &kind_of_cpu(), format, flops, threads)
+        });
         match written {
             Ok(file) => return Ok(file),
             Err(error) => refused = refused.or(Some(error)),
@@ -57,7 +67,9 @@ fn record_in(file: &Path, cpu: &str, format: &str, flops: f64, threads: usize) -
 pub(super) fn find(format: &str, threads: usize) -> Option<f64> {
     let cpu = kind_of_cpu();
     let files = user_dirs::cache_roots().into_iter().map(|(root, name)| root.join(name).join(FILE));
-    files.filter(|file| user_dirs::is_mine(file)).find_map(|file| find_in(&file, &cpu, format, threads))
+    files
+        .filter(|file| user_dirs::is_mine(file))
+        .find_map(|file| find_in(&file, &cpu, format, threads))
 }
 
 fn find_in(file: &Path, cpu: &str, format: &str, threads: usize) -> Option<f64> {
@@ -115,7 +127,8 @@ mod tests {
     fn kinds_of_cpus_differ() {
         let x86 = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n\
                    stepping\t: 1\ncpu MHz\t\t: 2596.1\n\nprocessor\t: 1\nvendor_id\t: other\n";
-        let kind = "vendor_id: AuthenticAMD, cpu family: 26, model: 2, model name: AMD EPYC, stepping: 1";
+        let kind =
+            "vendor_id: AuthenticAMD, cpu family: 26, model: 2, model name: AMD EPYC, stepping: 1";
         assert_eq!(kind_in(x86), kind);
         let arm = "processor\t: 0\nBogoMIPS\t: 50\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n";
         assert_eq!(kind_in(arm), "CPU implementer: 0x41, CPU part: 0xd4f");

@@ -35,7 +35,10 @@ pub fn regression(
     weights: &[f32],
     losses: &mut [f32],
 ) {
-    assert_eq!((predictions.len(), targets.len(), losses.len()), (s.rows * s.width, s.rows * s.width, s.rows));
+    assert_eq!(
+        (predictions.len(), targets.len(), losses.len()),
+        (s.rows * s.width, s.rows * s.width, s.rows)
+    );
     assert!(weights.is_empty() || weights.len() == s.rows, "a weight for each row");
     let rows = (CHUNK / s.width.max(1)).max(1);
     let factor = s.scale / s.width as f32;
@@ -45,7 +48,11 @@ pub fn regression(
         .zip(losses.par_chunks_mut(rows));
     threads.each(parts.enumerate(), |(part, ((predictions, targets), losses))| {
         let first = part * rows;
-        let rows = predictions.chunks_exact_mut(s.width).zip(targets.chunks_exact(s.width)).zip(losses).zip(first..);
+        let rows = predictions
+            .chunks_exact_mut(s.width)
+            .zip(targets.chunks_exact(s.width))
+            .zip(losses)
+            .zip(first..);
         for (((predictions, targets), loss), row) in rows {
             let weight = weights.get(row).copied().unwrap_or(1.0);
             let factor = factor * weight;

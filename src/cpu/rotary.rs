@@ -20,10 +20,12 @@ pub fn rotary(threads: &Threads, s: Rotary, table: &[f32], x: &mut [f32]) {
             || {
                 for (row, x) in x.chunks_exact_mut(s.width).enumerate() {
                     let position = (task * ROWS + row) % s.time;
-                    let (cos, sin) = table[position * s.head_width..][..s.head_width].split_at(half);
+                    let (cos, sin) =
+                        table[position * s.head_width..][..s.head_width].split_at(half);
                     for head in x[..s.heads * s.head_width].chunks_exact_mut(s.head_width) {
                         let (first, second) = head.split_at_mut(half);
-                        for (((a, b), &cos), &sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
+                        for (((a, b), &cos), &sin) in first.iter_mut().zip(second).zip(cos).zip(sin)
+                        {
                             let sin = if s.back { -sin } else { sin };
                             (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
                         }
@@ -36,7 +38,9 @@ pub fn rotary(threads: &Threads, s: Rotary, table: &[f32], x: &mut [f32]) {
 
 impl RotaryOps for Cpu {
     fn rotary(&self, shape: Rotary, table: &[f32], x: &mut [f32]) -> Result<()> {
-        let _launch = self.launched(KernelCost::rotary(shape.batch * shape.time * shape.heads * shape.head_width));
+        let _launch = self.launched(KernelCost::rotary(
+            shape.batch * shape.time * shape.heads * shape.head_width,
+        ));
         rotary(&self.threads, shape, table, x);
         Ok(())
     }

@@ -1,8 +1,9 @@
 //! Products of small matrices whose sums stay in registers.
 //!
-//! Matrices lie in strips of some columns, one panel of strips after the other, so vectors are whole and neighbours. Of
-//! each sum the terms are added one after the other, so its bits depend neither on the width of vectors nor on the
-//! number of rows and columns that are computed together.
+//! Matrices lie in strips of some columns, one panel of strips after the other, so vectors are
+//! whole and neighbours. Of each sum the terms are added one after the other, so its bits depend
+//! neither on the width of vectors nor on the number of rows and columns that are computed
+//! together.
 
 use std::ops::Range;
 
@@ -47,7 +48,8 @@ pub fn vectors_of<S: Simd>(width: usize, panel: usize) -> Range<usize> {
     0..(width - panel * COLUMNS).min(COLUMNS).div_ceil(S::F32_LANES)
 }
 
-/// Copies columns of rows that are `stride` apart into panels of `height` strips; columns beyond stay as they are.
+/// Copies columns of rows that are `stride` apart into panels of `height` strips; columns beyond
+/// stay as they are.
 #[inline(always)]
 pub fn pack(x: &[f32], stride: usize, columns: Range<usize>, to: &mut [Strip], height: usize) {
     for (panel, first) in columns.clone().step_by(COLUMNS).enumerate() {
@@ -73,7 +75,14 @@ pub fn turn(panels: &[Strip], to: &mut [Strip]) {
 
 /// Writes row number `row` of panels of `height` strips, times `factor`.
 #[inline(always)]
-pub fn unpack<S: Simd>(simd: S, from: &[Strip], height: usize, row: usize, factor: f32, to: &mut [f32]) {
+pub fn unpack<S: Simd>(
+    simd: S,
+    from: &[Strip],
+    height: usize,
+    row: usize,
+    factor: f32,
+    to: &mut [f32],
+) {
     let factor = simd.splat_f32s(factor);
     for (to, from) in to.chunks_mut(COLUMNS).zip(from[row..].iter().step_by(height)) {
         let (whole, rest) = S::as_mut_simd_f32s(to);
@@ -94,12 +103,17 @@ pub fn products<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> Strip {
     for (x, y) in x.chunks(COLUMNS).zip(y.chunks(COLUMNS)) {
         let ((x, x_rest), (y, y_rest)) = (S::as_simd_f32s(x), S::as_simd_f32s(y));
         let mut sums = sums.vectors_mut::<S>().iter_mut();
-        // The sums come last: an iterator that comes first loses an element to the end of the others.
+        // The sums come last: an iterator that comes first loses an element to the end of the
+        // others.
         for ((x, y), sum) in x.iter().zip(y).zip(&mut sums) {
             *sum = simd.mul_add_f32s(*x, *y, *sum);
         }
         if let (false, Some(sum)) = (x_rest.is_empty(), sums.next()) {
-            *sum = simd.mul_add_f32s(simd.partial_load_f32s(x_rest), simd.partial_load_f32s(y_rest), *sum);
+            *sum = simd.mul_add_f32s(
+                simd.partial_load_f32s(x_rest),
+                simd.partial_load_f32s(y_rest),
+                *sum,
+            );
         }
     }
     sums
@@ -124,7 +138,12 @@ fn cover<S: Simd>(simd: S, rows: usize, vectors: Range<usize>, tiles: &mut impl 
 }
 
 #[inline(always)]
-fn cover_by<S: Simd, const HIGH: usize>(simd: S, rows: usize, vectors: Range<usize>, tiles: &mut impl Tiles<S>) {
+fn cover_by<S: Simd, const HIGH: usize>(
+    simd: S,
+    rows: usize,
+    vectors: Range<usize>,
+    tiles: &mut impl Tiles<S>,
+) {
     for row in (0..rows).step_by(HIGH) {
         let mut vector = vectors.start;
         while vector + 2 <= vectors.end {
@@ -210,7 +229,8 @@ impl<S: Simd> Tiles<S> for ByRows<'_> {
                 sums[r].copy_from_slice(&to[r].vectors::<S>()[vector..vector + WIDE]);
             }
         }
-        let (mut from, mut panel) = (self.from, self.a);
+        let mut from = self.from;
+        let mut panel = self.a;
         for b in self.b.chunks(COLUMNS) {
             let a = panel[self.row + row..].first_chunk::<HIGH>().expect("rows of a group");
             for (term, b) in (from..COLUMNS).zip(&b[from..]) {
@@ -229,7 +249,8 @@ impl<S: Simd> Tiles<S> for ByRows<'_> {
     }
 }
 
-/// Product of the transpose of a group of columns and a matrix of one panel. A term is an element of each column.
+/// Product of the transpose of a group of columns and a matrix of one panel. A term is an element
+/// of each column.
 pub struct ByColumns<'a> {
     /// A strip for each term, of which the group begins at column number `column`.
     pub a: &'a [Strip],

@@ -11,7 +11,10 @@ use crate::{Cpu, Products};
 fn on_any_threads(test: fn(&Cpu) -> Results) {
     let one = bits(test(&Cpu::new(1)));
     for threads in [2, 3, 8] {
-        assert!(bits(test(&Cpu::new(threads))) == one, "{threads} threads give other bits than one");
+        assert!(
+            bits(test(&Cpu::new(threads))) == one,
+            "{threads} threads give other bits than one"
+        );
     }
 }
 
@@ -33,10 +36,14 @@ each_operation! { on_cpu! {
     convolutions: |b| hpctrain_device_tests::convolution::convolutions(b, super::random),
 } }
 
-/// Products by this implementation on several numbers of threads, unless CPU or library are missing.
+/// Products by this implementation on several numbers of threads, unless CPU or library are
+/// missing.
 fn by(products: Products, random: fn(&Cpu, u64, usize) -> Vec<f32>) {
     let on = |threads| -> Option<Vec<Vec<u32>>> {
-        let cpu = Cpu::new(threads).with_products(products).map_err(|e| eprintln!("skipped: {e}")).ok()?;
+        let cpu = Cpu::new(threads)
+            .with_products(products)
+            .map_err(|e| eprintln!("skipped: {e}"))
+            .ok()?;
         Some(bits(
             [
                 hpctrain_device_tests::convolution::convolutions(&cpu, random),
@@ -60,7 +67,10 @@ fn products_by_onednn_are_right_and_do_not_depend_on_the_threads() {
 fn products_of_bf16_are_right_where_the_cpu_has_them() {
     // Operands that bf16 holds: the sums are those of f32.
     let narrow = |_: &Cpu, seed, len| -> Vec<f32> {
-        random(&Cpu::new(1), seed, len).into_iter().map(|x| half::bf16::from_f32(x).to_f32()).collect()
+        random(&Cpu::new(1), seed, len)
+            .into_iter()
+            .map(|x| half::bf16::from_f32(x).to_f32())
+            .collect()
     };
     by(Products::OwnBf16, narrow);
     by(Products::OneDnnBf16, narrow);
@@ -69,7 +79,8 @@ fn products_of_bf16_are_right_where_the_cpu_has_them() {
 #[test]
 fn launches_are_counted_while_it_records() {
     let cpu = Cpu::new(2);
-    let (x, mut y) = (vec![1.0; 100], vec![2.0; 100]);
+    let x = vec![1.0; 100];
+    let mut y = vec![2.0; 100];
     cpu.add(&x, &mut y).unwrap();
     assert!(cpu.profile().take().is_empty());
     cpu.profile().record(true);
@@ -80,7 +91,10 @@ fn launches_are_counted_while_it_records() {
     cpu.profile().record(true);
     cpu.add(&x[1..], &mut y[1..]).unwrap();
     let tallies = cpu.profile().take();
-    assert_eq!(tallies.keys().collect::<Vec<_>>(), [&("add", [99, 0, 0, 0]), &("add", [100, 0, 0, 0])]);
+    assert_eq!(
+        tallies.keys().collect::<Vec<_>>(),
+        [&("add", [99, 0, 0, 0]), &("add", [100, 0, 0, 0])]
+    );
     let KernelStats { calls, seconds, fastest, flops, bytes } = tallies[&("add", [100, 0, 0, 0])];
     assert_eq!((calls, flops, bytes), (2, 0.0, 2400.0));
     assert!(fastest > 0.0 && seconds >= 2.0 * fastest);

@@ -1,11 +1,12 @@
 //! A fork-join pool that stays hot between kernels.
 //!
-//! Kernels of a small model last tens of microseconds; waking a sleeping thread costs as much. Workers
-//! therefore spin briefly after a job before they sleep. A job is a number of independent tasks, each
-//! claimed once; the caller works too and returns when all are done.
+//! Kernels of a small model last tens of microseconds; waking a sleeping thread costs as much.
+//! Workers therefore spin briefly after a job before they sleep. A job is a number of independent
+//! tasks, each claimed once; the caller works too and returns when all are done.
 //!
-//! A kernel's items are shared out in order: a thread has the same part of all tensors' rows, which its own caches hold, in one
-//! kernel after the other. Only a thread that has no more of its own takes from others.
+//! A kernel's items are shared out in order: a thread has the same part of all tensors' rows, which
+//! its own caches hold, in one kernel after the other. Only a thread that has no more of its own
+//! takes from others.
 
 use std::cell::UnsafeCell;
 use std::mem::replace;
@@ -24,7 +25,8 @@ use hpctrain_base::spawn::spawn;
 /// Rounds a worker spins for the next job before it sleeps: some tens of microseconds.
 const SPINS: u32 = 20_000;
 
-/// Bits of the claim word that hold the next task and the number of tasks; the rest is the job's number.
+/// Bits of the claim word that hold the next task and the number of tasks; the rest is the job's
+/// number.
 const TASK_BITS: u32 = 24;
 const TASK_MASK: u64 = (1 << TASK_BITS) - 1;
 
@@ -32,8 +34,8 @@ const TASK_MASK: u64 = (1 << TASK_BITS) - 1;
 type Task<'a> = &'a (dyn Fn(usize, usize) + Sync);
 
 struct Shared {
-    /// Job number, number of tasks and next task in one word: a thread that claims a task learns in the same instant
-    /// which job it belongs to and whether the task exists.
+    /// Job number, number of tasks and next task in one word: a thread that claims a task learns in
+    /// the same instant which job it belongs to and whether the task exists.
     claim: AtomicU64,
     /// Tasks finished of the current job.
     done: AtomicUsize,
@@ -44,14 +46,16 @@ struct Shared {
     stop: AtomicBool,
 }
 
-// SAFETY: `job` is written by the one caller inside `run` (it holds the pool's lock) while every earlier
-// task is finished, and read only by threads that hold an unfinished task of the current job.
+// SAFETY: `job` is written by the one caller inside `run` (it holds the pool's lock) while every
+// earlier task is finished, and read only by threads that hold an unfinished task of the current
+// job.
 unsafe impl Sync for Shared {}
 
 impl Shared {
     /// Takes the next task of the current job, if one is left.
     fn next(&self) -> Option<usize> {
-        let split = |word: u64| ((word & TASK_MASK) as usize, ((word >> TASK_BITS) & TASK_MASK) as usize);
+        let split =
+            |word: u64| ((word & TASK_MASK) as usize, ((word >> TASK_BITS) & TASK_MASK) as usize);
         let (index, tasks) = split(self.claim.load(Ordering::Acquire));
         if index >= tasks {
             return None;
@@ -63,7 +67,8 @@ impl Shared {
     /// Works on the current job, as this thread, until no task is left to claim.
     fn work(&self, thread: usize) {
         while let Some(index) = self.next() {
-            // SAFETY: a claimed, unfinished task keeps `run` from returning and the job from changing.
+            // SAFETY: a claimed, unfinished task keeps `run` from returning and the job from
+            // changing.
             let job = unsafe { *self.job.get() };
             if let Some(task) = job
                 && catch_unwind(AssertUnwindSafe(|| task(thread, index))).is_err()
@@ -86,8 +91,10 @@ impl Shared {
                 std::hint::spin_loop();
             } else {
                 self.sleepers.fetch_add(1, Ordering::SeqCst);
-                // A job published before the line above was counted in is seen here; a later one wakes us.
-                if self.claim.load(Ordering::SeqCst) == before && !self.stop.load(Ordering::SeqCst) {
+                // A job published before the line above was counted in is seen here; a later one
+                // wakes us.
+                if self.claim.load(Ordering::SeqCst) == before && !self.stop.load(Ordering::SeqCst)
+                {
                     std::thread::park();
                 }
                 self.sleepers.fetch_sub(1, Ordering::SeqCst);
@@ -147,8 +154,8 @@ impl Threads {
         self.workers.len() + 1
     }
 
-    /// Calls `task(thread, 0)` … `task(thread, tasks - 1)`, each once, in any order, with the number of the thread that does it; returns
-    /// when all have returned.
+    /// Calls `task(thread, 0)` … `task(thread, tasks - 1)`, each once, in any order, with the
+    /// number of the thread that does it; returns when all have returned.
     ///
     /// # Panics
     /// When a task panics. Must not be called from inside a task.
@@ -166,8 +173,8 @@ impl Threads {
         let shared = &*self.shared;
         let mut job_number = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         *job_number += 1;
-        // SAFETY: only the lifetime changes; every use of the reference ends before this function returns,
-        // because it waits for all claimed tasks and the claim word offers no more.
+        // SAFETY: only the lifetime changes; every use of the reference ends before this function
+        // returns, because it waits for all claimed tasks and the claim word offers no more.
         let task: Task<'static> = unsafe { std::mem::transmute(task) };
         // SAFETY: no task of an earlier job is unfinished, so nobody reads `job` now.
         unsafe { *shared.job.get() = Some(task) };
@@ -190,8 +197,13 @@ impl Threads {
         }
     }
 
-    /// Calls `f` once with each item, spread over the threads. Items are typically disjoint parts of an output.
-    pub fn each<I: IntoParallelIterator<Iter: IndexedParallelIterator>>(&self, items: I, f: impl Fn(I::Item) + Sync) {
+    /// Calls `f` once with each item, spread over the threads. Items are typically disjoint parts
+    /// of an output.
+    pub fn each<I: IntoParallelIterator<Iter: IndexedParallelIterator>>(
+        &self,
+        items: I,
+        f: impl Fn(I::Item) + Sync,
+    ) {
         let items = items.into_par_iter();
         let len = items.len();
         items.with_producer(Each { threads: self, len, f });
@@ -215,12 +227,14 @@ impl<T, F: Fn(T) + Sync> ProducerCallback<T> for Each<'_, F> {
             return items.into_iter().for_each(f);
         }
         let mut rest = Share { items: Some(items), len };
-        let shares: Vec<_> =
-            (0..count).map(|i| Mutex::new(rest.take(len * (i + 1) / count - len * i / count))).collect();
+        let shares: Vec<_> = (0..count)
+            .map(|i| Mutex::new(rest.take(len * (i + 1) / count - len * i / count)))
+            .collect();
         threads.run(count, |thread, _| {
             for turn in 0..count {
                 let share = &shares[(thread + turn) % count];
-                // Of its own share a thread takes the first item, of others' the last: their next ones may be in their caches.
+                // Of its own share a thread takes the first item, of others' the last: their next
+                // ones may be in their caches.
                 let next = || {
                     let mut share = share.lock().unwrap_or_else(PoisonError::into_inner);
                     if turn == 0 { share.take(1).items } else { share.take_last().items }
@@ -327,7 +341,8 @@ mod tests {
     #[test]
     fn a_thread_begins_with_its_own_items() {
         let pool = Threads::new(2);
-        let (begun, names) = (AtomicUsize::new(0), Mutex::new(vec![None; 8]));
+        let begun = AtomicUsize::new(0);
+        let names = Mutex::new(vec![None; 8]);
         let start = std::time::Instant::now();
         pool.each((0..8usize).into_par_iter(), |i| {
             // The first items wait for each other, so neither thread can have both.
@@ -346,7 +361,8 @@ mod tests {
 
     #[test]
     fn shares_give_from_both_ends() {
-        let share = |range: std::ops::Range<usize>| Share { len: range.len(), items: Some(Numbers(range)) };
+        let share =
+            |range: std::ops::Range<usize>| Share { len: range.len(), items: Some(Numbers(range)) };
         let mut all = share(0..5);
         assert_eq!(all.take(2).items.unwrap().0, 0..2);
         assert_eq!(all.take_last().items.unwrap().0, 4..5);

@@ -10,7 +10,8 @@ const BLOCK: usize = 8;
 
 type Block = [[f32; BLOCK]; BLOCK];
 
-/// Writes some columns of `x`, whose rows have `width` elements, to rows of `y`, which begin `stride` elements apart.
+/// Writes some columns of `x`, whose rows have `width` elements, to rows of `y`, which begin
+/// `stride` elements apart.
 pub fn transpose(x: &[f32], width: usize, columns: Range<usize>, y: &mut [f32], stride: usize) {
     // The compiler makes no shuffles of the plain loop, which takes twice as long.
     #[cfg(target_arch = "x86_64")]
@@ -60,7 +61,11 @@ pub fn transpose_square<const N: usize>(x: &[[f32; N]; N], y: &mut [[f32; N]; N]
 
 /// [`transpose_square`], blocks by `turn`.
 #[inline(always)]
-fn square_blocks<const N: usize>(x: &[[f32; N]; N], y: &mut [[f32; N]; N], turn: impl Fn(Block) -> Block) {
+fn square_blocks<const N: usize>(
+    x: &[[f32; N]; N],
+    y: &mut [[f32; N]; N],
+    turn: impl Fn(Block) -> Block,
+) {
     for (band, x) in x.as_chunks::<BLOCK>().0.iter().enumerate() {
         for (column, y) in y.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
             let mut block = [[0.0; BLOCK]; BLOCK];
@@ -77,11 +82,20 @@ fn square_blocks<const N: usize>(x: &[[f32; N]; N], y: &mut [[f32; N]; N], turn:
 
 /// [`transpose`], whole blocks by `turn`.
 #[inline(always)]
-fn blocks(x: &[f32], width: usize, columns: Range<usize>, y: &mut [f32], stride: usize, turn: impl Fn(Block) -> Block) {
+fn blocks(
+    x: &[f32],
+    width: usize,
+    columns: Range<usize>,
+    y: &mut [f32],
+    stride: usize,
+    turn: impl Fn(Block) -> Block,
+) {
     for (band, x) in x.chunks(BLOCK * width).enumerate() {
-        let (row, high) = (band * BLOCK, x.len() / width);
+        let row = band * BLOCK;
+        let high = x.len() / width;
         for column in columns.clone().step_by(BLOCK) {
-            let (wide, to) = (BLOCK.min(columns.end - column), (column - columns.start) * stride + row);
+            let wide = BLOCK.min(columns.end - column);
+            let to = (column - columns.start) * stride + row;
             let from = |i: usize| x[i * width + column..].first_chunk::<BLOCK>();
             if (high, wide) == (BLOCK, BLOCK) {
                 let block = turn(from_fn(|i| from(i).copied().unwrap_or_default()));
@@ -97,7 +111,8 @@ fn blocks(x: &[f32], width: usize, columns: Range<usize>, y: &mut [f32], stride:
     }
 }
 
-/// A block, turned over in registers: pairs of elements, then of pairs, then of halves change places.
+/// A block, turned over in registers: pairs of elements, then of pairs, then of halves change
+/// places.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn turned(avx2: pulp::x86::V3, block: Block) -> Block {
@@ -105,16 +120,27 @@ fn turned(avx2: pulp::x86::V3, block: Block) -> Block {
     let avx = avx2.avx;
     let rows: [__m256; BLOCK] = bytemuck::cast(block);
     let pairs: [__m256; BLOCK] = from_fn(|i| {
-        let (one, two) = (rows[i & 6], rows[i | 1]);
+        let one = rows[i & 6];
+        let two = rows[i | 1];
         if i % 2 == 0 { avx._mm256_unpacklo_ps(one, two) } else { avx._mm256_unpackhi_ps(one, two) }
     });
     let fours: [__m256; BLOCK] = from_fn(|i| {
-        let (one, two) = (pairs[i / 4 * 4 + i / 2 % 2], pairs[i / 4 * 4 + i / 2 % 2 + 2]);
-        if i % 2 == 0 { avx._mm256_shuffle_ps::<0x44>(one, two) } else { avx._mm256_shuffle_ps::<0xee>(one, two) }
+        let one = pairs[i / 4 * 4 + i / 2 % 2];
+        let two = pairs[i / 4 * 4 + i / 2 % 2 + 2];
+        if i % 2 == 0 {
+            avx._mm256_shuffle_ps::<0x44>(one, two)
+        } else {
+            avx._mm256_shuffle_ps::<0xee>(one, two)
+        }
     });
     let turned: [__m256; BLOCK] = from_fn(|i| {
-        let (one, two) = (fours[i % 4], fours[i % 4 + 4]);
-        if i < 4 { avx._mm256_permute2f128_ps::<0x20>(one, two) } else { avx._mm256_permute2f128_ps::<0x31>(one, two) }
+        let one = fours[i % 4];
+        let two = fours[i % 4 + 4];
+        if i < 4 {
+            avx._mm256_permute2f128_ps::<0x20>(one, two)
+        } else {
+            avx._mm256_permute2f128_ps::<0x31>(one, two)
+        }
     });
     bytemuck::cast(turned)
 }
@@ -125,14 +151,20 @@ mod tests {
 
     #[test]
     fn every_element_finds_its_place() {
-        for (rows, width, columns, stride) in
-            [(8, 8, 0..8, 8), (1, 1, 0..1, 1), (33, 21, 3..20, 40), (64, 64, 0..64, 80), (7, 100, 60..100, 16)]
-        {
+        for (rows, width, columns, stride) in [
+            (8, 8, 0..8, 8),
+            (1, 1, 0..1, 1),
+            (33, 21, 3..20, 40),
+            (64, 64, 0..64, 80),
+            (7, 100, 60..100, 16),
+        ] {
             let x: Vec<f32> = (0..rows * width).map(|i| i as f32).collect();
             let mut y = vec![-1.0; columns.len() * stride];
             transpose(&x, width, columns.clone(), &mut y, stride);
             for (column, line) in columns.zip(y.chunks(stride)) {
-                assert!(line[..rows].iter().enumerate().all(|(row, y)| *y == x[row * width + column]));
+                assert!(
+                    line[..rows].iter().enumerate().all(|(row, y)| *y == x[row * width + column])
+                );
                 assert!(line[rows..].iter().all(|y| *y == -1.0));
             }
         }
@@ -143,6 +175,8 @@ mod tests {
         let x: [[f32; 24]; 24] = from_fn(|i| from_fn(|j| (100 * i + j) as f32));
         let mut y = [[-1.0; 24]; 24];
         transpose_square(&x, &mut y);
-        assert!(y.iter().enumerate().all(|(i, row)| row.iter().enumerate().all(|(j, y)| *y == x[j][i])));
+        assert!(
+            y.iter().enumerate().all(|(i, row)| row.iter().enumerate().all(|(j, y)| *y == x[j][i]))
+        );
     }
 }

@@ -1,4 +1,5 @@
-//! Attention: launches of `attention.cu` and `attention_backward.cu`, whose comments hold the formulas used here.
+//! Attention: launches of `attention.cu` and `attention_backward.cu`, whose comments hold the
+//! formulas used here.
 
 use super::Cuda;
 use super::launch::Arg;
@@ -11,7 +12,8 @@ use hpctrain_device::{Attention, AttentionOps, Backend, ElementwiseOps, KernelCo
 /// Widest head that the kernels are made for.
 const WIDEST_HEAD: usize = 256;
 
-/// Tiles of one kernel: rows of a block, blocks that sum a gradient each for the same rows, and bytes of shared memory.
+/// Tiles of one kernel: rows of a block, blocks that sum a gradient each for the same rows, and
+/// bytes of shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Tiles {
     rows: usize,
@@ -32,7 +34,8 @@ impl Cuts {
     fn new(element: Element, head: usize) -> Self {
         if element == Element::Bf16 {
             let row = head.next_power_of_two().max(32);
-            let tiles = |rows, step, parts| Tiles { rows, parts, shared: 2 * row * (2 * rows + 4 * step) };
+            let tiles =
+                |rows, step, parts| Tiles { rows, parts, shared: 2 * row * (2 * rows + 4 * step) };
             let (forward, step) = match row {
                 ..=64 => (tiles(128, 64, 1), 32),
                 128 => (tiles(128, 32, 1), 32),
@@ -47,7 +50,8 @@ impl Cuts {
         }
         let tile = if head <= 128 { 32 } else { 16 };
         let stride = 4 * (head.div_ceil(4) | 1);
-        let (rows, scores) = (tile * stride, tile * (tile + 4));
+        let rows = tile * stride;
+        let scores = tile * (tile + 4);
         let tiles = |floats: usize| Tiles { rows: tile, parts: 1, shared: 4 * floats };
         Self {
             forward: tiles(3 * rows + scores),
@@ -59,7 +63,8 @@ impl Cuts {
 
 /// A grid of tiles over so many heads of every sequence.
 fn grid(shape: Attention, heads: usize, tiles: Tiles) -> Grid {
-    let blocks = ((shape.time.div_ceil(tiles.rows) * tiles.parts) as u32, heads as u32, shape.batch as u32);
+    let blocks =
+        ((shape.time.div_ceil(tiles.rows) * tiles.parts) as u32, heads as u32, shape.batch as u32);
     Grid { blocks, threads: (128, 1, 1), shared: tiles.shared as u32 }
 }
 
@@ -70,13 +75,20 @@ fn sizes(shape: Attention) -> [Arg; 4] {
 impl Cuda {
     fn attention_variant(&self, source: &'static str, shape: Attention) -> Result<Variant> {
         if shape.head_width > WIDEST_HEAD {
-            let message = format!("model.width / model.heads = {}, beyond {WIDEST_HEAD}", shape.head_width);
+            let message =
+                format!("model.width / model.heads = {}, beyond {WIDEST_HEAD}", shape.head_width);
             return Err(Error::input(message).hint("set model.heads higher, or run.device=cpu"));
         }
         Ok(Variant { head: Some(shape.head_width), ..self.variant(source) })
     }
 
-    pub(super) fn attend(&self, shape: Attention, qkv: View<'_>, y: &ViewMut<'_>, lse: &ViewMut<'_>) -> Result<()> {
+    pub(super) fn attend(
+        &self,
+        shape: Attention,
+        qkv: View<'_>,
+        y: &ViewMut<'_>,
+        lse: &ViewMut<'_>,
+    ) -> Result<()> {
         let variant = self.attention_variant("attention.cu", shape)?;
         let aligned = qkv.pointer.is_multiple_of(16) && y.pointer.is_multiple_of(16);
         assert!(aligned || self.element() != Element::Bf16, "attention of a window in a buffer");
@@ -105,14 +117,32 @@ impl Cuda {
             grid(shape, shape.heads, Tiles { rows: 16, parts: 1, shared: 0 }),
             &args,
         )?;
-        let args = [&[qkv.into(), dy.into(), lse.into(), delta.into(), dqkv.into()], &sizes(shape)[..]].concat();
-        self.launch_variant(variant, "attention_backward_kv", grid(shape, shape.kv_heads, cuts.backward_kv), &args)?;
-        self.launch_variant(variant, "attention_backward_q", grid(shape, shape.heads, cuts.backward_q), &args)
+        let args =
+            [&[qkv.into(), dy.into(), lse.into(), delta.into(), dqkv.into()], &sizes(shape)[..]]
+                .concat();
+        self.launch_variant(
+            variant,
+            "attention_backward_kv",
+            grid(shape, shape.kv_heads, cuts.backward_kv),
+            &args,
+        )?;
+        self.launch_variant(
+            variant,
+            "attention_backward_q",
+            grid(shape, shape.heads, cuts.backward_q),
+            &args,
+        )
     }
 }
 
 impl AttentionOps for Cuda {
-    fn attention(&self, shape: Attention, qkv: View<'_>, y: ViewMut<'_>, lse: ViewMut<'_>) -> Result<()> {
+    fn attention(
+        &self,
+        shape: Attention,
+        qkv: View<'_>,
+        y: ViewMut<'_>,
+        lse: ViewMut<'_>,
+    ) -> Result<()> {
         let _launch = self.launched(KernelCost::attention(shape));
         self.attend(shape, qkv, &y, &lse)
     }
@@ -171,10 +201,12 @@ mod tests {
             (65..=128, [65_536, 66_048, 65_536]),
             (129..=WIDEST_HEAD, [98_304, 98_560, 98_304]),
         ] {
-            heads.for_each(|head| assert_eq!(shared(Element::Bf16, head), bytes, "heads of {head}"));
+            heads
+                .for_each(|head| assert_eq!(shared(Element::Bf16, head), bytes, "heads of {head}"));
         }
-        let most =
-            (1..=WIDEST_HEAD).map(|head| shared(Element::F32, head)).reduce(|a, b| [0, 1, 2].map(|i| a[i].max(b[i])));
+        let most = (1..=WIDEST_HEAD)
+            .map(|head| shared(Element::F32, head))
+            .reduce(|a, b| [0, 1, 2].map(|i| a[i].max(b[i])));
         assert_eq!(most, Some([55_296, 77_056, 72_192]));
     }
 }

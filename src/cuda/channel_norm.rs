@@ -14,8 +14,8 @@ fn channels(s: ChannelNormShape) -> [Arg; 4] {
 }
 
 impl Cuda {
-    /// Sums of channels over places: `of_chunks(grid, partial)` writes pairs for chunks of places, and `first` is where the
-    /// first place's channels are, if they go before the sums.
+    /// Sums of channels over places: `of_chunks(grid, partial)` writes pairs for chunks of places,
+    /// and `first` is where the first place's channels are, if they go before the sums.
     fn sum_places(
         &self,
         s: ChannelNormShape,
@@ -24,21 +24,37 @@ impl Cuda {
         of_chunks: impl FnOnce(Grid, Arg) -> Result<()>,
     ) -> Result<()> {
         let chunks = s.places.div_ceil(CHUNK_ROWS);
-        let partial = self.alloc_f32(MemoryKind::Activations, s.samples * chunks * 2 * s.channels)?;
+        let partial =
+            self.alloc_f32(MemoryKind::Activations, s.samples * chunks * 2 * s.channels)?;
         let partial = Arg::from(Self::all(&partial));
         of_chunks(Grid::plane(s.samples * chunks, s.channels.div_ceil(32), (32, 8, 1)), partial)?;
         let first = first.map_or(Arg::Pointer(0), Arg::from);
         let args = [first, partial, out.into(), chunks.into()];
-        self.launch("channel_norm.cu", "finish", Grid::over(out.len), &[&args[..], &channels(s)].concat())
+        self.launch(
+            "channel_norm.cu",
+            "finish",
+            Grid::over(out.len),
+            &[&args[..], &channels(s)].concat(),
+        )
     }
 }
 
 impl ChannelOps for Cuda {
-    fn channel_moments(&self, s: ChannelNormShape, x: View<'_>, moments: ViewMut<'_>) -> Result<()> {
+    fn channel_moments(
+        &self,
+        s: ChannelNormShape,
+        x: View<'_>,
+        moments: ViewMut<'_>,
+    ) -> Result<()> {
         let _launch = self.launched(KernelCost::channel_sums("channels, sums", s, 1));
         self.sum_places(s, Some(x), &moments, |grid, partial| {
             let args = [x.into(), partial, CHUNK_ROWS.into()];
-            self.launch("channel_norm.cu", "moments_partial", grid, &[&args[..], &channels(s)].concat())
+            self.launch(
+                "channel_norm.cu",
+                "moments_partial",
+                grid,
+                &[&args[..], &channels(s)].concat(),
+            )
         })
     }
 
@@ -53,7 +69,12 @@ impl ChannelOps for Cuda {
     ) -> Result<()> {
         let _launch = self.launched(KernelCost::channel_norm("channels, norm", s, 2));
         let args = [x.into(), stats.into(), weight.into(), bias.into(), (&y).into()];
-        self.launch("channel_norm.cu", "channel_norm", Grid::over(y.len), &[&args[..], &channels(s)].concat())
+        self.launch(
+            "channel_norm.cu",
+            "channel_norm",
+            Grid::over(y.len),
+            &[&args[..], &channels(s)].concat(),
+        )
     }
 
     fn channel_norm_sums(
@@ -67,7 +88,12 @@ impl ChannelOps for Cuda {
         let _launch = self.launched(KernelCost::channel_sums("channels, gradient's sums", s, 2));
         self.sum_places(s, None, &sums, |grid, partial| {
             let args = [x.into(), dy.into(), stats.into(), partial, CHUNK_ROWS.into()];
-            self.launch("channel_norm.cu", "backward_partial", grid, &[&args[..], &channels(s)].concat())
+            self.launch(
+                "channel_norm.cu",
+                "backward_partial",
+                grid,
+                &[&args[..], &channels(s)].concat(),
+            )
         })
     }
 
@@ -83,6 +109,11 @@ impl ChannelOps for Cuda {
     ) -> Result<()> {
         let _launch = self.launched(KernelCost::channel_norm("channels, norm backward", s, 3));
         let args = [x.into(), dy.into(), stats.into(), weight.into(), means.into(), (&dx).into()];
-        self.launch("channel_norm.cu", "channel_norm_backward", Grid::over(dx.len), &[&args[..], &channels(s)].concat())
+        self.launch(
+            "channel_norm.cu",
+            "channel_norm_backward",
+            Grid::over(dx.len),
+            &[&args[..], &channels(s)].concat(),
+        )
     }
 }

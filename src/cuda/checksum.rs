@@ -11,13 +11,19 @@ impl DigestOps for Cuda {
         let _launch = self.launched(KernelCost::digest(x.len));
         assert!(x.element == Element::F32, "a digest");
         self.sum_chunks(x.len, |grid, partial| {
-            self.launch("checksum.cu", "digest_partial", grid, &[x.into(), partial, Arg::long(x.len)])
+            self.launch(
+                "checksum.cu",
+                "digest_partial",
+                grid,
+                &[x.into(), partial, Arg::long(x.len)],
+            )
         })
     }
 }
 
 impl Cuda {
-    /// Runs an update with digests of the buffers that it changes before and after, if there is an audit.
+    /// Runs an update with digests of the buffers that it changes before and after, if there is an
+    /// audit.
     pub(super) fn audited<const N: usize>(
         &self,
         audit: Option<&mut Audit<Scalar>>,

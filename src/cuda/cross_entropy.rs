@@ -5,16 +5,22 @@ use super::launch_dims::Grid;
 use super::memory::{Element, View, ViewMut};
 use super::{Cuda, CudaInts};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{ClassifierOps, CrossEntropy, CrossEntropyPart, KernelCost, LogitsPart, LossWeights};
+use hpctrain_device::{
+    ClassifierOps, CrossEntropy, CrossEntropyPart, KernelCost, LogitsPart, LossWeights,
+};
 
-/// Bytes of logits that a block of `cross_entropy.cu` keeps in shared memory at most, and reads once; of longer rows, of more than
-/// 50,424 classes in bf16, it reads all twice. Two such blocks fit a multiprocessor of 228 KiB, one those of 100 KiB and more: a
-/// block may have 99 KiB of these, 256 bytes of which are the kernel's own.
+/// Bytes of logits that a block of `cross_entropy.cu` keeps in shared memory at most, and reads
+/// once; of longer rows, of more than 50,424 classes in bf16, it reads all twice. Two such blocks
+/// fit a multiprocessor of 228 KiB, one those of 100 KiB and more: a block may have 99 KiB of
+/// these, 256 bytes of which are the kernel's own.
 const KEPT_ROW: usize = (99 << 10) - 512;
 
 fn check_weights(weights: LossWeights<View<'_>>, classes: usize, rows: usize) {
     for (weights, len) in [(weights.classes, classes), (weights.rows, rows)] {
-        assert!(weights.len == 0 || weights.len == len && weights.element == Element::F32, "{len} weights");
+        assert!(
+            weights.len == 0 || weights.len == len && weights.element == Element::F32,
+            "{len} weights"
+        );
     }
 }
 
@@ -31,19 +37,34 @@ impl ClassifierOps for Cuda {
         let _launch = self.launched(KernelCost::cross_entropy(shape, of_classes.len + of_rows.len));
         let CrossEntropy { rows, classes, stride, scale, gradient, smoothing } = shape;
         if rows != targets.len() || rows * stride != logits.len || stride < classes {
-            return Err(Error::internal(format!("{rows} × {classes} logits for {} targets", targets.len())));
+            return Err(Error::internal(format!(
+                "{rows} × {classes} logits for {} targets",
+                targets.len()
+            )));
         }
         check_weights(weights, classes, rows);
-        let args = [(&logits).into(), targets.into(), of_classes.into(), of_rows.into(), (&losses).into()];
+        let args =
+            [(&logits).into(), targets.into(), of_classes.into(), of_rows.into(), (&losses).into()];
         let row = (classes + self.pack()) * self.element().size();
         let keep = (gradient || smoothing > 0.0) && row <= KEPT_ROW;
         let sizes = [classes.into(), stride.into(), scale.into(), smoothing.into()];
         let flags = [gradient, keep].map(|flag| Arg::Int(i32::from(flag)));
         let grid = Grid { shared: if keep { row as u32 } else { 0 }, ..Grid::new(rows, 512) };
-        self.launch("cross_entropy.cu", "cross_entropy", grid, &[&args[..], &sizes, &flags].concat())
+        self.launch(
+            "cross_entropy.cu",
+            "cross_entropy",
+            grid,
+            &[&args[..], &sizes, &flags].concat(),
+        )
     }
 
-    fn softmax_part(&self, shape: LogitsPart, logits: View<'_>, targets: &CudaInts, stats: ViewMut<'_>) -> Result<()> {
+    fn softmax_part(
+        &self,
+        shape: LogitsPart,
+        logits: View<'_>,
+        targets: &CudaInts,
+        stats: ViewMut<'_>,
+    ) -> Result<()> {
         let _launch = self.launched(KernelCost::softmax_part(shape));
         let LogitsPart { rows, classes, stride, first } = shape;
         let is_long = logits.len == rows * stride && stride >= classes;
@@ -52,7 +73,14 @@ impl ClassifierOps for Cuda {
         if rows == 0 {
             return Ok(());
         }
-        let args = [logits.into(), targets.into(), (&stats).into(), classes.into(), stride.into(), first.into()];
+        let args = [
+            logits.into(),
+            targets.into(),
+            (&stats).into(),
+            classes.into(),
+            stride.into(),
+            first.into(),
+        ];
         self.launch("cross_entropy.cu", "softmax_part", Grid::new(rows, 512), &args)
     }
 
@@ -66,20 +94,28 @@ impl ClassifierOps for Cuda {
         losses: ViewMut<'_>,
     ) -> Result<()> {
         let LossWeights { classes: of_classes, rows: of_rows } = weights;
-        let _launch = self.launched(KernelCost::cross_entropy_part(shape, of_classes.len + of_rows.len));
+        let _launch =
+            self.launched(KernelCost::cross_entropy_part(shape, of_classes.len + of_rows.len));
         let CrossEntropyPart { part, parts, classes, scale, gradient, smoothing } = shape;
         let LogitsPart { rows, stride, first, .. } = part;
         let is_long = logits.len == rows * stride && stride >= part.classes;
         let fits = is_long && targets.len() == rows && losses.len == rows;
         assert!(fits, "{rows} × {} logits", part.classes);
-        let (all, is_wide) = (parts * rows * LogitsPart::STATS, stats.element == Element::F32);
+        let all = parts * rows * LogitsPart::STATS;
+        let is_wide = stats.element == Element::F32;
         assert!(stats.len == all && is_wide, "sums of {parts} parts");
         check_weights(weights, classes, rows);
         if rows == 0 {
             return Ok(());
         }
-        let args =
-            [stats.into(), (&logits).into(), targets.into(), of_classes.into(), of_rows.into(), (&losses).into()];
+        let args = [
+            stats.into(),
+            (&logits).into(),
+            targets.into(),
+            of_classes.into(),
+            of_rows.into(),
+            (&losses).into(),
+        ];
         let sizes = [parts, part.classes, stride, first, classes].map(Arg::from);
         let factors = [scale.into(), smoothing.into(), Arg::Int(i32::from(gradient))];
         let args = [&args[..], &sizes, &factors].concat();
@@ -97,9 +133,19 @@ impl ClassifierOps for Cuda {
     ) -> Result<()> {
         let _launch = self.launched(KernelCost::hits(logits.len, hits.len));
         let rows = targets.len();
-        assert!(logits.len == rows * stride && stride >= classes && hits.len == rows, "{rows} × {classes} logits");
-        let args =
-            [logits.into(), targets.into(), (&hits).into(), rows.into(), classes.into(), stride.into(), k.into()];
+        assert!(
+            logits.len == rows * stride && stride >= classes && hits.len == rows,
+            "{rows} × {classes} logits"
+        );
+        let args = [
+            logits.into(),
+            targets.into(),
+            (&hits).into(),
+            rows.into(),
+            classes.into(),
+            stride.into(),
+            k.into(),
+        ];
         self.launch("cross_entropy.cu", "hits", Grid::new(rows.div_ceil(4), 128), &args)
     }
 }

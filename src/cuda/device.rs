@@ -18,7 +18,8 @@ pub struct Device {
     /// Its number among those that this process sees.
     ordinal: usize,
     handle: sys::CUdevice,
-    /// Made when the device is used: it takes memory there and time, and in the exclusive mode no other process may have one.
+    /// Made when the device is used: it takes memory there and time, and in the exclusive mode no
+    /// other process may have one.
     context: OnceLock<Arc<CudaContext>>,
     /// Unique identifier of the GPU, or of a slice of it.
     pub id: String,
@@ -50,13 +51,16 @@ impl Device {
     pub fn open(ordinal: usize) -> Result<Self> {
         let count = devices()?;
         if ordinal >= count {
-            return Err(Error::input(format!("there is no GPU {ordinal}: this process sees {count}"))
-                .hint("set run.device to one of them, or auto; CUDA_VISIBLE_DEVICES hides GPUs"));
+            return Err(Error::input(format!(
+                "there is no GPU {ordinal}: this process sees {count}"
+            ))
+            .hint("set run.device to one of them, or auto; CUDA_VISIBLE_DEVICES hides GPUs"));
         }
         let handle = check(&format!("find GPU {ordinal}"), result::device::get(ordinal as i32))?;
         let mut pci = [0u8; 32];
         // SAFETY: the buffer is as long as said, and the driver gave the handle.
-        let told = unsafe { sys::cuDeviceGetPCIBusId(pci.as_mut_ptr().cast(), pci.len() as i32, handle) };
+        let told =
+            unsafe { sys::cuDeviceGetPCIBusId(pci.as_mut_ptr().cast(), pci.len() as i32, handle) };
         check("tell its place on the bus", told.result())?;
         let id = check("tell its id", result::device::get_uuid(handle))?;
         let capability = |name| check("tell its capability", attribute(handle, name));
@@ -80,9 +84,11 @@ impl Device {
     pub(super) fn context(&self) -> Result<&Arc<CudaContext>> {
         if self.context.get().is_none() {
             let opened = CudaContext::new(self.ordinal);
-            let is_taken = matches!(opened, Err(DriverError(CUresult::CUDA_ERROR_DEVICE_UNAVAILABLE)));
+            let is_taken =
+                matches!(opened, Err(DriverError(CUresult::CUDA_ERROR_DEVICE_UNAVAILABLE)));
             let opened = check(&format!("open GPU {}", self.ordinal), opened);
-            let opened = opened.map_err(|error| if is_taken { error.hint(SHARING) } else { error })?;
+            let opened =
+                opened.map_err(|error| if is_taken { error.hint(SHARING) } else { error })?;
             // Another thread's is as good: both are the device's primary context.
             drop(self.context.set(opened));
         }
@@ -99,7 +105,8 @@ impl Device {
         Ok(check("tell its free memory", self.context()?.mem_get_info())?.0)
     }
 
-    /// Target architecture of kernels: the device's own, with the features that only its generation has.
+    /// Target architecture of kernels: the device's own, with the features that only its generation
+    /// has.
     pub fn architecture(&self) -> String {
         let (major, minor) = self.capability;
         format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" })
@@ -110,7 +117,8 @@ impl Device {
     /// # Errors
     /// The driver failed.
     pub fn multiprocessors(&self) -> Result<usize> {
-        let count = attribute(self.handle, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+        let count =
+            attribute(self.handle, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
         Ok(check("count its multiprocessors", count)? as usize)
     }
 
@@ -120,8 +128,10 @@ impl Device {
         if major >= 8 || matches!(precision, Precision::F32(_)) {
             return Ok(());
         }
-        let message =
-            format!("precision.compute = bf16 needs compute capability 8.0; {} has {major}.{minor}", self.name);
+        let message = format!(
+            "precision.compute = bf16 needs compute capability 8.0; {} has {major}.{minor}",
+            self.name
+        );
         Err(Error::input(message).hint("set precision.compute=f32"))
     }
 }

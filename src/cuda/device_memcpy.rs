@@ -1,4 +1,5 @@
-//! Access to device memory beside compute: separate streams for messages, and for state kept on the host.
+//! Access to device memory beside compute: separate streams for messages, and for state kept on the
+//! host.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -15,7 +16,8 @@ use super::pool::{Piece, Pool};
 use super::streams;
 use hpctrain_base::error::Result;
 use hpctrain_device::{
-    AllocatedOn, CommId, ComputeOrderedCopies, DeviceComm, DeviceCopies, Event, MemoryKind, Pinned, Scratch, Span,
+    AllocatedOn, CommId, ComputeOrderedCopies, DeviceComm, DeviceCopies, Event, MemoryKind, Pinned,
+    Scratch, Span,
 };
 
 /// The streams that work on a buffer: the one of compute, and those of the copies.
@@ -29,7 +31,11 @@ impl CopyStreams {
     ///
     /// # Errors
     /// The device failed.
-    pub fn new(pool: &Arc<Pool>, compute: &Arc<CudaStream>, programs: &Arc<KernelModules>) -> Result<Arc<Self>> {
+    pub fn new(
+        pool: &Arc<Pool>,
+        compute: &Arc<CudaStream>,
+        programs: &Arc<KernelModules>,
+    ) -> Result<Arc<Self>> {
         let copies = CudaCopies::new(pool, compute, programs)?;
         Ok(Arc::new(Self { compute: compute.clone(), copies: Arc::new(copies) }))
     }
@@ -95,8 +101,8 @@ struct CudaScratch {
 
 impl Scratch for CudaScratch {
     fn span(&self) -> Span<'_> {
-        // SAFETY: the piece has so many words and lives as long as the borrow; the pool is not of the stream-ordered
-        // allocator.
+        // SAFETY: the piece has so many words and lives as long as the borrow; the pool is not of
+        // the stream-ordered allocator.
         unsafe { Span::new(self.piece.pointer() as usize, self.words) }
     }
 }
@@ -119,7 +125,11 @@ impl CudaCopies {
     ///
     /// # Errors
     /// The device failed.
-    pub fn new(pool: &Arc<Pool>, compute: &Arc<CudaStream>, programs: &Arc<KernelModules>) -> Result<Self> {
+    pub fn new(
+        pool: &Arc<Pool>,
+        compute: &Arc<CudaStream>,
+        programs: &Arc<KernelModules>,
+    ) -> Result<Self> {
         let stream = || streams::urgent(compute.context());
         Ok(Self {
             pool: pool.clone(),
@@ -147,31 +157,46 @@ impl DeviceCopies for CudaCopies {
     }
 
     fn scratch(&self, words: usize) -> Result<Box<dyn Scratch>> {
-        let piece = self.pool.take_uncounted(MemoryKind::Communication, words * size_of::<f32>())?;
+        let piece =
+            self.pool.take_uncounted(MemoryKind::Communication, words * size_of::<f32>())?;
         // The piece may have been a buffer that queued kernels still use.
         check("finish its work", self.compute.synchronize())?;
         Ok(Box::new(CudaScratch { piece, words }))
     }
 
-    unsafe fn download(&self, pieces: &[AllocatedOn<'_>], host: *mut f32) -> Result<Box<dyn Event>> {
+    unsafe fn download(
+        &self,
+        pieces: &[AllocatedOn<'_>],
+        host: *mut f32,
+    ) -> Result<Box<dyn Event>> {
         self.bind()?;
         let queue = |(span, at): &AllocatedOn<'_>| {
-            // SAFETY: the caller's pieces have their places in the host memory, untouched until the event.
+            // SAFETY: the caller's pieces have their places in the host memory, untouched until the
+            // event.
             let to = unsafe { std::slice::from_raw_parts_mut(host.add(*at), span.words()) };
-            // SAFETY: the span has as many words, which live until the event as the caller promises.
-            let queued = unsafe { result::memcpy_dtoh_async(to, span.address() as u64, self.out.cu_stream()) };
+            // SAFETY: the span has as many words, which live until the event as the caller
+            // promises.
+            let queued = unsafe {
+                result::memcpy_dtoh_async(to, span.address() as u64, self.out.cu_stream())
+            };
             check("copy a message to the host", queued)
         };
         all_or_nothing(&self.out, pieces.iter().try_for_each(queue))
     }
 
-    unsafe fn upload(&self, host: *const f32, pieces: &[AllocatedOn<'_>]) -> Result<Box<dyn Event>> {
+    unsafe fn upload(
+        &self,
+        host: *const f32,
+        pieces: &[AllocatedOn<'_>],
+    ) -> Result<Box<dyn Event>> {
         self.bind()?;
         let queue = |(span, at): &AllocatedOn<'_>| {
             // SAFETY: as in `download`.
             let from = unsafe { std::slice::from_raw_parts(host.add(*at), span.words()) };
             // SAFETY: as in `download`.
-            let queued = unsafe { result::memcpy_htod_async(span.address() as u64, from, self.back.cu_stream()) };
+            let queued = unsafe {
+                result::memcpy_htod_async(span.address() as u64, from, self.back.cu_stream())
+            };
             check("copy a message from the host", queued)
         };
         all_or_nothing(&self.back, pieces.iter().try_for_each(queue))
@@ -190,18 +215,30 @@ impl DeviceCopies for CudaCopies {
         ];
         let Grid { blocks, threads, shared } = Grid::over(count as usize / 4 + 1);
         let stream = self.sums.cu_stream();
-        // SAFETY: the kernel takes two addresses and a count of f32 elements, which both spans have.
-        let queued =
-            unsafe { result::launch_kernel(function.cu_function(), blocks, threads, shared, stream, &mut args) };
+        // SAFETY: the kernel takes two addresses and a count of f32 elements, which both spans
+        // have.
+        let queued = unsafe {
+            result::launch_kernel(
+                function.cu_function(),
+                blocks,
+                threads,
+                shared,
+                stream,
+                &mut args,
+            )
+        };
         check("add a message", queued)
     }
 
     fn copy(&self, from: Span<'_>, to: Span<'_>) -> Result<()> {
         assert_eq!(from.words(), to.words(), "a copy");
         self.bind()?;
-        let (bytes, stream): (_, sys::CUstream) = (from.words() * size_of::<f32>(), self.sums.cu_stream());
+        let bytes = from.words() * size_of::<f32>();
+        let stream: sys::CUstream = self.sums.cu_stream();
         // SAFETY: both spans have so many bytes.
-        let queued = unsafe { result::memcpy_dtod_async(to.address() as u64, from.address() as u64, bytes, stream) };
+        let queued = unsafe {
+            result::memcpy_dtod_async(to.address() as u64, from.address() as u64, bytes, stream)
+        };
         check("copy a message within it", queued)
     }
 
@@ -214,7 +251,13 @@ impl DeviceCopies for CudaCopies {
     }
 
     fn init_rank(&self, comm_id: &CommId, rank: usize, size: usize) -> Result<Box<dyn DeviceComm>> {
-        Ok(Box::new(NcclComm::init_rank(self.compute.context(), &self.programs, comm_id, rank, size)?))
+        Ok(Box::new(NcclComm::init_rank(
+            self.compute.context(),
+            &self.programs,
+            comm_id,
+            rank,
+            size,
+        )?))
     }
 }
 

@@ -10,18 +10,30 @@ impl PairsOps for Cuda {
     fn pair_products(&self, s: DotInteraction, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
         let _launch = self.launched(KernelCost::pair_products(s));
         let outputs = s.samples * s.outputs();
-        assert!(x.len == s.samples * s.rows * s.width && y.len == outputs && x.element == y.element, "{s:?}");
+        assert!(
+            x.len == s.samples * s.rows * s.width && y.len == outputs && x.element == y.element,
+            "{s:?}"
+        );
         let args = [x.into(), (&y).into(), s.samples.into(), s.rows.into(), s.width.into()];
         self.launch("dot_interaction.cu", "pair_products", Grid::over(outputs), &args)
     }
 
-    fn pair_products_backward(&self, s: DotInteraction, x: View<'_>, dy: View<'_>, dx: ViewMut<'_>) -> Result<()> {
+    fn pair_products_backward(
+        &self,
+        s: DotInteraction,
+        x: View<'_>,
+        dy: View<'_>,
+        dx: ViewMut<'_>,
+    ) -> Result<()> {
         let _launch = self.launched(KernelCost::pair_products_backward(s));
         assert!(
-            x.len == dx.len && dx.len == s.samples * s.rows * s.width && dy.len == s.samples * s.outputs(),
+            x.len == dx.len
+                && dx.len == s.samples * s.rows * s.width
+                && dy.len == s.samples * s.outputs(),
             "{s:?}"
         );
-        let args = [x.into(), dy.into(), (&dx).into(), s.samples.into(), s.rows.into(), s.width.into()];
+        let args =
+            [x.into(), dy.into(), (&dx).into(), s.samples.into(), s.rows.into(), s.width.into()];
         self.launch("dot_interaction.cu", "pair_products_backward", Grid::over(dx.len), &args)
     }
 }

@@ -16,7 +16,8 @@ impl DropoutOps for Cuda {
         let dropped_below = (f64::from(mask.rate) * 4_294_967_296.0) as u32;
         let kept = 1.0 / (1.0 - mask.rate);
         let [offset, key] = [mask.offset, mask.key].map(Arg::UnsignedLong);
-        let args = [(&x).into(), Arg::long(x.len), offset, key, Arg::Unsigned(dropped_below), kept.into()];
+        let args =
+            [(&x).into(), Arg::long(x.len), offset, key, Arg::Unsigned(dropped_below), kept.into()];
         self.launch("dropout.cu", "dropout", Grid::over(x.len.div_ceil(4)), &args)
     }
 }

@@ -24,7 +24,12 @@ impl Cuda {
             (Element::F32, _) => "narrow",
             (Element::Bf16, _) => "widen",
         };
-        self.launch("convert.cu", name, Grid::over(x.len.div_ceil(8)), &[x.into(), y.into(), Arg::long(x.len)])
+        self.launch(
+            "convert.cu",
+            name,
+            Grid::over(x.len.div_ceil(8)),
+            &[x.into(), y.into(), Arg::long(x.len)],
+        )
     }
 }
 
@@ -43,7 +48,12 @@ impl ElementwiseOps for Cuda {
         let _launch = self.launched(KernelCost::add(x.len));
         assert!(x.len == y.len && x.element == y.element, "a sum");
         let name = if x.element == Element::F32 { "add_f32" } else { "add" };
-        self.launch("add.cu", name, Grid::over(x.len.div_ceil(8)), &[x.into(), (&y).into(), Arg::long(x.len)])
+        self.launch(
+            "add.cu",
+            name,
+            Grid::over(x.len.div_ceil(8)),
+            &[x.into(), (&y).into(), Arg::long(x.len)],
+        )
     }
 
     fn sum(&self, x: View<'_>) -> Result<Scalar> {

@@ -20,10 +20,18 @@ impl EmbeddingOps for Cuda {
         let width = y.len / rows.max(1);
         let time = position_table.len / width.max(1);
         let words = token_table.len / width.max(1);
-        assert!(rows * width == y.len && time * width == position_table.len, "an embedding of {rows} rows");
+        assert!(
+            rows * width == y.len && time * width == position_table.len,
+            "an embedding of {rows} rows"
+        );
         let args = [tokens.into(), token_table.into(), position_table.into(), (&y).into()];
         let sizes = [rows.into(), time.into(), width.into(), first.into(), words.into()];
-        self.launch("embedding.cu", "embedding", Grid::over(y.len.div_ceil(8)), &[&args[..], &sizes].concat())
+        self.launch(
+            "embedding.cu",
+            "embedding",
+            Grid::over(y.len.div_ceil(8)),
+            &[&args[..], &sizes].concat(),
+        )
     }
 
     fn embedding_backward(
@@ -43,7 +51,12 @@ impl EmbeddingOps for Cuda {
         let words = dtoken_table.len / width.max(1);
         let args = [tokens.into(), (&order).into(), dy.into(), (&dtoken_table).into()];
         let sizes = [rows.into(), width.into(), first.into(), words.into()];
-        self.launch("embedding_backward.cu", "embedding_backward_tokens", grid, &[&args[..], &sizes].concat())?;
+        self.launch(
+            "embedding_backward.cu",
+            "embedding_backward_tokens",
+            grid,
+            &[&args[..], &sizes].concat(),
+        )?;
         if dposition_table.len == 0 {
             return Ok(());
         }

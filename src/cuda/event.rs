@@ -11,14 +11,15 @@ use hpctrain_device::library;
 use hpctrain_device::library_functions;
 
 library_functions! {
-    /// Of the driver, by the name that all drivers know: cudarc takes a newer one, which came with CUDA 12.8.
+    /// Of the driver, by the name that all drivers know: cudarc takes a newer one, which came with
+    /// CUDA 12.8.
     Clock {
         elapsed = c"cuEventElapsedTime"(*mut f32, CUevent, CUevent) -> CUresult;
     }
 }
 
-/// Whether an event is over. It may be the first call of the thread into the driver: unlike cudarc's other calls, its
-/// query chooses no context.
+/// Whether an event is over. It may be the first call of the thread into the driver: unlike
+/// cudarc's other calls, its query chooses no context.
 pub fn passed(event: &CudaEvent) -> Result<bool> {
     check("be chosen", event.context().bind_to_thread())?;
     check("tell how far it is", event.try_is_complete())

@@ -56,7 +56,9 @@ impl IndexUploader {
         let fits = |slot: &Slot| slot.host.as_slice().len() >= host.len();
         let known = {
             let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-            let smallest = (0..free.len()).filter(|&i| fits(&free[i])).min_by_key(|&i| free[i].host.as_slice().len());
+            let smallest = (0..free.len())
+                .filter(|&i| fits(&free[i]))
+                .min_by_key(|&i| free[i].host.as_slice().len());
             smallest.map(|i| free.swap_remove(i))
         };
         let mut slot = known.map_or_else(|| self.slot(host.len()), Ok)?;
@@ -65,7 +67,9 @@ impl IndexUploader {
         check("wait for kernels", self.copy.wait(&slot.used))?;
         let from = &slot.host.as_slice()[..host.len()];
         // SAFETY: the device's memory is as long; neither side is touched before the events say so.
-        let queued = unsafe { result::memcpy_htod_async(slot.device.pointer(), from, self.copy.cu_stream()) };
+        let queued = unsafe {
+            result::memcpy_htod_async(slot.device.pointer(), from, self.copy.cu_stream())
+        };
         check("copy indices", queued)?;
         check("note a copy", slot.copied.record(&self.copy))?;
         check("wait for a copy", self.compute.wait(&slot.copied))?;
@@ -77,7 +81,8 @@ impl IndexUploader {
     fn slot(&self, len: usize) -> Result<Slot> {
         let context = self.copy.context();
         let event = || check("make an event", context.new_event(None));
-        let (host, device) = (Pinned::new(context, len)?, self.pool.take(MemoryKind::Data, len * size_of::<u32>())?);
+        let host = Pinned::new(context, len)?;
+        let device = self.pool.take(MemoryKind::Data, len * size_of::<u32>())?;
         let slot = Slot { host, device, copied: event()?, used: event()? };
         // The piece of memory may have been another buffer's, which kernels still use.
         check("note kernels", slot.used.record(&self.compute))?;
@@ -103,12 +108,19 @@ impl CudaInts {
     /// Elements `range`, in the same memory.
     pub(super) fn part(&self, range: Range<usize>) -> Self {
         assert!(range.end <= self.len(), "a part of indices");
-        Self { copied: self.copied.clone(), range: self.range.start + range.start..self.range.start + range.end }
+        Self {
+            copied: self.copied.clone(),
+            range: self.range.start + range.start..self.range.start + range.end,
+        }
     }
 
     /// The places of the elements by value, those of equal ones ascending.
     pub(super) fn order(&self) -> Vec<u32> {
-        let values = self.copied.slot.as_ref().map_or(&[][..], |slot| &slot.host.as_slice()[self.range.clone()]);
+        let values = self
+            .copied
+            .slot
+            .as_ref()
+            .map_or(&[][..], |slot| &slot.host.as_slice()[self.range.clone()]);
         counting_order(values)
     }
 
@@ -129,7 +141,8 @@ impl Drop for Copied {
     }
 }
 
-/// The places of `values` by value, those of equal ones ascending: a counting sort, as they are below a vocabulary's size.
+/// The places of `values` by value, those of equal ones ascending: a counting sort, as they are
+/// below a vocabulary's size.
 fn counting_order(values: &[u32]) -> Vec<u32> {
     let mut starts = vec![0u32; values.iter().max().map_or(0, |&most| most as usize + 1)];
     for &value in values {

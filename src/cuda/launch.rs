@@ -73,23 +73,42 @@ impl Cuda {
     }
 
     /// Queues the kernel `name` of `source`, one of the project's own.
-    pub(super) fn launch(&self, source: &'static str, name: &'static str, grid: Grid, args: &[Arg]) -> Result<()> {
+    pub(super) fn launch(
+        &self,
+        source: &'static str,
+        name: &'static str,
+        grid: Grid,
+        args: &[Arg],
+    ) -> Result<()> {
         self.launch_variant(self.variant(source), name, grid, args)
     }
 
     /// As [`Cuda::launch`], of a given compilation.
-    pub(super) fn launch_variant(&self, variant: Variant, name: &'static str, grid: Grid, args: &[Arg]) -> Result<()> {
+    pub(super) fn launch_variant(
+        &self,
+        variant: Variant,
+        name: &'static str,
+        grid: Grid,
+        args: &[Arg],
+    ) -> Result<()> {
         self.0.journal.kernel(name, grid);
         grid.check(name)?;
         self.bind()?;
         let function = self.0.programs.function(variant, name, grid.shared)?;
         let mut pointers: Vec<*mut c_void> = args.iter().map(pointer).collect();
         let stream = self.0.compute.cu_stream();
-        // SAFETY: the function's module lives as long as the programs; the arguments are those that the kernel
-        // declares, which the suite of the backend has run with checked bounds; every address is of a buffer whose
-        // memory has no other user on this stream before the kernel.
+        // SAFETY: the function's module lives as long as the programs; the arguments are those that
+        // the kernel declares, which the suite of the backend has run with checked bounds; every
+        // address is of a buffer whose memory has no other user on this stream before the kernel.
         let queued = unsafe {
-            launch_kernel(function.cu_function(), grid.blocks, grid.threads, grid.shared, stream, &mut pointers)
+            launch_kernel(
+                function.cu_function(),
+                grid.blocks,
+                grid.threads,
+                grid.shared,
+                stream,
+                &mut pointers,
+            )
         };
         check(&format!("launch {name}"), queued)
     }
@@ -98,7 +117,9 @@ impl Cuda {
 /// The address of an argument's value.
 fn pointer(arg: &Arg) -> *mut c_void {
     match arg {
-        Arg::Pointer(value) | Arg::UnsignedLong(value) => std::ptr::from_ref(value).cast_mut().cast(),
+        Arg::Pointer(value) | Arg::UnsignedLong(value) => {
+            std::ptr::from_ref(value).cast_mut().cast()
+        }
         Arg::Int(value) => std::ptr::from_ref(value).cast_mut().cast(),
         Arg::Unsigned(value) => std::ptr::from_ref(value).cast_mut().cast(),
         Arg::Long(value) => std::ptr::from_ref(value).cast_mut().cast(),

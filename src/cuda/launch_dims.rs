@@ -5,10 +5,12 @@ use hpctrain_base::error::{Error, Result};
 /// Threads of a block where the kernel leaves it open.
 const THREADS: u32 = 256;
 
-/// Blocks of a grid where the kernel leaves it open, at most: enough to fill any device several times.
+/// Blocks of a grid where the kernel leaves it open, at most: enough to fill any device several
+/// times.
 const MOST_BLOCKS: usize = 4096;
 
-/// Blocks, threads of a block, and bytes of shared memory that a block gets besides those that the kernel declares.
+/// Blocks, threads of a block, and bytes of shared memory that a block gets besides those that the
+/// kernel declares.
 #[derive(Debug, Clone, Copy)]
 pub struct Grid {
     /// Blocks.
@@ -32,8 +34,10 @@ impl Grid {
         if [x, y, z].iter().zip(LIMITS).all(|(&blocks, most)| blocks <= most) {
             return Ok(());
         }
-        let message =
-            format!("{kernel} on {x}×{y}×{z} blocks, where a GPU takes {}×{}×{}", LIMITS[0], LIMITS[1], LIMITS[2]);
+        let message = format!(
+            "{kernel} on {x}×{y}×{z} blocks, where a GPU takes {}×{}×{}",
+            LIMITS[0], LIMITS[1], LIMITS[2]
+        );
         Err(Error::input(message).hint("set batch.micro, or the context of the model, lower"))
     }
 
@@ -66,9 +70,13 @@ mod tests {
     fn grids_beyond_the_limits_are_errors() {
         let threads = (32, 8, 1);
         assert!(Grid::plane(0x7fff_ffff, 65_535, threads).check("k").is_ok());
-        let error = Grid::plane(1, 65_536, threads).check("attention_forward").unwrap_err().to_string();
+        let error =
+            Grid::plane(1, 65_536, threads).check("attention_forward").unwrap_err().to_string();
         assert!(error.starts_with("attention_forward on 1×65536×1 blocks, where"), "{error}");
-        assert!(Grid::new(1 << 31, 32).check("k").is_err() && Grid::new(1 << 33, 32).check("k").is_err());
+        assert!(
+            Grid::new(1 << 31, 32).check("k").is_err()
+                && Grid::new(1 << 33, 32).check("k").is_err()
+        );
         assert!(Grid { blocks: (1, 1, 65_536), ..Grid::new(1, 32) }.check("k").is_err());
     }
 }

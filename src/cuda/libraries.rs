@@ -1,4 +1,5 @@
-//! NVIDIA's libraries, which are looked for at run time: the driver, NVRTC, cuBLASLt, and NCCL where it is wanted.
+//! NVIDIA's libraries, which are looked for at run time: the driver, NVRTC, cuBLASLt, and NCCL
+//! where it is wanted.
 //!
 //! A call into a library that is not there would panic, so every use begins here.
 
@@ -38,7 +39,8 @@ pub fn driver() -> Result<String> {
     })?;
     let mut found = 0;
     // SAFETY: the driver is there and writes one integer.
-    check("ask the driver's version", unsafe { driver::sys::cuDriverGetVersion(&mut found) }.result())?;
+    let asked = unsafe { driver::sys::cuDriverGetVersion(&mut found) };
+    check("ask the driver's version", asked.result())?;
     if found < OLDEST_DRIVER {
         return Err(Error::input(format!(
             "the GPU driver speaks CUDA {}, and {} is needed",
@@ -68,7 +70,9 @@ pub fn cublaslt() -> Result<String> {
 
 /// The driver's text of an error: `CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected`.
 pub fn message(error: driver::DriverError) -> String {
-    let text = |text: Result<&CStr, driver::DriverError>| text.ok().map(|text| text.to_string_lossy().into_owned());
+    let text = |text: Result<&CStr, driver::DriverError>| {
+        text.ok().map(|text| text.to_string_lossy().into_owned())
+    };
     match (text(error.error_name()), text(error.error_string())) {
         (Some(name), Some(what)) => format!("{name}: {what}"),
         _ => format!("{:?}", error.0),

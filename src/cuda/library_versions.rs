@@ -1,8 +1,8 @@
 //! NVRTC and cuBLASLt, each in a version that the driver runs.
 //!
-//! Files of several versions may be installed: Python's packages put the newest beside a driver that does not know it. A
-//! driver refuses kernels of libraries of a newer major version, with errors that name neither, so the first file of a major
-//! version that the driver knows is taken.
+//! Files of several versions may be installed: Python's packages put the newest beside a driver
+//! that does not know it. A driver refuses kernels of libraries of a newer major version, with
+//! errors that name neither, so the first file of a major version that the driver knows is taken.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -121,7 +121,8 @@ pub fn nvrtc() -> Result<&'static Found<Nvrtc>> {
         first(&WANTED, driver_version(), |file| {
             // SAFETY: NVRTC's functions have had these types since they were there.
             let functions = unsafe { Nvrtc::of(file, |function| lacks(&WANTED, function)) }?;
-            let (mut major, mut minor) = (0, 0);
+            let mut major = 0;
+            let mut minor = 0;
             // SAFETY: writes two integers.
             let status = unsafe { (functions.version)(&mut major, &mut minor) };
             status.result().map_err(|e| Error::device(format!("NVRTC failed: {e:?}")))?;
@@ -140,7 +141,12 @@ pub fn cublaslt() -> Result<&'static Found<CublasLt>> {
     const WANTED: Wanted = Wanted {
         name: "cuBLASLt",
         use_for: "which multiplies matrices on the GPU, is not there: libcublasLt.so",
-        files: [c"libcublasLt.so", c"libcublasLt.so.13", c"libcublasLt.so.12", c"libcublasLt.so.11"],
+        files: [
+            c"libcublasLt.so",
+            c"libcublasLt.so.13",
+            c"libcublasLt.so.12",
+            c"libcublasLt.so.11",
+        ],
     };
     let found = FOUND.get_or_init(|| {
         first(&WANTED, driver_version(), |file| {
@@ -172,7 +178,8 @@ fn lacks(wanted: &Wanted, function: &str) -> Error {
     Error::input(format!("{} has no {function}", wanted.name)).hint(HINT)
 }
 
-/// The first of the library's files whose major version is not above the driver's. Without a driver, the first of all.
+/// The first of the library's files whose major version is not above the driver's. Without a
+/// driver, the first of all.
 fn first<T>(
     wanted: &Wanted,
     driver: Option<Version>,
@@ -185,7 +192,11 @@ fn first<T>(
         let found = look(opened)?;
         match driver {
             Some(driver) if found.version.0 > driver.0 => {
-                log::debug!("{} {} is too new for the driver", file.to_string_lossy(), found.version());
+                log::debug!(
+                    "{} {} is too new for the driver",
+                    file.to_string_lossy(),
+                    found.version()
+                );
                 too_new.get_or_insert(refusal(wanted.name, found.version, driver));
                 // SAFETY: nothing of it is used any more: its table goes as well.
                 unsafe { libc::dlclose(opened) };
@@ -193,7 +204,8 @@ fn first<T>(
             _ => return Ok(found),
         }
     }
-    Err(too_new.unwrap_or_else(|| Error::input(format!("{}, {}", wanted.name, wanted.use_for)).hint(HINT)))
+    Err(too_new
+        .unwrap_or_else(|| Error::input(format!("{}, {}", wanted.name, wanted.use_for)).hint(HINT)))
 }
 
 /// The error of a library that is too new for the driver.

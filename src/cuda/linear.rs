@@ -6,7 +6,8 @@ use super::{Cuda, CudaBuf};
 use hpctrain_base::error::Result;
 use hpctrain_device::{Activation, ActivationOps, Gemm, KernelCost, Linear, LinearOps, MemoryKind};
 
-/// Whether a product can keep the input of its GELU there: cuBLASLt does so in bf16, in rows that are aligned.
+/// Whether a product can keep the input of its GELU there: cuBLASLt does so in bf16, in rows that
+/// are aligned.
 fn keeps_gelu(width: usize, kept: View<'_>) -> bool {
     kept.element == Element::Bf16 && width.is_multiple_of(8) && kept.pointer.is_multiple_of(16)
 }
@@ -22,13 +23,32 @@ fn packed(shape: Gemm) -> [usize; 3] {
 }
 
 /// A product of these operands, whose rows lie so many elements apart.
-fn strided(shape: Gemm, strides: [usize; 3], a: View<'_>, b: View<'_>, c: &ViewMut<'_>, epilogue: Epilogue) -> Product {
+fn strided(
+    shape: Gemm,
+    strides: [usize; 3],
+    a: View<'_>,
+    b: View<'_>,
+    c: &ViewMut<'_>,
+    epilogue: Epilogue,
+) -> Product {
     let Gemm { m, n, k, ta, tb, .. } = shape;
     let rows = [if ta { k } else { m }, if tb { n } else { k }, m];
     let is_long = strides.iter().zip(packed(shape)).all(|(stride, columns)| *stride >= columns);
-    let fit = [a.len, b.len, c.len].iter().zip(rows).zip(strides).all(|((len, rows), stride)| *len == rows * stride);
+    let fit = [a.len, b.len, c.len]
+        .iter()
+        .zip(rows)
+        .zip(strides)
+        .all(|((len, rows), stride)| *len == rows * stride);
     assert!(is_long && fit, "{shape:?} in rows of {strides:?}");
-    Product { shape, strides, a: matrix(a), b: matrix(b), c: matrix(c.shared()), from: c.shared().pointer, epilogue }
+    Product {
+        shape,
+        strides,
+        a: matrix(a),
+        b: matrix(b),
+        c: matrix(c.shared()),
+        from: c.shared().pointer,
+        epilogue,
+    }
 }
 
 /// A product of these operands.
@@ -50,7 +70,8 @@ impl Cuda {
         self.0.matmul.run(product, self.0.workspace.pointer(), self.0.compute.cu_stream().cast())
     }
 
-    /// The bias itself, or a copy of one whose address is no multiple of [`BIAS_ALIGNMENT`]: the sums are the same.
+    /// The bias itself, or a copy of one whose address is no multiple of [`BIAS_ALIGNMENT`]: the
+    /// sums are the same.
     fn bias(&self, bias: View<'_>) -> Result<Bias> {
         let pointer = bias.pointer_or_null();
         if pointer.is_multiple_of(BIAS_ALIGNMENT) {
@@ -69,12 +90,20 @@ impl LinearOps for Cuda {
         self.run(&product(shape, a, b, &c, Epilogue::None))
     }
 
-    fn linear(&self, shape: Linear, x: View<'_>, weight: View<'_>, bias: View<'_>, y: ViewMut<'_>) -> Result<()> {
+    fn linear(
+        &self,
+        shape: Linear,
+        x: View<'_>,
+        weight: View<'_>,
+        bias: View<'_>,
+        y: ViewMut<'_>,
+    ) -> Result<()> {
         let _launch = self.launched(KernelCost::linear(shape, bias.len));
         let Linear { rows, inputs, outputs, stride } = shape;
         let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: false };
         let bias = self.bias(bias)?;
-        let epilogue = if bias.pointer == 0 { Epilogue::None } else { Epilogue::Bias(bias.pointer) };
+        let epilogue =
+            if bias.pointer == 0 { Epilogue::None } else { Epilogue::Bias(bias.pointer) };
         self.run(&strided(gemm, [inputs, inputs, stride], x, weight, &y, epilogue))
     }
 
@@ -89,10 +118,16 @@ impl LinearOps for Cuda {
     ) -> Result<()> {
         let _launch = self.launched(KernelCost::linear_add(shape, bias.len));
         let Linear { rows, inputs, outputs, .. } = shape;
-        assert!(more.len == y.len && more.element == y.element, "a sum of {} and {} elements", more.len, y.len);
+        assert!(
+            more.len == y.len && more.element == y.element,
+            "a sum of {} and {} elements",
+            more.len,
+            y.len
+        );
         let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: true };
         let bias = self.bias(bias)?;
-        let epilogue = if bias.pointer == 0 { Epilogue::None } else { Epilogue::Bias(bias.pointer) };
+        let epilogue =
+            if bias.pointer == 0 { Epilogue::None } else { Epilogue::Bias(bias.pointer) };
         self.run(&Product { from: more.pointer, ..product(gemm, x, weight, &y, epilogue) })
     }
 
@@ -100,7 +135,13 @@ impl LinearOps for Cuda {
         true
     }
 
-    fn linear_backward_input(&self, shape: Linear, dy: View<'_>, weight: View<'_>, dx: ViewMut<'_>) -> Result<()> {
+    fn linear_backward_input(
+        &self,
+        shape: Linear,
+        dy: View<'_>,
+        weight: View<'_>,
+        dx: ViewMut<'_>,
+    ) -> Result<()> {
         let _launch = self.launched(KernelCost::linear_backward_input(shape));
         let Linear { rows, inputs, outputs, stride } = shape;
         let gemm = Gemm { m: rows, n: inputs, k: outputs, ta: false, tb: false, acc: false };

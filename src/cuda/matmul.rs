@@ -19,10 +19,12 @@ use hpctrain_device::{Algorithm, Chosen, ProductKind};
 /// Bytes of scratch that an algorithm may use: NVIDIA's recommendation for the largest devices.
 pub const WORKSPACE: usize = 32 << 20;
 
-/// Elements that the rows of logits are padded to a multiple of. From one row to the next there must be a multiple of 16 bytes, or no
-/// algorithm that copies tiles by TMA, or by vectors into tensor cores, can be taken; at multiples of 128 bytes, which these are in
-/// f32 and bf16, no row of a tile touches a cache line more than it fills. Strides count, the number of columns may be any: PyTorch's
-/// compiler, too, pads strides alone for NVIDIA's GPUs, to 128 bytes (<https://github.com/pytorch/pytorch/pull/120758>).
+/// Elements that the rows of logits are padded to a multiple of. From one row to the next there
+/// must be a multiple of 16 bytes, or no algorithm that copies tiles by TMA, or by vectors into
+/// tensor cores, can be taken; at multiples of 128 bytes, which these are in f32 and bf16, no row
+/// of a tile touches a cache line more than it fills. Strides count, the number of columns may be
+/// any: PyTorch's compiler, too, pads strides alone for NVIDIA's GPUs, to 128 bytes
+/// (<https://github.com/pytorch/pytorch/pull/120758>).
 pub const ROW: usize = 128;
 
 /// Arithmetic of f32 products.
@@ -77,7 +79,8 @@ unsafe impl Send for Matmul {}
 unsafe impl Sync for Matmul {}
 
 impl Matmul {
-    /// On the device of `context`. Without a context of the thread the library would take the first device.
+    /// On the device of `context`. Without a context of the thread the library would take the first
+    /// device.
     ///
     /// # Errors
     /// The library is not there, or fails.
@@ -90,8 +93,8 @@ impl Matmul {
         Ok(Self { library, context: context.clone(), handle, arithmetic, plans: Mutex::default() })
     }
 
-    /// Whether cuBLASLt knows an algorithm for a product. The first time it is asked, and a fused GELU that it does not know is
-    /// warned of.
+    /// Whether cuBLASLt knows an algorithm for a product. The first time it is asked, and a fused
+    /// GELU that it does not know is warned of.
     ///
     /// # Errors
     /// The library or the device failed.
@@ -111,7 +114,8 @@ impl Matmul {
     /// All products so far that it knows an algorithm for, in order.
     pub fn seen(&self) -> Vec<ProductKind> {
         let plans = self.plans();
-        let mut seen: Vec<_> = plans.made.iter().filter(|(_, plan)| plan.is_some()).map(|(kind, _)| *kind).collect();
+        let mut seen: Vec<_> =
+            plans.made.iter().filter(|(_, plan)| plan.is_some()).map(|(kind, _)| *kind).collect();
         seen.sort_unstable();
         seen
     }
@@ -119,12 +123,14 @@ impl Matmul {
     /// From now on these products go by these algorithms, and others by the library's best guess.
     pub fn choose(&self, chosen: &[Chosen]) {
         let mut plans = self.plans();
-        plans.chosen = chosen.iter().map(|Chosen { product, algorithm, .. }| (*product, *algorithm)).collect();
+        plans.chosen =
+            chosen.iter().map(|Chosen { product, algorithm, .. }| (*product, *algorithm)).collect();
         // They are made anew.
         plans.made.retain(|_, plan| plan.is_none());
     }
 
-    /// Algorithms that cuBLASLt proposes for a product, at most so many, its best guess first; none if it knows none.
+    /// Algorithms that cuBLASLt proposes for a product, at most so many, its best guess first; none
+    /// if it knows none.
     ///
     /// # Errors
     /// The library or the device failed.
@@ -132,7 +138,9 @@ impl Matmul {
         check("be chosen", self.context.bind_to_thread())?;
         let proposed = self.describe(kind).and_then(|plan| self.proposed(&plan, kind, most));
         match proposed {
-            Ok(proposed) => Ok(proposed.into_iter().map(|algorithm| Algorithm(algorithm.data)).collect()),
+            Ok(proposed) => {
+                Ok(proposed.into_iter().map(|algorithm| Algorithm(algorithm.data)).collect())
+            }
             Err(e) if is_refusal(&e) => Ok(vec![]),
             Err(e) => Err(failed(&format!("multiply {kind}"), e)),
         }
@@ -145,18 +153,24 @@ impl Matmul {
     pub fn takes(&self, kind: &ProductKind, algorithm: Algorithm) -> Result<bool> {
         check("be chosen", self.context.bind_to_thread())?;
         // Nothing is read there, but a null address may be a reason to refuse.
-        let Some(epilogue) = Epilogue::of(kind.epilogue, BIAS_ALIGNMENT, BEST_ALIGNMENT as u64) else {
+        let Some(epilogue) = Epilogue::of(kind.epilogue, BIAS_ALIGNMENT, BEST_ALIGNMENT as u64)
+        else {
             return Ok(false);
         };
-        let described = self.describe(kind).and_then(|plan| self.point(&plan, epilogue).map(|()| plan));
+        let described =
+            self.describe(kind).and_then(|plan| self.point(&plan, epilogue).map(|()| plan));
         let plan = described.map_err(|e| failed(&format!("describe {kind}"), e))?;
         let algorithm = sys::cublasLtMatmulAlgo_t { data: algorithm.0 };
         let [left, right, out] = plan.layouts;
-        // SAFETY: the result is written to; plain numbers, for which zeros are valid. The descriptors are alive.
+        // SAFETY: the result is written to; plain numbers, for which zeros are valid. The
+        // descriptors are alive.
         let (status, told) = unsafe {
             let mut told = std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>();
             let check = self.library.check_algorithm;
-            (check(self.handle, plan.description, left, right, out, out, &algorithm, &mut told), told)
+            (
+                check(self.handle, plan.description, left, right, out, out, &algorithm, &mut told),
+                told,
+            )
         };
         Ok(status.result().and(told.state.result()).is_ok() && told.workspaceSize <= WORKSPACE)
     }
@@ -191,8 +205,8 @@ impl Matmul {
         }
     }
 
-    /// Queues a product on `stream`; `workspace` is the address of [`WORKSPACE`] bytes that nothing else on other
-    /// streams uses.
+    /// Queues a product on `stream`; `workspace` is the address of [`WORKSPACE`] bytes that nothing
+    /// else on other streams uses.
     ///
     /// # Errors
     /// The library knows no algorithm, or the device failed.
@@ -205,12 +219,15 @@ impl Matmul {
         let mut plans = self.plans();
         let Some(plan) = self.planned(&mut plans, kind)? else {
             let message = format!("cuBLASLt knows no algorithm to multiply {kind}");
-            return Err(Error::device(message).hint("try another version of cuBLASLt, or set precision.compute=f32"));
+            return Err(Error::device(message)
+                .hint("try another version of cuBLASLt, or set precision.compute=f32"));
         };
-        self.queue(plan, product, workspace, stream).map_err(|e| failed(&format!("multiply {kind}"), e))
+        self.queue(plan, product, workspace, stream)
+            .map_err(|e| failed(&format!("multiply {kind}"), e))
     }
 
-    /// As [`Matmul::run`], by an algorithm that was proposed for such a product, `times` over. Whether the library could.
+    /// As [`Matmul::run`], by an algorithm that was proposed for such a product, `times` over.
+    /// Whether the library could.
     ///
     /// # Errors
     /// The device failed.
@@ -235,7 +252,10 @@ impl Matmul {
             }
             // Some algorithms are proposed and then refused, with several codes.
             Err(e) => {
-                log::debug!("cuBLASLt proposes an algorithm to multiply {kind} and refuses it: {:?}", e.0);
+                log::debug!(
+                    "cuBLASLt proposes an algorithm to multiply {kind} and refuses it: {:?}",
+                    e.0
+                );
                 Ok(false)
             }
         }
@@ -246,8 +266,16 @@ impl Matmul {
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
         if let Some(bias) = epilogue.bias() {
             assert!(bias.is_multiple_of(BIAS_ALIGNMENT), "a bias at {bias:#x}");
-            // SAFETY: the attribute is an address. Nobody else describes the plan meanwhile: it is the caller's, or behind the lock.
-            unsafe { describe(self.library, plan.description, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias) }?;
+            // SAFETY: the attribute is an address. Nobody else describes the plan meanwhile: it is
+            // the caller's, or behind the lock.
+            unsafe {
+                describe(
+                    self.library,
+                    plan.description,
+                    Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER,
+                    &bias,
+                )
+            }?;
         }
         if let Some(kept) = epilogue.kept() {
             let attribute = Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER;
@@ -265,10 +293,11 @@ impl Matmul {
         stream: sys::cudaStream_t,
     ) -> Result<(), CublasError> {
         let Product { shape, a, b, c, from, epilogue, .. } = *product;
-        let (alpha, beta) = (1.0f32, if shape.acc { 1.0f32 } else { 0.0 });
+        let alpha = 1.0f32;
+        let beta = if shape.acc { 1.0f32 } else { 0.0 };
         self.point(plan, epilogue)?;
-        // SAFETY: the addresses are of device memory as large as the layouts say; cuBLASLt copies the descriptors. Row-major c = a·b is
-        // column-major cᵀ = bᵀ·aᵀ.
+        // SAFETY: the addresses are of device memory as large as the layouts say; cuBLASLt copies
+        // the descriptors. Row-major c = a·b is column-major cᵀ = bᵀ·aᵀ.
         unsafe {
             let [left, right, out] = plan.layouts;
             let scalar = |value: &f32| std::ptr::from_ref(value).cast::<c_void>();
@@ -306,7 +335,16 @@ impl Matmul {
 
     /// A product as cuBLASLt sees it, without an algorithm.
     fn describe(&self, kind: &ProductKind) -> Result<Plan, CublasError> {
-        let ProductKind { sizes: [m, n, k], strides, transposed: [ta, tb], epilogue, keeps, bytes, tf32, .. } = *kind;
+        let ProductKind {
+            sizes: [m, n, k],
+            strides,
+            transposed: [ta, tb],
+            epilogue,
+            keeps,
+            bytes,
+            tf32,
+            ..
+        } = *kind;
         let [a, b, c] = bytes.map(element);
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
         let compute = match tf32 {
@@ -318,13 +356,24 @@ impl Matmul {
         let layout = |element, rows: usize, columns: usize, stride: usize| {
             let mut layout = std::ptr::null_mut();
             // SAFETY: writes the layout.
-            unsafe { (library.create_layout)(&mut layout, element, rows as u64, columns as u64, stride as i64) }
-                .result()?;
+            unsafe {
+                (library.create_layout)(
+                    &mut layout,
+                    element,
+                    rows as u64,
+                    columns as u64,
+                    stride as i64,
+                )
+            }
+            .result()?;
             Ok::<_, CublasError>(layout)
         };
         let mut description = std::ptr::null_mut();
         // SAFETY: writes the description.
-        unsafe { (library.create_description)(&mut description, compute, sys::cudaDataType::CUDA_R_32F) }.result()?;
+        unsafe {
+            (library.create_description)(&mut description, compute, sys::cudaDataType::CUDA_R_32F)
+        }
+        .result()?;
         // As stored, seen column-major: b is (k×n)ᵀ = n×k, or k×n if it is stored transposed.
         let layouts = [
             if tb { layout(b, k, n, strides[1])? } else { layout(b, n, k, strides[1])? },
@@ -334,13 +383,19 @@ impl Matmul {
         // SAFETY: plain numbers; replaced before it is used.
         let algorithm = unsafe { std::mem::zeroed() };
         let plan = Plan { library, description, layouts, algorithm };
-        // SAFETY: attributes are given as the integers that cuBLASLt documents; descriptors are alive.
+        // SAFETY: attributes are given as the integers that cuBLASLt documents; descriptors are
+        // alive.
         unsafe {
             describe(library, description, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(tb))?;
             describe(library, description, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(ta))?;
             describe(library, description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
             if keeps {
-                describe(library, description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(n as i64))?;
+                describe(
+                    library,
+                    description,
+                    Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD,
+                    &(n as i64),
+                )?;
             }
         }
         Ok(plan)
@@ -354,43 +409,59 @@ impl Matmul {
         most: usize,
     ) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, CublasError> {
         use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
-        let (library, mut preference) = (self.library, std::ptr::null_mut());
+        let library = self.library;
+        let mut preference = std::ptr::null_mut();
         // SAFETY: writes the preference.
         unsafe { (library.create_preference)(&mut preference) }.result()?;
         let prefer = |attribute, value: &[u8]| {
-            // SAFETY: attributes are given as the integers that cuBLASLt documents; the preference is alive.
-            unsafe { (library.prefer)(preference, attribute, value.as_ptr().cast(), value.len()) }.result()
+            // SAFETY: attributes are given as the integers that cuBLASLt documents; the preference
+            // is alive.
+            unsafe { (library.prefer)(preference, attribute, value.as_ptr().cast(), value.len()) }
+                .result()
         };
-        // The order of sums must not depend on who comes first: no reduction in place. Partial sums are kept in
-        // f32, also where the result is bf16.
+        // The order of sums must not depend on who comes first: no reduction in place. Partial sums
+        // are kept in f32, also where the result is bf16.
         let schemes = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
         // SAFETY: the results are plain numbers, for which zeros are valid.
-        let mut results = vec![unsafe { std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>() }; most];
+        let mut results =
+            vec![unsafe { std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>() }; most];
         let mut found = 0;
-        let asked = prefer(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE.to_ne_bytes())
-            .and_then(|()| prefer(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &schemes.to_ne_bytes()))
-            .and_then(|()| {
-                let [of_a, of_b, of_c] = kind.alignments.map(u32::to_ne_bytes);
-                prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &of_b)?;
-                prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &of_a)?;
-                prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &of_c)?;
-                prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &of_c)
-            })
-            .and_then(|()| {
-                let ([left, right, out], first) = (plan.layouts, results.as_mut_ptr());
-                let (handle, described, most) = (self.handle, plan.description, most as c_int);
-                // SAFETY: there is room for so many results, and descriptors are alive.
-                unsafe {
-                    (library.heuristic)(handle, described, left, right, out, out, preference, most, first, &mut found)
-                }
-                .result()
-            });
+        let asked =
+            prefer(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE.to_ne_bytes())
+                .and_then(|()| {
+                    prefer(
+                        Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                        &schemes.to_ne_bytes(),
+                    )
+                })
+                .and_then(|()| {
+                    let [of_a, of_b, of_c] = kind.alignments.map(u32::to_ne_bytes);
+                    prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &of_b)?;
+                    prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &of_a)?;
+                    prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &of_c)?;
+                    prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &of_c)
+                })
+                .and_then(|()| {
+                    let ([left, right, out], first) = (plan.layouts, results.as_mut_ptr());
+                    let handle = self.handle;
+                    let described = plan.description;
+                    let most = most as c_int;
+                    // SAFETY: there is room for so many results, and descriptors are alive.
+                    unsafe {
+                        (library.heuristic)(
+                            handle, described, left, right, out, out, preference, most, first,
+                            &mut found,
+                        )
+                    }
+                    .result()
+                });
         // SAFETY: created above and destroyed once.
         unsafe { (library.destroy_preference)(preference) };
         asked?;
         results.truncate(usize::try_from(found).unwrap_or(0));
         let refusal = results.first().map_or(Err(NONE), |first| first.state.result());
-        let sound: Vec<_> = results.iter().filter(|one| one.state.result().is_ok()).map(|one| one.algo).collect();
+        let sound: Vec<_> =
+            results.iter().filter(|one| one.state.result().is_ok()).map(|one| one.algo).collect();
         if sound.is_empty() { refusal.and(Err(NONE)) } else { Ok(sound) }
     }
 }
@@ -415,7 +486,10 @@ unsafe fn describe<T>(
     value: &T,
 ) -> Result<(), CublasError> {
     // SAFETY: of the caller.
-    unsafe { (library.describe)(description, attribute, std::ptr::from_ref(value).cast(), size_of::<T>()) }.result()
+    unsafe {
+        (library.describe)(description, attribute, std::ptr::from_ref(value).cast(), size_of::<T>())
+    }
+    .result()
 }
 
 /// The type of elements of so many bytes.

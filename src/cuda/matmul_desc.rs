@@ -5,11 +5,12 @@ use cudarc::cublaslt::sys;
 use super::memory::Element;
 use hpctrain_device::ProductKind;
 
-/// Bytes that an address must be a multiple of for the best algorithms: what cuBLASLt takes for granted if nothing is said.
+/// Bytes that an address must be a multiple of for the best algorithms: what cuBLASLt takes for
+/// granted if nothing is said.
 pub const BEST_ALIGNMENT: usize = 256;
 
-/// Bytes that the address of a bias must be a multiple of. No preference of cuBLASLt speaks of it, and algorithms may read it
-/// by vectors (<https://github.com/pytorch/pytorch/issues/194497>).
+/// Bytes that the address of a bias must be a multiple of. No preference of cuBLASLt speaks of it,
+/// and algorithms may read it by vectors (<https://github.com/pytorch/pytorch/issues/194497>).
 pub const BIAS_ALIGNMENT: u64 = 16;
 
 /// Operation on a product before it is stored.
@@ -19,7 +20,8 @@ pub enum Epilogue {
     None,
     /// A vector is added to every row: its address.
     Bias(u64),
-    /// The vector is added, unless its address is null; the sum is kept at `kept`, and its GELU stored.
+    /// The vector is added, unless its address is null; the sum is kept at `kept`, and its GELU
+    /// stored.
     Gelu {
         /// As of [`Epilogue::Bias`].
         bias: u64,
@@ -45,7 +47,8 @@ impl Epilogue {
         }
     }
 
-    /// That of a name, of a vector and a matrix at these addresses; none if there is none of that name.
+    /// That of a name, of a vector and a matrix at these addresses; none if there is none of that
+    /// name.
     pub fn of(kind: u32, bias: u64, kept: u64) -> Option<Self> {
         let all = [
             Self::None,
@@ -60,7 +63,9 @@ impl Epilogue {
     /// The address of a vector to add.
     pub fn bias(self) -> Option<u64> {
         match self {
-            Epilogue::Bias(bias) | Epilogue::Gelu { bias, .. } => Some(bias).filter(|bias| *bias != 0),
+            Epilogue::Bias(bias) | Epilogue::Gelu { bias, .. } => {
+                Some(bias).filter(|bias| *bias != 0)
+            }
             _ => None,
         }
     }
@@ -96,7 +101,8 @@ pub struct Product {
     pub b: Matrix,
     /// Result.
     pub c: Matrix,
-    /// Address of a matrix like the result, to which the product is added where its shape says so; the result itself, or apart.
+    /// Address of a matrix like the result, to which the product is added where its shape says so;
+    /// the result itself, or apart.
     pub from: u64,
     /// Operation on the result before it is stored.
     pub epilogue: Epilogue,
@@ -108,8 +114,8 @@ impl Product {
         self.shape.m == 0 || self.shape.n == 0
     }
 
-    /// All that the choice of its algorithm depends on; `tf32` if f32 operands may be rounded. Of the alignment of a bias cuBLASLt
-    /// cannot be told: [`BIAS_ALIGNMENT`] holds for all.
+    /// All that the choice of its algorithm depends on; `tf32` if f32 operands may be rounded. Of
+    /// the alignment of a bias cuBLASLt cannot be told: [`BIAS_ALIGNMENT`] holds for all.
     pub fn kind(&self, tf32: bool) -> ProductKind {
         let Self { shape, strides, a, b, c, from, epilogue } = *self;
         ProductKind {

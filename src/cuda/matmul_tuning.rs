@@ -1,7 +1,7 @@
 //! The algorithms that cuBLASLt proposes for a product, measured on operands of its shape.
 //!
-//! Nothing of a training is read or written: operands are scratch. They are read over and over, so the caches hold more of them
-//! than within a step; all algorithms have the same advantage of it.
+//! Nothing of a training is read or written: operands are scratch. They are read over and over, so
+//! the caches hold more of them than within a step; all algorithms have the same advantage of it.
 
 use cudarc::driver::CudaEvent;
 use cudarc::driver::sys::CUevent_flags;
@@ -14,7 +14,9 @@ use super::{Cuda, CudaBuf};
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::random::Stream;
 use hpctrain_device::matmul_algo::fastest;
-use hpctrain_device::{Algorithm, Backend, Chosen, Gemm, MemoryKind, ProductAlgorithms, ProductKind};
+use hpctrain_device::{
+    Algorithm, Backend, Chosen, Gemm, MemoryKind, ProductAlgorithms, ProductKind,
+};
 
 /// Algorithms that are measured, the library's best guess among them.
 const PROPOSALS: usize = 8;
@@ -28,7 +30,8 @@ const LEAST: f32 = 0.1;
 /// The most products in one measurement.
 const MOST_TIMES: usize = 10;
 
-/// Random numbers that operands are filled with, over and over: zeros draw less power than the numbers of a training.
+/// Random numbers that operands are filled with, over and over: zeros draw less power than the
+/// numbers of a training.
 const NUMBERS: usize = 1 << 16;
 
 /// A product on operands of its own.
@@ -57,7 +60,8 @@ impl Candidate {
 }
 
 impl Cuda {
-    /// So many random numbers at an address that is a multiple of `alignment` bytes and no more, up to 256.
+    /// So many random numbers at an address that is a multiple of `alignment` bytes and no more, up
+    /// to 256.
     fn operand(&self, len: usize, element: Element, alignment: usize) -> Result<(CudaBuf, u64)> {
         let lead = if alignment < BEST_ALIGNMENT { alignment / element.size() } else { 0 };
         let mut buf = self.take(MemoryKind::Activations, lead + len, element)?;
@@ -77,7 +81,16 @@ impl Cuda {
 
     /// Operands of a product's shapes and alignments.
     fn scratch(&self, kind: &ProductKind) -> Result<Scratch> {
-        let ProductKind { sizes: [m, n, k], strides, transposed: [ta, tb], adds, keeps, bytes, alignments, .. } = *kind;
+        let ProductKind {
+            sizes: [m, n, k],
+            strides,
+            transposed: [ta, tb],
+            adds,
+            keeps,
+            bytes,
+            alignments,
+            ..
+        } = *kind;
         let rows = [if ta { k } else { m }, if tb { n } else { k }, m];
         let elements = bytes.map(Element::of);
         let mut operands = Vec::new();
@@ -90,18 +103,25 @@ impl Cuda {
             let pointer = operand(rows[of] * strides[of], elements[of], alignments[of] as usize)?;
             Ok::<_, Error>(Matrix { pointer, element: elements[of] })
         };
-        let (a, b, c) = (matrix(0)?, matrix(1)?, matrix(2)?);
+        let a = matrix(0)?;
+        let b = matrix(1)?;
+        let c = matrix(2)?;
         let bias = operand(n, c.element, BEST_ALIGNMENT)?;
         let kept = if keeps { operand(m * n, c.element, BEST_ALIGNMENT)? } else { 0 };
         let epilogue = Epilogue::of(kind.epilogue, bias, kept)
             .ok_or_else(|| Error::internal(format!("{kind} with an unknown operation")))?;
         let shape = Gemm { m, n, k, ta, tb, acc: adds };
-        Ok(Scratch { product: Product { shape, strides, a, b, c, from: c.pointer, epilogue }, _operands: operands })
+        Ok(Scratch {
+            product: Product { shape, strides, a, b, c, from: c.pointer, epilogue },
+            _operands: operands,
+        })
     }
 
-    /// Milliseconds of as many products by an algorithm as it has times; none if cuBLASLt refuses it.
+    /// Milliseconds of as many products by an algorithm as it has times; none if cuBLASLt refuses
+    /// it.
     fn measured(&self, candidate: &Candidate, product: &Product) -> Result<Option<f32>> {
-        let (stream, workspace) = (&self.0.compute, self.0.workspace.pointer());
+        let stream = &self.0.compute;
+        let workspace = self.0.workspace.pointer();
         let event = || -> Result<CudaEvent> {
             let event = stream.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
             let event = check("make an event", event)?;
@@ -110,7 +130,13 @@ impl Cuda {
         };
         let Candidate { algorithm, times, .. } = candidate;
         let begun = event()?;
-        if !self.0.matmul.run_by(*algorithm, product, workspace, stream.cu_stream().cast(), *times)? {
+        if !self.0.matmul.run_by(
+            *algorithm,
+            product,
+            workspace,
+            stream.cu_stream().cast(),
+            *times,
+        )? {
             return Ok(None);
         }
         let ended = event()?;
@@ -134,7 +160,8 @@ impl Cuda {
         // All in turn, so that a clock that slows down slows all of them down.
         for _ in 0..ROUNDS {
             for candidate in &mut candidates {
-                let refused = || Error::device("cuBLASLt refused an algorithm that it has computed by");
+                let refused =
+                    || Error::device("cuBLASLt refused an algorithm that it has computed by");
                 let took = self.measured(candidate, product)?.ok_or_else(refused)?;
                 candidate.took.push(took / candidate.times as f32);
             }
@@ -175,9 +202,13 @@ impl ProductAlgorithms for Cuda {
         }
         let scratch = match self.scratch(product) {
             Ok(scratch) => scratch,
-            // Memory that is free between steps is less than the operands: those of another rank's stage may be larger.
+            // Memory that is free between steps is less than the operands: those of another rank's
+            // stage may be larger.
             Err(e) if e.kind() == Kind::Input => {
-                log::warn!("{product} is not measured, cuBLASLt's first algorithm is taken: {}", e.message());
+                log::warn!(
+                    "{product} is not measured, cuBLASLt's first algorithm is taken: {}",
+                    e.message()
+                );
                 return Ok(Some(first));
             }
             Err(e) => return Err(e),
@@ -186,7 +217,11 @@ impl ProductAlgorithms for Cuda {
         let seconds: Vec<f64> = candidates.iter_mut().map(Candidate::seconds).collect();
         log::debug!("{product}: {seconds:?} s");
         let best = candidates.get(fastest(&seconds));
-        Ok(Some(best.map_or(first, |best| Chosen { algorithm: best.algorithm, place: best.place, ..first })))
+        Ok(Some(best.map_or(first, |best| Chosen {
+            algorithm: best.algorithm,
+            place: best.place,
+            ..first
+        })))
     }
 
     fn choose(&self, chosen: &[Chosen]) {

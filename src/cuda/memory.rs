@@ -74,7 +74,12 @@ impl CudaBuf {
     }
 
     /// A buffer of `len` elements in `piece`, which messages reach by `lines`.
-    pub(super) fn new(piece: Piece, len: usize, element: Element, lines: &Arc<CopyStreams>) -> Self {
+    pub(super) fn new(
+        piece: Piece,
+        len: usize,
+        element: Element,
+        lines: &Arc<CopyStreams>,
+    ) -> Self {
         Self {
             piece,
             len,
@@ -85,20 +90,25 @@ impl CudaBuf {
         }
     }
 
-    /// The elements `range` for messages. The device is that of the calling thread from now on: MPI may look for it.
+    /// The elements `range` for messages. The device is that of the calling thread from now on: MPI
+    /// may look for it.
     ///
     /// # Errors
     /// The range cuts a word of four bytes, or the device failed.
     pub(super) fn reach(&mut self, range: Range<usize>) -> Result<CommBuffer<'_>> {
-        let to_words = |elements: usize| (elements * self.element.size()).div_ceil(size_of::<f32>());
-        let is_whole = |at: usize| at == self.len || (at * self.element.size()).is_multiple_of(size_of::<f32>());
+        let to_words =
+            |elements: usize| (elements * self.element.size()).div_ceil(size_of::<f32>());
+        let is_whole = |at: usize| {
+            at == self.len || (at * self.element.size()).is_multiple_of(size_of::<f32>())
+        };
         if !is_whole(range.start) || !is_whole(range.end) {
             return Err(Error::internal(format!("a message of elements {range:?} cuts a word")));
         }
         let words = to_words(range.end) - to_words(range.start);
         let address = self.pointer() as usize + to_words(range.start) * size_of::<f32>();
-        // SAFETY: the words lie in the piece, which begins and ends at multiples of 256 bytes and lives as long as the
-        // borrow; it is not of the stream-ordered allocator, so MPI may open it.
+        // SAFETY: the words lie in the piece, which begins and ends at multiples of 256 bytes and
+        // lives as long as the borrow; it is not of the stream-ordered allocator, so MPI may open
+        // it.
         let span = unsafe { Span::new(address, words) };
         self.lines.bind()?;
         Ok(CommBuffer::Device(span, self.lines.copies()))
@@ -127,7 +137,11 @@ impl CudaBuf {
 
     /// The window `range`.
     pub fn view(&self, range: Range<usize>) -> View<'_> {
-        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of a buffer of {}", self.len);
+        assert!(
+            range.start <= range.end && range.end <= self.len,
+            "{range:?} of a buffer of {}",
+            self.len
+        );
         let pointer = self.pointer() + (range.start * self.element.size()) as u64;
         View { pointer, len: range.len(), element: self.element, life: PhantomData }
     }
@@ -192,7 +206,8 @@ impl ViewMut<'_> {
     pub fn cut(self, at: usize) -> (Self, Self) {
         assert!(at <= self.len, "a cut at {at} of {}", self.len);
         let pointer = self.pointer + (at * self.element.size()) as u64;
-        let (element, life) = (self.element, PhantomData);
+        let element = self.element;
+        let life = PhantomData;
         let tail = Self { pointer, len: self.len - at, element, life };
         (Self { len: at, ..self }, tail)
     }

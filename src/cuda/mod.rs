@@ -1,26 +1,32 @@
-//! A GPU through NVIDIA's driver: kernels compiled at run time, products by cuBLASLt, one pool of memory.
+//! A GPU through NVIDIA's driver: kernels compiled at run time, products by cuBLASLt, one pool of
+//! memory.
 //!
-//! Building needs no CUDA; [`libraries`] detects a machine without the libraries. One stream computes, another
-//! takes batches in, and others carry messages, which go first (`streams.rs`); nothing within a step waits for the whole device.
+//! Building needs no CUDA; [`libraries`] detects a machine without the libraries. One stream
+//! computes, another takes batches in, and others carry messages, which go first (`streams.rs`);
+//! nothing within a step waits for the whole device.
 //!
 //! The libraries are looked for at run time: one program serves nodes with and without GPUs.
 //!
-//! - Kernels are CUDA C++ without CUDA's headers, in `kernels/<operation>.cu`; inline PTX is in `ptx.cuh` alone.
-//! - With bf16, parameters, activations and gradients of activations are bf16; gradients of parameters, statistics,
-//!   losses, masters and optimizer state are f32. `Backend::alloc` chooses by category, `alloc_f32` is for the
-//!   exceptions. The owner of a range updates its f32 master, and the same kernel writes the bf16 copy.
-//! - No sum depends on the order in which thread blocks run: partial sums of fixed chunks of rows are added in order;
-//!   rows are sorted by token on the host, without atomics; cuBLASLt may not reduce in place. Two runs give the same
-//!   bits.
-//! - Losses and norms are read by the host later (`Backend::Scalar`): within a step nothing waits for the device until
-//!   the gradients have been reduced.
-//! - Tensors lie in their units without gaps: operands begin anywhere. Kernels look at addresses before they move 16 bytes at
-//!   a time, cuBLASLt is told the alignment of each operand, and a bias that it could not read is copied first.
-//! - Attention never stores a matrix of time × time (Dao, 2023): bf16 on tensor cores, f32 in plain arithmetic.
+//! - Kernels are CUDA C++ without CUDA's headers, in `kernels/<operation>.cu`; inline PTX is in
+//!   `ptx.cuh` alone.
+//! - With bf16, parameters, activations and gradients of activations are bf16; gradients of
+//!   parameters, statistics, losses, masters and optimizer state are f32. `Backend::alloc` chooses
+//!   by category, `alloc_f32` is for the exceptions. The owner of a range updates its f32 master,
+//!   and the same kernel writes the bf16 copy.
+//! - No sum depends on the order in which thread blocks run: partial sums of fixed chunks of rows
+//!   are added in order; rows are sorted by token on the host, without atomics; cuBLASLt may not
+//!   reduce in place. Two runs give the same bits.
+//! - Losses and norms are read by the host later (`Backend::Scalar`): within a step nothing waits
+//!   for the device until the gradients have been reduced.
+//! - Tensors lie in their units without gaps: operands begin anywhere. Kernels look at addresses
+//!   before they move 16 bytes at a time, cuBLASLt is told the alignment of each operand, and a
+//!   bias that it could not read is copied first.
+//! - Attention never stores a matrix of time × time (Dao, 2023): bf16 on tensor cores, f32 in plain
+//!   arithmetic.
 //!
-//! `tests/cudasim/` stands in for the libraries, NCCL included: it runs kernels on the CPU and looks for races,
-//! overruns and missing waits. `tests/gpu/nvrtc.rs` compiles every kernel with NVIDIA's own compiler. Results from
-//! hardware are in `docs/gpu-verification.md` alone.
+//! `tests/cudasim/` stands in for the libraries, NCCL included: it runs kernels on the CPU and
+//! looks for races, overruns and missing waits. `tests/gpu/nvrtc.rs` compiles every kernel with
+//! NVIDIA's own compiler. Results from hardware are in `docs/gpu-verification.md` alone.
 
 mod activation;
 mod attention;
@@ -74,8 +80,8 @@ use half::slice::HalfFloatSliceExt;
 
 use hpctrain_base::error::Result;
 use hpctrain_device::{
-    Backend, CommBuffer, ComputeOrderedCopies, Event, KernelCost, Kernels, Launch, MemoryKind, MemoryStats,
-    ProductAlgorithms, Profile,
+    Backend, CommBuffer, ComputeOrderedCopies, Event, KernelCost, Kernels, Launch, MemoryKind,
+    MemoryStats, ProductAlgorithms, Profile,
 };
 use libraries::check;
 use matmul::Matmul;
@@ -132,23 +138,29 @@ impl Cuda {
         Self::with_journal(device, PoolBudget { bytes, grows: false }, precision, false)
     }
 
-    /// As [`Cuda::new`], also with memory that grows; with `placement`, buffers, kernels and products on the device are logged,
-    /// every kind once.
+    /// As [`Cuda::new`], also with memory that grows; with `placement`, buffers, kernels and
+    /// products on the device are logged, every kind once.
     ///
     /// # Errors
     /// As [`Cuda::new`].
-    pub fn with_journal(device: &Device, memory: PoolBudget, precision: Precision, placement: bool) -> Result<Self> {
+    pub fn with_journal(
+        device: &Device,
+        memory: PoolBudget,
+        precision: Precision,
+        placement: bool,
+    ) -> Result<Self> {
         device.check_precision(precision)?;
         let context = device.context()?;
         // SAFETY: buffers here are never cudarc's slices, whose reuse the events would guard.
         unsafe { context.disable_event_tracking() };
-        let (compute, copy) = (streams::patient(context)?, streams::urgent(context)?);
+        let compute = streams::patient(context)?;
+        let copy = streams::urgent(context)?;
         let arithmetic = match precision {
             Precision::F32(arithmetic) => arithmetic,
             Precision::Bf16 => Arithmetic::Full,
         };
-        let (programs, matmul) =
-            (Arc::new(KernelModules::new(context, device.architecture())?), Matmul::new(context, arithmetic)?);
+        let programs = Arc::new(KernelModules::new(context, device.architecture())?);
+        let matmul = Matmul::new(context, arithmetic)?;
         let pool = Pool::new(context, memory)?;
         Ok(Self(Arc::new(Inner {
             device: device.clone(),
@@ -176,11 +188,17 @@ impl Cuda {
         self.0.pool.bytes()
     }
 
-    /// Priorities of the stream that computes, and of all others, those of a communicator of NCCL among them.
+    /// Priorities of the stream that computes, and of all others, those of a communicator of NCCL
+    /// among them.
     #[cfg(test)]
     pub fn priorities(&self) -> Result<(i32, Vec<i32>)> {
-        let communicator =
-            nccl::NcclComm::init_rank(self.0.compute.context(), &self.0.programs, &nccl::comm_id()?, 0, 1)?;
+        let communicator = nccl::NcclComm::init_rank(
+            self.0.compute.context(),
+            &self.0.programs,
+            &nccl::comm_id()?,
+            0,
+            1,
+        )?;
         let copies = self.0.lines.copies.streams();
         let others = copies.into_iter().chain([&self.0.intake.copy, &communicator.stream]);
         let others = others.map(|stream| streams::priority(stream)).collect::<Result<_>>()?;
@@ -205,7 +223,8 @@ impl Cuda {
         Ok(CudaBuf::new(self.0.pool.take(what, len * element.size())?, len, element, &self.0.lines))
     }
 
-    /// Chooses the device for the calling thread: any thread may be the first to meet the driver in any call.
+    /// Chooses the device for the calling thread: any thread may be the first to meet the driver in
+    /// any call.
     fn bind(&self) -> Result<()> {
         check("be chosen", self.0.compute.context().bind_to_thread())
     }
@@ -213,15 +232,19 @@ impl Cuda {
     /// Copies within the device.
     fn move_within(&self, x: View<'_>, y: &ViewMut<'_>) -> Result<()> {
         self.bind()?;
-        let (bytes, stream) = (x.len * x.element.size(), self.0.compute.cu_stream());
+        let bytes = x.len * x.element.size();
+        let stream = self.0.compute.cu_stream();
         // SAFETY: both windows have so many bytes, and do not overlap: one is exclusive.
-        check("copy within it", unsafe { result::memcpy_dtod_async(y.pointer, x.pointer, bytes, stream) })
+        check("copy within it", unsafe {
+            result::memcpy_dtod_async(y.pointer, x.pointer, bytes, stream)
+        })
     }
 
     /// Sets all bits to zero.
     fn clear(&self, y: &ViewMut<'_>) -> Result<()> {
         self.bind()?;
-        let (bytes, stream) = (y.len * y.element.size(), self.0.compute.cu_stream());
+        let bytes = y.len * y.element.size();
+        let stream = self.0.compute.cu_stream();
         // SAFETY: the window has so many bytes.
         check("clear memory", unsafe { result::memset_d8_async(y.pointer, 0, bytes, stream) })
     }
@@ -273,15 +296,20 @@ impl Backend for Cuda {
         let stream = self.0.compute.cu_stream();
         match to.element {
             Element::F32 => {
-                // SAFETY: the window is as long as `host`, which lives until the stream has finished.
-                check("copy from the host", unsafe { result::memcpy_htod_async(to.pointer, host, stream) })?;
+                // SAFETY: the window is as long as `host`, which lives until the stream has
+                // finished.
+                check("copy from the host", unsafe {
+                    result::memcpy_htod_async(to.pointer, host, stream)
+                })?;
                 self.finish()
             }
             Element::Bf16 => {
                 let mut narrow = vec![bf16::ZERO; host.len()];
                 narrow.convert_from_f32_slice(host);
                 // SAFETY: as above.
-                check("copy from the host", unsafe { result::memcpy_htod_async(to.pointer, &narrow, stream) })?;
+                check("copy from the host", unsafe {
+                    result::memcpy_htod_async(to.pointer, &narrow, stream)
+                })?;
                 self.finish()
             }
         }
@@ -293,14 +321,19 @@ impl Backend for Cuda {
         let stream = self.0.compute.cu_stream();
         match from.element {
             Element::F32 => {
-                // SAFETY: the window is as long as `host`, which is not used before the stream has finished.
-                check("copy to the host", unsafe { result::memcpy_dtoh_async(host, from.pointer, stream) })?;
+                // SAFETY: the window is as long as `host`, which is not used before the stream has
+                // finished.
+                check("copy to the host", unsafe {
+                    result::memcpy_dtoh_async(host, from.pointer, stream)
+                })?;
                 self.finish()
             }
             Element::Bf16 => {
                 let mut narrow = vec![bf16::ZERO; host.len()];
                 // SAFETY: as above.
-                check("copy to the host", unsafe { result::memcpy_dtoh_async(&mut narrow, from.pointer, stream) })?;
+                check("copy to the host", unsafe {
+                    result::memcpy_dtoh_async(&mut narrow, from.pointer, stream)
+                })?;
                 self.finish()?;
                 narrow.convert_to_f32_slice(host);
                 Ok(())
@@ -361,7 +394,11 @@ impl Backend for Cuda {
     }
 
     fn copies(&self) -> Result<Option<Arc<dyn ComputeOrderedCopies>>> {
-        Ok(Some(Arc::new(device_memcpy::CudaCopies::new(&self.0.pool, &self.0.compute, &self.0.programs)?)))
+        Ok(Some(Arc::new(device_memcpy::CudaCopies::new(
+            &self.0.pool,
+            &self.0.compute,
+            &self.0.programs,
+        )?)))
     }
 
     fn device_comm_library() -> Result<String> {

@@ -1,15 +1,16 @@
 //! NCCL, NVIDIA's library of messages between GPUs, which is looked for at run time.
 //!
-//! Its functions are found here one by one: cudarc does not know the name under which NCCL is installed without its
-//! headers, and panics for a function that an older version lacks. The interface is that of 2.14, and 2.18 is the oldest version:
-//! before, the thread that meets the other ranks wrote through the address of the handle after the call had returned.
+//! Its functions are found here one by one: cudarc does not know the name under which NCCL is
+//! installed without its headers, and panics for a function that an older version lacks. The
+//! interface is that of 2.14, and 2.18 is the oldest version: before, the thread that meets the
+//! other ranks wrote through the address of the handle after the call had returned.
 //!
-//! Communicators do not block. A call returns at once; the state of the work is read from the communicator, and until
-//! it reports success, the work may not be in the stream yet.
+//! Communicators do not block. A call returns at once; the state of the work is read from the
+//! communicator, and until it reports success, the work may not be in the stream yet.
 //!
-//! NCCL refuses two ranks on one GPU, so `placement` refuses them earlier. The memory that NCCL keeps on the device is in no
-//! estimate: `device.memory` leaves room for it. Between nodes NCCL finds its own way (`NCCL_SOCKET_IFNAME`
-//! and others).
+//! NCCL refuses two ranks on one GPU, so `placement` refuses them earlier. The memory that NCCL
+//! keeps on the device is in no estimate: `device.memory` leaves room for it. Between nodes NCCL
+//! finds its own way (`NCCL_SOCKET_IFNAME` and others).
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::VecDeque;
@@ -59,7 +60,8 @@ type Handle = *mut c_void;
 #[derive(Clone, Copy)]
 struct UniqueId(CommId);
 
-/// `ncclConfig_t` as it was in 2.14; later versions keep their defaults for fields that they have added.
+/// `ncclConfig_t` as it was in 2.14; later versions keep their defaults for fields that they have
+/// added.
 #[repr(C)]
 struct Config {
     size: usize,
@@ -69,7 +71,8 @@ struct Config {
 }
 
 impl Config {
-    const NON_BLOCKING: Self = Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: 21_400, blocking: 0 };
+    const NON_BLOCKING: Self =
+        Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: 21_400, blocking: 0 };
 }
 
 library_functions! {
@@ -99,11 +102,13 @@ library_functions! {
 /// The library, opened once.
 fn library() -> Result<&'static Library> {
     static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
-    let missing = |name: &str| Error::input(format!("NCCL is too old: it has no {name}")).hint(HINT);
+    let missing =
+        |name: &str| Error::input(format!("NCCL is too old: it has no {name}")).hint(HINT);
     let open = || {
         // SAFETY: NCCL does nothing when it is opened.
         let file = unsafe { library::open(&FILES) };
-        let file = file.ok_or_else(|| Error::input("NCCL is not there: libnccl.so.2").hint(HINT))?;
+        let file =
+            file.ok_or_else(|| Error::input("NCCL is not there: libnccl.so.2").hint(HINT))?;
         // SAFETY: its functions have had these types since they were there.
         let library = unsafe { Library::of(file, missing) }?;
         let found = library.number()?;
@@ -133,9 +138,12 @@ fn named(version: c_int) -> String {
 /// # Errors
 /// The library is not there, or finds no network to be reached by.
 pub fn comm_id() -> Result<CommId> {
-    let (library, mut id) = (library()?, UniqueId([0; size_of::<CommId>()]));
+    let library = library()?;
+    let mut id = UniqueId([0; size_of::<CommId>()]);
     // SAFETY: writes the number.
-    library.check("make an identifier of a communicator", null(), unsafe { (library.get_unique_id)(&mut id) })?;
+    library.check("make an identifier of a communicator", null(), unsafe {
+        (library.get_unique_id)(&mut id)
+    })?;
     Ok(id.0)
 }
 
@@ -160,14 +168,20 @@ impl Library {
         }
         let text = |text: *const c_char| {
             // SAFETY: NCCL's texts are null or end in a zero, and stay.
-            let text = (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned());
+            let text = (!text.is_null())
+                .then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned());
             text.filter(|text| !text.is_empty())
         };
-        // SAFETY: any code has a text; the last error may be asked for of a communicator, or of none.
-        let (what, more) = unsafe { (text((self.get_error_string)(code)), text((self.get_last_error)(handle))) };
-        let told = what.into_iter().chain(more.as_deref().and_then(|more| more.lines().last().map(str::to_owned)));
+        // SAFETY: any code has a text; the last error may be asked for of a communicator, or of
+        // none.
+        let (what, more) =
+            unsafe { (text((self.get_error_string)(code)), text((self.get_last_error)(handle))) };
+        let told = what
+            .into_iter()
+            .chain(more.as_deref().and_then(|more| more.lines().last().map(str::to_owned)));
         let told = told.collect::<Vec<_>>().join(": ");
-        Err(Error::device(format!("NCCL could not {action}: {told}")).hint("NCCL_DEBUG=INFO makes it say more"))
+        Err(Error::device(format!("NCCL could not {action}: {told}"))
+            .hint("NCCL_DEBUG=INFO makes it say more"))
     }
 }
 
@@ -195,11 +209,14 @@ impl Communicator {
         check("be chosen", self.context.bind_to_thread())?;
         match &*self.lock() {
             Some(Owned(handle)) => self.library.check(action, *handle, call(self.library, *handle)),
-            None => Err(Error::device(format!("NCCL could not {action}: its communicator was torn apart"))),
+            None => Err(Error::device(format!(
+                "NCCL could not {action}: its communicator was torn apart"
+            ))),
         }
     }
 
-    /// Whether the operations started are known to have succeeded: work of a stream, to have been queued there.
+    /// Whether the operations started are known to have succeeded: work of a stream, to have been
+    /// queued there.
     fn is_settled(&self) -> Result<bool> {
         let mut state = 0;
         // SAFETY: the communicator lives; writes one integer.
@@ -217,7 +234,13 @@ impl Communicator {
         // A communicator that cannot be given back any more ends with the process.
         let _ = self.context.bind_to_thread();
         // SAFETY: the handle was the last one.
-        unsafe { if in_order { (self.library.comm_destroy)(handle) } else { (self.library.comm_abort)(handle) } };
+        unsafe {
+            if in_order {
+                (self.library.comm_destroy)(handle)
+            } else {
+                (self.library.comm_abort)(handle)
+            }
+        };
     }
 }
 
@@ -238,7 +261,8 @@ pub struct NcclComm {
 }
 
 impl NcclComm {
-    /// As [`DeviceCopies::init_rank`](hpctrain_device::DeviceCopies::init_rank), on the device of `context`.
+    /// As [`DeviceCopies::init_rank`](hpctrain_device::DeviceCopies::init_rank), on the device of
+    /// `context`.
     ///
     /// # Errors
     /// The library is not there, or it failed.
@@ -251,15 +275,29 @@ impl NcclComm {
     ) -> Result<Self> {
         let library = library()?;
         check("be chosen", context.bind_to_thread())?;
-        let (stream, sums) = (streams::urgent(context)?, streams::urgent(context)?);
+        let stream = streams::urgent(context)?;
+        let sums = streams::urgent(context)?;
         // Before any message: the driver may wait for the device to load a kernel.
-        let fold =
-            programs.function(Variant { source: "reduce_terms.cu", narrow: false, head: None }, "fold_terms", 0)?;
-        let (mut handle, mut config) = (null(), Config::NON_BLOCKING);
-        let (ranks, number) = (count(size)?, count(rank)?);
-        // SAFETY: writes the handle; the configuration is one of 2.14, and read before the call returns.
-        let code =
-            unsafe { (library.comm_init_rank_config)(&mut handle, ranks, UniqueId(*comm_id), number, &mut config) };
+        let fold = programs.function(
+            Variant { source: "reduce_terms.cu", narrow: false, head: None },
+            "fold_terms",
+            0,
+        )?;
+        let mut handle = null();
+        let mut config = Config::NON_BLOCKING;
+        let ranks = count(size)?;
+        let number = count(rank)?;
+        // SAFETY: writes the handle; the configuration is one of 2.14, and read before the call
+        // returns.
+        let code = unsafe {
+            (library.comm_init_rank_config)(
+                &mut handle,
+                ranks,
+                UniqueId(*comm_id),
+                number,
+                &mut config,
+            )
+        };
         library.check("meet the other ranks", null(), code)?;
         let handle = Mutex::new(Some(Owned(handle)));
         let communicator = Arc::new(Communicator { library, context: context.clone(), handle });
@@ -270,13 +308,18 @@ impl NcclComm {
     /// Starts one sum.
     fn add(&self, OrderedSum { own, number, others }: OrderedSum<'_>) -> Result<()> {
         let ranks = others.words().checked_div(own.words()).map_or(1, |others| others + 1);
-        assert!(others.words() == (ranks - 1) * own.words() && number < ranks, "term {number} of {ranks}");
+        assert!(
+            others.words() == (ranks - 1) * own.words() && number < ranks,
+            "term {number} of {ranks}"
+        );
         if ranks > FOLDED {
             return Err(Error::internal(format!("a sum of {ranks} terms at once")));
         }
-        let (from, to) = (others.address() as u64, own.address() as u64);
+        let from = others.address() as u64;
+        let to = own.address() as u64;
         let (words, stride) = (own.words() as i64, own.words() as i64);
-        let (number, ranks) = (count(number)?, count(ranks)?);
+        let number = count(number)?;
+        let ranks = count(ranks)?;
         let mut args: [*mut c_void; 6] = [
             std::ptr::from_ref(&from).cast_mut().cast(),
             std::ptr::from_ref(&to).cast_mut().cast(),
@@ -287,17 +330,26 @@ impl NcclComm {
         ];
         let Grid { blocks, threads, shared } = Grid::over(own.words());
         let stream = self.sums.cu_stream();
-        // SAFETY: the kernel takes two addresses, two lengths and two numbers; `own` has `words` words, and `others` as many for each
-        // term but one.
-        let queued =
-            unsafe { result::launch_kernel(self.fold.cu_function(), blocks, threads, shared, stream, &mut args) };
+        // SAFETY: the kernel takes two addresses, two lengths and two numbers; `own` has `words`
+        // words, and `others` as many for each term but one.
+        let queued = unsafe {
+            result::launch_kernel(
+                self.fold.cu_function(),
+                blocks,
+                threads,
+                shared,
+                stream,
+                &mut args,
+            )
+        };
         check("add messages", queued)
     }
 }
 
 /// A number as NCCL wants it.
 fn count(number: usize) -> Result<c_int> {
-    c_int::try_from(number).map_err(|_| Error::internal(format!("NCCL cannot count {number} ranks")))
+    c_int::try_from(number)
+        .map_err(|_| Error::internal(format!("NCCL cannot count {number} ranks")))
 }
 
 /// The address of a span as NCCL wants it.
@@ -311,8 +363,8 @@ impl DeviceComm for NcclComm {
         // NCCL counts ranks in this type.
         count(self.size)?;
         self.communicator.call("exchange a message", |library, handle| {
-            // SAFETY: the communicator lives, and the spans until it is done with them, as the caller ensures. A group
-            // that was started is ended on every path.
+            // SAFETY: the communicator lives, and the spans until it is done with them, as the
+            // caller ensures. A group that was started is ended on every path.
             unsafe {
                 let begun = (library.group_start)();
                 let send = |&(to, span): &(usize, Span<'_>)| {
@@ -336,7 +388,9 @@ impl DeviceComm for NcclComm {
             folds.iter().try_for_each(|&fold| self.add(fold))?;
         }
         // An empty call is one, too.
-        self.folded.borrow_mut().push_back(check("mark a point in its work", self.sums.record_event(None))?);
+        self.folded
+            .borrow_mut()
+            .push_back(check("mark a point in its work", self.sums.record_event(None))?);
         Ok(())
     }
 
@@ -351,24 +405,32 @@ impl DeviceComm for NcclComm {
     }
 
     fn vendor(&self, call: DeviceCollective, memory: Span<'_>) -> Result<()> {
-        let (stream, part) = (self.stream.cu_stream().cast(), memory.words() / self.size);
+        let stream = self.stream.cu_stream().cast();
+        let part = memory.words() / self.size;
         let mine = at(memory.part(self.rank * part..(self.rank + 1) * part));
-        let (all, words) = (at(memory), memory.words());
+        let all = at(memory);
+        let words = memory.words();
         let root = match call {
             DeviceCollective::Broadcast { root } => count(root)?,
             _ => 0,
         };
         self.communicator.call("run a collective", |library, handle| {
-            // SAFETY: the communicator lives, and the memory until it is done with it, as the caller sees to; in place
-            // is where NCCL wants it, my part being number `rank` of all.
+            // SAFETY: the communicator lives, and the memory until it is done with it, as the
+            // caller sees to; in place is where NCCL wants it, my part being number `rank` of all.
             unsafe {
                 match call {
-                    DeviceCollective::AllReduce => (library.all_reduce)(all, all, words, WORD, SUM, handle, stream),
-                    DeviceCollective::Reduce => (library.reduce)(all, all, words, WORD, SUM, root, handle, stream),
+                    DeviceCollective::AllReduce => {
+                        (library.all_reduce)(all, all, words, WORD, SUM, handle, stream)
+                    }
+                    DeviceCollective::Reduce => {
+                        (library.reduce)(all, all, words, WORD, SUM, root, handle, stream)
+                    }
                     DeviceCollective::ReduceScatter => {
                         (library.reduce_scatter)(all, mine, part, WORD, SUM, handle, stream)
                     }
-                    DeviceCollective::AllGather => (library.all_gather)(mine, all, part, WORD, handle, stream),
+                    DeviceCollective::AllGather => {
+                        (library.all_gather)(mine, all, part, WORD, handle, stream)
+                    }
                     DeviceCollective::Broadcast { .. } => {
                         (library.broadcast)(all, all, words, WORD, root, handle, stream)
                     }
@@ -385,7 +447,8 @@ impl DeviceComm for NcclComm {
 
     fn mark(&self) -> Result<Box<dyn Event>> {
         self.after_folds(0)?;
-        let (communicator, stream) = (self.communicator.clone(), self.stream.clone());
+        let communicator = self.communicator.clone();
+        let stream = self.stream.clone();
         Ok(Box::new(Mark { communicator, stream, point: OnceCell::new() }))
     }
 
@@ -395,7 +458,8 @@ impl DeviceComm for NcclComm {
 
     fn tear(&self) {
         self.communicator.end(false);
-        // Sums may be queued behind the messages. If they cannot be waited for either, the device has ended.
+        // Sums may be queued behind the messages. If they cannot be waited for either, the device
+        // has ended.
         let _ = self.stream.synchronize().and_then(|()| self.sums.synchronize());
     }
 }

@@ -9,10 +9,15 @@ use hpctrain_base::error::Result;
 use hpctrain_device::{Backend, KernelCost, MemoryKind, Norm, NormOps};
 
 /// The kernels that take a norm back in one pass, with the packs of a row that a lane has in each.
-const IN_ONE: [(usize, &str); 4] =
-    [(1, "norm_backward_1"), (2, "norm_backward_2"), (3, "norm_backward_3"), (4, "norm_backward_4")];
+const IN_ONE: [(usize, &str); 4] = [
+    (1, "norm_backward_1"),
+    (2, "norm_backward_2"),
+    (3, "norm_backward_3"),
+    (4, "norm_backward_4"),
+];
 
-/// The same for wider rows, with the runs of columns that a thread has in each; of four in f32 alone.
+/// The same for wider rows, with the runs of columns that a thread has in each; of four in f32
+/// alone.
 const WIDE: [(usize, &str); 3] =
     [(1, "norm_backward_wide_1"), (2, "norm_backward_wide_2"), (4, "norm_backward_wide_4")];
 
@@ -22,8 +27,9 @@ const WIDE_THREADS: usize = 512;
 /// The widest rows that they keep in registers, in f32 and bf16 alike.
 const WIDEST: usize = 8192;
 
-/// The kernel that takes back a norm of rows of `width` elements, `pack` of them in 16 bytes, in one pass whatever their
-/// alignment, and the threads of its blocks: those of a row, and rows at a time. None of narrower and of the widest rows.
+/// The kernel that takes back a norm of rows of `width` elements, `pack` of them in 16 bytes, in
+/// one pass whatever their alignment, and the threads of its blocks: those of a row, and rows at a
+/// time. None of narrower and of the widest rows.
 fn wide(width: usize, pack: usize) -> Option<(&'static str, (u32, u32, u32))> {
     let narrower = IN_ONE.map(|(packs, _)| packs * 32 * pack).into_iter().max()?;
     if width <= narrower || width > WIDEST {
@@ -64,7 +70,8 @@ impl NormOps for Cuda {
         stats: ViewMut<'_>,
     ) -> Result<()> {
         let _launch = self.launched(KernelCost::add_norm(shape, bias.len));
-        let args = [x.into(), (&stream).into(), weight.into(), bias.into(), (&y).into(), (&stats).into()];
+        let args =
+            [x.into(), (&stream).into(), weight.into(), bias.into(), (&y).into(), (&stats).into()];
         let sizes = [shape.rows.into(), shape.width.into(), shape.epsilon.into()];
         let grid = Grid::new(shape.rows.div_ceil(4), 128);
         let name = if shape.centred { "add_layer_norm" } else { "add_rms_norm" };
@@ -87,23 +94,55 @@ impl NormOps for Cuda {
         let chunks = rows.div_ceil(CHUNK_ROWS);
         let partial: CudaBuf = self.alloc_f32(MemoryKind::Activations, chunks * 2 * width)?;
         let partial = Self::all(&partial);
-        let aligned = [dy.pointer, x.pointer, weight.pointer, dx.pointer].iter().all(|at| at.is_multiple_of(16));
+        let aligned = [dy.pointer, x.pointer, weight.pointer, dx.pointer]
+            .iter()
+            .all(|at| at.is_multiple_of(16));
         let in_one = IN_ONE.iter().find(|(packs, _)| aligned && packs * 32 * self.pack() == width);
         if let Some((_, name)) = in_one {
-            let args = [dy.into(), x.into(), weight.into(), stats.into(), (&dx).into(), partial.into(), rows.into()];
+            let args = [
+                dy.into(),
+                x.into(),
+                weight.into(),
+                stats.into(),
+                (&dx).into(),
+                partial.into(),
+                rows.into(),
+            ];
             let centred = Arg::Int(i32::from(centred));
             let grid = Grid::plane(chunks, 1, (32, 8, 1));
             self.launch("norm_backward.cu", name, grid, &[&args[..], &[centred]].concat())?;
         } else if let Some((name, threads)) = wide(width, self.pack()) {
-            let args = [dy.into(), x.into(), weight.into(), stats.into(), (&dx).into(), partial.into(), rows.into()];
+            let args = [
+                dy.into(),
+                x.into(),
+                weight.into(),
+                stats.into(),
+                (&dx).into(),
+                partial.into(),
+                rows.into(),
+            ];
             let sizes = [width.into(), Arg::Int(i32::from(centred))];
-            self.launch("norm_backward.cu", name, Grid::plane(chunks, 1, threads), &[&args[..], &sizes].concat())?;
+            self.launch(
+                "norm_backward.cu",
+                name,
+                Grid::plane(chunks, 1, threads),
+                &[&args[..], &sizes].concat(),
+            )?;
         } else {
-            let args = [dy.into(), x.into(), weight.into(), stats.into(), (&dx).into(), rows.into(), width.into()];
+            let args = [
+                dy.into(),
+                x.into(),
+                weight.into(),
+                stats.into(),
+                (&dx).into(),
+                rows.into(),
+                width.into(),
+            ];
             let grid = Grid::new(rows.div_ceil(4), 128);
             let name = if centred { "layer_norm_backward" } else { "rms_norm_backward" };
             self.launch("norm_backward.cu", name, grid, &args)?;
-            let args = [dy.into(), x.into(), stats.into(), partial.into(), rows.into(), width.into()];
+            let args =
+                [dy.into(), x.into(), stats.into(), partial.into(), rows.into(), width.into()];
             self.launch("norm_backward.cu", "norm_partial", self.row_chunks(chunks, width), &args)?;
         }
         let second = (dbias.len > 0).then_some(&dbias);
@@ -122,7 +161,10 @@ mod tests {
             for width in narrower + 1..=WIDEST {
                 let (name, (x, y, _)) = wide(width, pack).unwrap();
                 let packs: usize = name.rsplit('_').next().unwrap().parse().unwrap();
-                assert!(x as usize * packs * pack >= width && x % 32 == 0, "{width}: {name} on {x}");
+                assert!(
+                    x as usize * packs * pack >= width && x % 32 == 0,
+                    "{width}: {name} on {x}"
+                );
                 assert!(y >= 1 && (x * y) as usize <= WIDE_THREADS, "{width}: {x}×{y}");
                 // Kernels of bf16 have up to two packs.
                 assert!(packs * pack <= 16, "{width}: {name}");

@@ -1,7 +1,7 @@
 //! Kernels: sources in this binary, compiled for the device at hand by NVRTC, kept on disk.
 //!
-//! A kernel is compiled when it is first used and kept in the user's cache under a hash of all that it depends on; the
-//! ranks of a node compile it once.
+//! A kernel is compiled when it is first used and kept in the user's cache under a hash of all that
+//! it depends on; the ranks of a node compile it once.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char};
@@ -33,11 +33,13 @@ macro_rules! sources {
     ($($name:literal)*) => { [$(Source { name: $name, text: include_str!(concat!("kernels/", $name)) }),*] };
 }
 
-/// Bytes of shared memory that a block may be given without asking: 48 KiB, less those that a kernel declares itself.
+/// Bytes of shared memory that a block may be given without asking: 48 KiB, less those that a
+/// kernel declares itself.
 const UNASKED_SHARED: u32 = 40 << 10;
 
 /// Headers that kernels include.
-pub const HEADERS: [Source; 6] = sources!["attention.cuh" "common.cuh" "ptx.cuh" "rows.cuh" "sum.cuh" "vector.cuh"];
+pub const HEADERS: [Source; 6] =
+    sources!["attention.cuh" "common.cuh" "ptx.cuh" "rows.cuh" "sum.cuh" "vector.cuh"];
 
 /// Every kernel.
 pub const KERNELS: [Source; 28] = sources![
@@ -66,24 +68,40 @@ pub struct Variant {
 pub fn compile(variant: Variant, architecture: &str) -> Result<Vec<u8>> {
     let library = &library_versions::nvrtc()?.functions;
     let source = source(variant.source)?;
-    let text = |text: &str| CString::new(text).map_err(|_| Error::internal("a zero byte in a kernel"));
+    let text =
+        |text: &str| CString::new(text).map_err(|_| Error::internal("a zero byte in a kernel"));
     let headers = HEADERS.iter().map(|header| text(header.text)).collect::<Result<Vec<_>>>()?;
     let names = HEADERS.iter().map(|header| text(header.name)).collect::<Result<Vec<_>>>()?;
-    let options = options(variant, architecture).iter().map(|option| text(option)).collect::<Result<Vec<_>>>()?;
-    let pointers = |strings: &[CString]| strings.iter().map(|text| text.as_ptr()).collect::<Vec<*const c_char>>();
-    let (code, name) = (text(source.text)?, text(source.name)?);
+    let options = options(variant, architecture)
+        .iter()
+        .map(|option| text(option))
+        .collect::<Result<Vec<_>>>()?;
+    let pointers = |strings: &[CString]| {
+        strings.iter().map(|text| text.as_ptr()).collect::<Vec<*const c_char>>()
+    };
+    let code = text(source.text)?;
+    let name = text(source.name)?;
     let mut program = std::ptr::null_mut();
-    let failed =
-        |action: &str, status: sys::nvrtcResult| Error::device(format!("NVRTC could not {action}: {status:?}"));
+    let failed = |action: &str, status: sys::nvrtcResult| {
+        Error::device(format!("NVRTC could not {action}: {status:?}"))
+    };
     let done = |action: &str, status: sys::nvrtcResult| match status {
         sys::nvrtcResult::NVRTC_SUCCESS => Ok(()),
         status => Err(failed(action, status)),
     };
     // SAFETY: all strings end in zero and outlive the call; as many headers as names.
     let status = unsafe {
-        let (headers, names) = (pointers(&headers), pointers(&names));
+        let headers = pointers(&headers);
+        let names = pointers(&names);
         let count = headers.len() as i32;
-        (library.create)(&mut program, code.as_ptr(), name.as_ptr(), count, headers.as_ptr(), names.as_ptr())
+        (library.create)(
+            &mut program,
+            code.as_ptr(),
+            name.as_ptr(),
+            count,
+            headers.as_ptr(),
+            names.as_ptr(),
+        )
     };
     done("begin", status)?;
     let _end = End(library, program);
@@ -102,7 +120,8 @@ pub fn compile(variant: Variant, architecture: &str) -> Result<Vec<u8>> {
             log.trim()
         )));
     }
-    output(program, library.cubin_size, library.cubin).map_err(|status| failed("give its result", status))
+    output(program, library.cubin_size, library.cubin)
+        .map_err(|status| failed("give its result", status))
 }
 
 /// An output of NVRTC for a program: the length is read first, then the bytes.
@@ -111,7 +130,8 @@ fn output(
     size: unsafe extern "C" fn(sys::nvrtcProgram, *mut usize) -> sys::nvrtcResult,
     get: unsafe extern "C" fn(sys::nvrtcProgram, *mut c_char) -> sys::nvrtcResult,
 ) -> Result<Vec<u8>, sys::nvrtcResult> {
-    let done = |status| if status == sys::nvrtcResult::NVRTC_SUCCESS { Ok(()) } else { Err(status) };
+    let done =
+        |status| if status == sys::nvrtcResult::NVRTC_SUCCESS { Ok(()) } else { Err(status) };
     let mut len = 0;
     // SAFETY: the program is alive, and the length is written to.
     done(unsafe { size(program, &mut len) })?;
@@ -168,16 +188,28 @@ impl KernelModules {
     /// There is no NVRTC.
     pub fn new(context: &Arc<CudaContext>, architecture: String) -> Result<Self> {
         let folder = cache_folder(&libraries::nvrtc()?);
-        let (modules, functions) = (Mutex::default(), Mutex::default());
+        let modules = Mutex::default();
+        let functions = Mutex::default();
         Ok(Self { context: context.clone(), architecture, folder, modules, functions })
     }
 
-    /// The entry `name` of a variant, allowed `shared` bytes of shared memory a block besides its own.
+    /// The entry `name` of a variant, allowed `shared` bytes of shared memory a block besides its
+    /// own.
     ///
     /// # Errors
     /// It does not compile, or the device does not load it.
-    pub fn function(&self, variant: Variant, name: &'static str, shared: u32) -> Result<CudaFunction> {
-        let known = self.functions.lock().unwrap_or_else(PoisonError::into_inner).get(&(variant, name)).cloned();
+    pub fn function(
+        &self,
+        variant: Variant,
+        name: &'static str,
+        shared: u32,
+    ) -> Result<CudaFunction> {
+        let known = self
+            .functions
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get(&(variant, name))
+            .cloned();
         let mut loaded = match known {
             Some(known) if shared <= known.shared => return Ok(known.function),
             Some(known) => known,
@@ -190,12 +222,19 @@ impl KernelModules {
             }
         };
         if shared > loaded.shared {
-            let attribute = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            check(&format!("give {name} {shared} bytes"), loaded.function.set_attribute(attribute, shared as i32))?;
+            let attribute =
+                CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            check(
+                &format!("give {name} {shared} bytes"),
+                loaded.function.set_attribute(attribute, shared as i32),
+            )?;
             loaded.shared = shared;
         }
         let function = loaded.function.clone();
-        self.functions.lock().unwrap_or_else(PoisonError::into_inner).insert((variant, name), loaded);
+        self.functions
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert((variant, name), loaded);
         Ok(function)
     }
 
@@ -219,12 +258,15 @@ impl KernelModules {
         Ok(module)
     }
 
-    /// The cubin, from disk if it was compiled before and that is welcome. The ranks of a node compile it once: the first
-    /// holds a lock.
+    /// The cubin, from disk if it was compiled before and that is welcome. The ranks of a node
+    /// compile it once: the first holds a lock.
     fn image(&self, variant: Variant, kept: Kept) -> Result<(Vec<u8>, Origin)> {
-        let Some(folder) = &self.folder else { return Ok((compile(variant, &self.architecture)?, Origin::Compiler)) };
+        let Some(folder) = &self.folder else {
+            return Ok((compile(variant, &self.architecture)?, Origin::Compiler));
+        };
         let path = folder.join(format!("{}.cubin", key(variant, &self.architecture)?));
-        let on_disk = || if kept == Kept::Welcome { unsealed(&fs::read(&path).ok()?) } else { None };
+        let on_disk =
+            || if kept == Kept::Welcome { unsealed(&fs::read(&path).ok()?) } else { None };
         if let Some(image) = on_disk() {
             return Ok((image, Origin::Disk));
         }
@@ -235,7 +277,8 @@ impl KernelModules {
             return Ok((image, Origin::Disk));
         }
         let image = compile(variant, &self.architecture)?;
-        keep(&path, &image).unwrap_or_else(|e| log::debug!("kernel not kept in {}: {e}", path.display()));
+        keep(&path, &image)
+            .unwrap_or_else(|e| log::debug!("kernel not kept in {}: {e}", path.display()));
         Ok((image, Origin::Compiler))
     }
 }
@@ -283,13 +326,15 @@ fn key(variant: Variant, architecture: &str) -> Result<String> {
     Ok(hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Folder of kernels compiled by this version of NVRTC, in a directory of the user's own, if there can be one.
+/// Folder of kernels compiled by this version of NVRTC, in a directory of the user's own, if there
+/// can be one.
 fn cache_folder(nvrtc: &str) -> Option<PathBuf> {
     // Files with and without a seal are not of one kind.
     let kernels = format!("sealed-kernels-{nvrtc}");
     user_dirs::cache_roots().into_iter().find_map(|(root, name)| {
-        let folder =
-            user_dirs::below(&root, &[&name, &kernels]).inspect_err(|e| log::debug!("no kernels kept: {e}")).ok()?;
+        let folder = user_dirs::below(&root, &[&name, &kernels])
+            .inspect_err(|e| log::debug!("no kernels kept: {e}"))
+            .ok()?;
         tempfile::tempfile_in(&folder).is_ok().then_some(folder)
     })
 }

@@ -2,7 +2,8 @@
 
 use super::{Arithmetic, Precision};
 
-/// A GPU's dense peaks in TFLOP/s. TF32 runs at half the rate of bf16 on every tensor core of this table.
+/// A GPU's dense peaks in TFLOP/s. TF32 runs at half the rate of bf16 on every tensor core of this
+/// table.
 struct Sku {
     /// The driver's name of the device contains it.
     name: &'static str,
@@ -16,11 +17,12 @@ const fn sku(name: &'static str, bf16: f64, f32: f64) -> Sku {
     Sku { name, bf16, f32 }
 }
 
-/// From NVIDIA's data sheets; where a sheet gives the rate with sparsity only, half of it. The first name that matches counts, so a
-/// longer one comes before its prefix. Sheets: "H100 Tensor Core GPU" (SXM, PCIe, NVL), "H200 Tensor Core GPU" (SXM, NVL),
-/// "GH200 Grace Hopper Superchip", "DGX B200" and "GB200 NVL72" (per GPU), "A100 Tensor Core GPU", "A40", "A30", "A10",
-/// "L40S", "L40", "L4", "V100", "T4"; for GeForce and RTX the appendices of the white papers of GA102 and AD102
-/// (tensor rates with f32 accumulation).
+/// From NVIDIA's data sheets; where a sheet gives the rate with sparsity only, half of it. The
+/// first name that matches counts, so a longer one comes before its prefix. Sheets: "H100 Tensor
+/// Core GPU" (SXM, PCIe, NVL), "H200 Tensor Core GPU" (SXM, NVL), "GH200 Grace Hopper Superchip",
+/// "DGX B200" and "GB200 NVL72" (per GPU), "A100 Tensor Core GPU", "A40", "A30", "A10", "L40S",
+/// "L40", "L4", "V100", "T4"; for GeForce and RTX the appendices of the white papers of GA102 and
+/// AD102 (tensor rates with f32 accumulation).
 const SKUS: [Sku; 24] = [
     sku("GB200", 2500.0, 80.0),
     sku("B200", 2250.0, 75.0),
@@ -48,8 +50,8 @@ const SKUS: [Sku; 24] = [
     sku("T4", 0.0, 8.1),
 ];
 
-/// The dense peak in FLOP/s of the device that the driver calls `name`, if the table has it. A slice of a GPU (MIG) has
-/// none.
+/// The dense peak in FLOP/s of the device that the driver calls `name`, if the table has it. A
+/// slice of a GPU (MIG) has none.
 pub(super) fn flops(name: &str, precision: Precision) -> Option<f64> {
     let words: Vec<&str> = name.split([' ', '-']).collect();
     if words.contains(&"MIG") {
@@ -88,6 +90,9 @@ mod tests {
         assert_eq!(bf16("NVIDIA A1000"), None);
         assert_eq!(bf16("Tesla V100-SXM2-32GB"), None);
         assert_eq!(flops("Tesla V100-SXM2-32GB", Precision::F32(Arithmetic::Full)), Some(15.7e12));
-        assert_eq!(flops("NVIDIA H100 80GB HBM3", Precision::F32(Arithmetic::Tf32)), Some(494.7e12));
+        assert_eq!(
+            flops("NVIDIA H100 80GB HBM3", Precision::F32(Arithmetic::Tf32)),
+            Some(494.7e12)
+        );
     }
 }

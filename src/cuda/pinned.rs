@@ -29,7 +29,8 @@ impl<T: Pod> Pinned<T> {
         check("be chosen", context.bind_to_thread())?;
         let bytes = (len * size_of::<T>()).max(1);
         // SAFETY: the context is bound; the memory is given back in `drop`.
-        let pointer = check("lock host memory", unsafe { result::malloc_host(bytes, 0) })?.cast::<T>();
+        let pointer =
+            check("lock host memory", unsafe { result::malloc_host(bytes, 0) })?.cast::<T>();
         // SAFETY: the allocation has so many bytes, and zeros are values of T.
         unsafe { pointer.cast::<u8>().write_bytes(0, bytes) };
         Ok(Self { context: context.clone(), pointer, len })

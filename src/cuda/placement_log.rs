@@ -30,7 +30,9 @@ impl PlacementLog {
 
     /// A buffer of so many bytes.
     pub fn buffer(&self, what: MemoryKind, bytes: usize) {
-        self.tell(Kind::Buffer(what, bytes), || format!("buffer of {} for {}", readable(bytes), what.name()));
+        self.tell(Kind::Buffer(what, bytes), || {
+            format!("buffer of {} for {}", readable(bytes), what.name())
+        });
     }
 
     /// A launch.

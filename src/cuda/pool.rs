@@ -1,10 +1,12 @@
-//! Device memory: large blocks of it, from which buffers are cut. Usually there is one, taken at the start; a pool that grows
-//! takes another one when none has room for a buffer, and keeps all of them until its end.
+//! Device memory: large blocks of it, from which buffers are cut. Usually there is one, taken at
+//! the start; a pool that grows takes another one when none has room for a buffer, and keeps all of
+//! them until its end.
 //!
-//! A buffer that is dropped is free at once, though kernels that use it may still be queued: its next user is queued
-//! behind them on the same stream. Work on another stream waits for events.
+//! A buffer that is dropped is free at once, though kernels that use it may still be queued: its
+//! next user is queued behind them on the same stream. Work on another stream waits for events.
 //!
-//! Batches come in on a stream of their own (`index_upload.rs`) and messages have three (`device_memcpy.rs`).
+//! Batches come in on a stream of their own (`index_upload.rs`) and messages have three
+//! (`device_memcpy.rs`).
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,7 +24,8 @@ const ALIGNMENT: usize = 256;
 /// Bytes of a block of a pool that grows, at least.
 const BLOCK: usize = 64 << 20;
 
-/// Such a block has at least this part of the bytes that the pool has already: so there are few of them.
+/// Such a block has at least this part of the bytes that the pool has already: so there are few of
+/// them.
 const GROWTH: usize = 8;
 
 /// The memory of a device that a rank takes.
@@ -58,15 +61,25 @@ impl Pool {
     ///
     /// # Errors
     /// The device has less.
-    pub fn new(context: &Arc<CudaContext>, PoolBudget { bytes, grows }: PoolBudget) -> Result<Arc<Self>> {
+    pub fn new(
+        context: &Arc<CudaContext>,
+        PoolBudget { bytes, grows }: PoolBudget,
+    ) -> Result<Arc<Self>> {
         let bytes = bytes / ALIGNMENT * ALIGNMENT;
-        let (allotment, blocks) = (PoolBudget { bytes, grows }, Mutex::default());
-        let pool = Self { context: context.clone(), allotment, blocks, ledger: MemoryStats::default() };
+        let allotment = PoolBudget { bytes, grows };
+        let blocks = Mutex::default();
+        let pool =
+            Self { context: context.clone(), allotment, blocks, ledger: MemoryStats::default() };
         let first = if grows { bytes.min(BLOCK) } else { bytes };
         if !pool.allocate(&mut pool.lock(), first)? {
-            let (first, free) = (readable(first), pool.free()?);
-            return Err(Error::input(format!("out of GPU memory: {first} were asked for where {free} are free"))
-                .hint("set device.memory or device.memory_limit lower, or end what else runs on this GPU"));
+            let first = readable(first);
+            let free = pool.free()?;
+            return Err(Error::input(format!(
+                "out of GPU memory: {first} were asked for where {free} are free"
+            ))
+            .hint(
+                "set device.memory or device.memory_limit lower, or end what else runs on this GPU",
+            ));
         }
         Ok(Arc::new(pool))
     }
@@ -126,10 +139,12 @@ impl Pool {
     /// It may not, or the device has no more.
     fn grow(&self, blocks: &mut Blocks, what: MemoryKind, bytes: usize) -> Result<()> {
         let PoolBudget { bytes: most, grows } = self.allotment;
-        let (wanted, taken) = (readable(bytes), self.ledger.live_by_category());
+        let wanted = readable(bytes);
+        let taken = self.ledger.live_by_category();
         let hint = "set batch.micro lower, parallel.recompute=true, optimizer.offload=true or parallel.zero higher";
         if !grows || most - blocks.bytes() < bytes {
-            let whose = if grows { "that this rank may take: it has" } else { "of this rank, which has" };
+            let whose =
+                if grows { "that this rank may take: it has" } else { "of this rank, which has" };
             return Err(Error::input(format!(
                 "out of GPU memory: no {wanted} for {} in the {} {whose} taken {taken}; the largest free piece is {}",
                 what.name(),
@@ -138,12 +153,15 @@ impl Pool {
             ))
             .hint(format!("{hint}, or device.memory or device.memory_limit higher")));
         }
-        let ample = bytes.max(BLOCK).max(blocks.bytes() / GROWTH).min(most - blocks.bytes()) / ALIGNMENT * ALIGNMENT;
+        let ample = bytes.max(BLOCK).max(blocks.bytes() / GROWTH).min(most - blocks.bytes())
+            / ALIGNMENT
+            * ALIGNMENT;
         // A block that is ample for this rank may be more than others have left.
         if self.allocate(blocks, ample)? || self.allocate(blocks, bytes)? {
             return Ok(());
         }
-        let (free, had) = (self.free()?, readable(blocks.bytes()));
+        let free = self.free()?;
+        let had = readable(blocks.bytes());
         let message = format!(
             "out of GPU memory: no {wanted} for {} where {free} of the GPU are free; this rank has {had}, and has taken {taken}",
             what.name(),
@@ -162,8 +180,8 @@ impl Pool {
     /// The device failed before.
     fn allocate(&self, blocks: &mut Blocks, bytes: usize) -> Result<bool> {
         check("be chosen", self.context.bind_to_thread())?;
-        // SAFETY: the context is bound; the memory is given back in `drop`. It does not come from the stream-ordered
-        // allocator, whose memory other processes cannot open.
+        // SAFETY: the context is bound; the memory is given back in `drop`. It does not come from
+        // the stream-ordered allocator, whose memory other processes cannot open.
         match unsafe { result::malloc_sync(bytes) } {
             Err(DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => Ok(false),
             base => {
@@ -178,7 +196,8 @@ impl Drop for Pool {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
             for block in &self.lock().blocks {
-                // SAFETY: every piece holds the pool, so none is left. Failures are of no use to anybody by now.
+                // SAFETY: every piece holds the pool, so none is left. Failures are of no use to
+                // anybody by now.
                 let _ = unsafe { result::free_sync(block.base) };
             }
         }
@@ -201,8 +220,8 @@ impl Drop for Piece {
     }
 }
 
-/// The end of a free range that a piece is cut from. Pieces that come and go within a block's turn lie apart from those
-/// that live longer, and so leave larger ranges behind.
+/// The end of a free range that a piece is cut from. Pieces that come and go within a block's turn
+/// lie apart from those that live longer, and so leave larger ranges behind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Low,
@@ -251,8 +270,11 @@ impl Blocks {
             return Some(Place { block: 0, offset: 0 });
         }
         let ranges = self.blocks.iter().enumerate();
-        let ranges = ranges.flat_map(|(block, of)| of.free.iter().map(move |(offset, have)| (block, *offset, *have)));
-        let (block, offset, have) = ranges.filter(|(.., have)| *have >= bytes).min_by_key(|(.., have)| *have)?;
+        let ranges = ranges.flat_map(|(block, of)| {
+            of.free.iter().map(move |(offset, have)| (block, *offset, *have))
+        });
+        let (block, offset, have) =
+            ranges.filter(|(.., have)| *have >= bytes).min_by_key(|(.., have)| *have)?;
         let rest = have - bytes;
         let (taken, rest_at) = match end {
             End::Low => (offset, offset + bytes),
@@ -313,7 +335,10 @@ mod tests {
         assert!(free.take(200, End::Low).is_none());
         free.give(b, 300);
         assert_eq!(free.take(100, End::Low), Some(at(0, 900)));
-        assert_eq!((free.take(100, End::High), free.take(100, End::High)), (Some(at(0, 500)), Some(at(0, 400))));
+        assert_eq!(
+            (free.take(100, End::High), free.take(100, End::High)),
+            (Some(at(0, 500)), Some(at(0, 400)))
+        );
         free.give(at(0, 400), 100);
         free.give(at(0, 500), 100);
         free.give(at(0, 900), 100);
@@ -328,7 +353,8 @@ mod tests {
     fn a_piece_lies_in_one_block() {
         let mut free = blocks(&[100, 100]);
         assert!(free.take(150, End::Low).is_none());
-        let (a, b) = (free.take(60, End::Low).unwrap(), free.take(100, End::Low).unwrap());
+        let a = free.take(60, End::Low).unwrap();
+        let b = free.take(100, End::Low).unwrap();
         assert_eq!((a, b, free.take(60, End::Low)), (at(0, 0), at(1, 0), None));
         free.add(1 << 20, 60);
         let c = free.take(60, End::High).unwrap();

@@ -26,8 +26,9 @@ impl Cuda {
         self.finish_columns(partial, out, None, chunks, width)
     }
 
-    /// `out += Σ` over chunks, each `stride` apart, of `partial`, and likewise `second` of the columns after those of `out`. So
-    /// many threads add parts of a column's chunks that each has one of them, up to 32: the order depends on the chunks alone.
+    /// `out += Σ` over chunks, each `stride` apart, of `partial`, and likewise `second` of the
+    /// columns after those of `out`. So many threads add parts of a column's chunks that each has
+    /// one of them, up to 32: the order depends on the chunks alone.
     pub(super) fn finish_columns(
         &self,
         partial: View<'_>,
@@ -54,8 +55,13 @@ impl Cuda {
         16 / self.element().size()
     }
 
-    /// The sum of the numbers that `of_chunks(grid, partial)` writes: an f64 for every chunk of `len` elements.
-    pub(super) fn sum_chunks(&self, len: usize, of_chunks: impl FnOnce(Grid, Arg) -> Result<()>) -> Result<Scalar> {
+    /// The sum of the numbers that `of_chunks(grid, partial)` writes: an f64 for every chunk of
+    /// `len` elements.
+    pub(super) fn sum_chunks(
+        &self,
+        len: usize,
+        of_chunks: impl FnOnce(Grid, Arg) -> Result<()>,
+    ) -> Result<Scalar> {
         let scalar = self.0.scalars.begin()?;
         let blocks = len.div_ceil(SUM_CHUNK).max(1);
         // An f64 takes the place of two elements.

@@ -18,8 +18,15 @@ impl RegressionOps for Cuda {
     ) -> Result<()> {
         let _launch = self.launched(KernelCost::regression(shape, weights.len));
         let Regression { rows, width, by, scale, gradient } = shape;
-        assert!(targets.element == Element::F32 && targets.len == rows * width && predictions.len == rows * width);
-        assert!(weights.len == 0 || weights.len == rows && weights.element == Element::F32, "{rows} weights");
+        assert!(
+            targets.element == Element::F32
+                && targets.len == rows * width
+                && predictions.len == rows * width
+        );
+        assert!(
+            weights.len == 0 || weights.len == rows && weights.element == Element::F32,
+            "{rows} weights"
+        );
         // In the order of the kernel's own list.
         let (by, reach) = match by {
             Deviation::Squared => (0, 0.0),
@@ -29,7 +36,19 @@ impl RegressionOps for Cuda {
             Deviation::Agreement => (4, 0.0),
         };
         let args = [(&predictions).into(), targets.into(), weights.into(), (&losses).into()];
-        let rest = [rows.into(), width.into(), Arg::Int(by), reach.into(), scale.into(), Arg::Int(i32::from(gradient))];
-        self.launch("regression.cu", "regression", Grid::new(rows.div_ceil(4), 128), &[&args[..], &rest].concat())
+        let rest = [
+            rows.into(),
+            width.into(),
+            Arg::Int(by),
+            reach.into(),
+            scale.into(),
+            Arg::Int(i32::from(gradient)),
+        ];
+        self.launch(
+            "regression.cu",
+            "regression",
+            Grid::new(rows.div_ceil(4), 128),
+            &[&args[..], &rest].concat(),
+        )
     }
 }

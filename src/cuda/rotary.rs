@@ -9,10 +9,21 @@ use hpctrain_device::{KernelCost, Rotary, RotaryOps};
 
 impl RotaryOps for Cuda {
     fn rotary(&self, shape: Rotary, table: View<'_>, x: ViewMut<'_>) -> Result<()> {
-        let _launch = self.launched(KernelCost::rotary(shape.batch * shape.time * shape.heads * shape.head_width));
+        let _launch = self.launched(KernelCost::rotary(
+            shape.batch * shape.time * shape.heads * shape.head_width,
+        ));
         let Rotary { batch, time, heads, head_width, width, back } = shape;
-        let (rows, half) = (batch * time, head_width / 2);
-        let args = [table.into(), (&x).into(), rows.into(), time.into(), heads.into(), half.into(), width.into()];
+        let rows = batch * time;
+        let half = head_width / 2;
+        let args = [
+            table.into(),
+            (&x).into(),
+            rows.into(),
+            time.into(),
+            heads.into(),
+            half.into(),
+            width.into(),
+        ];
         let args = [&args[..], &[Arg::Int(i32::from(back))]].concat();
         self.launch("rotary.cu", "rotary", Grid::over(rows * heads * half), &args)
     }

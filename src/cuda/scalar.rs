@@ -56,7 +56,10 @@ impl Scalars {
     /// Too many are waiting.
     pub fn begin(self: &Arc<Self>) -> Result<Scalar> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let slot = state.free.pop().ok_or_else(|| Error::internal(format!("{SLOTS} numbers wait to be read")))?;
+        let slot = state
+            .free
+            .pop()
+            .ok_or_else(|| Error::internal(format!("{SLOTS} numbers wait to be read")))?;
         state.begun += 1;
         Ok(Scalar { home: self.clone(), slot, number: state.begun })
     }
@@ -68,7 +71,8 @@ impl Scalar {
         self.home.slots.pointer() + u64::from(self.slot) * size_of::<f64>() as u64
     }
 
-    /// Its value: all numbers that are computed by now are copied at once, unless this one was copied already.
+    /// Its value: all numbers that are computed by now are copied at once, unless this one was
+    /// copied already.
     ///
     /// # Errors
     /// The device failed.
@@ -76,10 +80,14 @@ impl Scalar {
         let mut state = self.home.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.copied < self.number {
             check("be chosen", stream.context().bind_to_thread())?;
-            // SAFETY: the slots and their copy are of one length and live as long as `home`, whose lock is held until
-            // the copy is complete.
+            // SAFETY: the slots and their copy are of one length and live as long as `home`, whose
+            // lock is held until the copy is complete.
             let copied = unsafe {
-                result::memcpy_dtoh_async(state.copy.as_mut_slice(), self.home.slots.pointer(), stream.cu_stream())
+                result::memcpy_dtoh_async(
+                    state.copy.as_mut_slice(),
+                    self.home.slots.pointer(),
+                    stream.cu_stream(),
+                )
             };
             check("copy numbers to the host", copied)?;
             check("finish its work", stream.synchronize())?;

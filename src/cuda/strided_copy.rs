@@ -11,7 +11,10 @@ impl ColumnsOps for Cuda {
     fn copy_columns(&self, shape: StridedCopy, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
         let _launch = self.launched(KernelCost::copy_columns(shape));
         let StridedCopy { rows, count, from, to } = shape;
-        assert!(x.len == rows * from[0] && y.len == rows * to[0] && x.element == y.element, "{shape:?}");
+        assert!(
+            x.len == rows * from[0] && y.len == rows * to[0] && x.element == y.element,
+            "{shape:?}"
+        );
         let sizes = [rows, count, from[0], from[1], to[0], to[1]].map(Arg::from);
         let args = [&[x.into(), (&y).into()], &sizes[..]].concat();
         self.launch("strided_copy.cu", "copy_columns", Grid::over(rows * count), &args)

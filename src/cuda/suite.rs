@@ -1,4 +1,5 @@
-//! The suite of all devices on a GPU, in each precision, and on the simulator of one: two runs give the same bits.
+//! The suite of all devices on a GPU, in each precision, and on the simulator of one: two runs give
+//! the same bits.
 
 use std::path::Path;
 use std::process::Command;
@@ -24,7 +25,9 @@ const ONE_LEAD: &str = "HPCTRAIN_TEST_ONE_LEAD";
 /// As [`on_first_gpu`], with operands that begin anywhere.
 fn on_first_gpu_anywhere(precision: crate::Precision, operation: &str, test: fn(&Cuda) -> Results) {
     if operation == "attention" {
-        return eprintln!("skipped: operands of attention are buffers of their own, which tensor cores want aligned");
+        return eprintln!(
+            "skipped: operands of attention are buffers of their own, which tensor cores want aligned"
+        );
     }
     // The simulator knows alignment alone, which is that of any odd number of elements.
     let leads = if std::env::var_os(ONE_LEAD).is_some() { &LEADS[..1] } else { &LEADS };
@@ -53,7 +56,13 @@ fn simulated(test: &str, settings: &[(&str, &str)]) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     // Beside the folder of the programs, where integration tests build it too.
     let out = program.ancestors().nth(3).unwrap().join("tmp/cudasim");
-    assert!(Command::new(root.join("../../tests/cudasim/build.sh")).arg(&out).status().unwrap().success());
+    assert!(
+        Command::new(root.join("../../tests/cudasim/build.sh"))
+            .arg(&out)
+            .status()
+            .unwrap()
+            .success()
+    );
     let mut command = Command::new(program);
     command.args([&format!("suite::{test}"), "--exact", "--ignored", "--nocapture"]);
     command.env("LD_LIBRARY_PATH", out.join("lib")).env("CUDASIM_CACHE", out.join("kernels"));
@@ -61,7 +70,10 @@ fn simulated(test: &str, settings: &[(&str, &str)]) {
     let output = command.envs(settings.iter().copied()).output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     let output_text = text(&output.stdout) + &text(&output.stderr);
-    assert!(output.status.success() && output_text.contains("1 passed"), "{settings:?}: {output_text}");
+    assert!(
+        output.status.success() && output_text.contains("1 passed"),
+        "{settings:?}: {output_text}"
+    );
 }
 
 macro_rules! on_cuda {
@@ -166,7 +178,8 @@ each_operation! { simulated! {
     convolutions: hpctrain_device_tests::convolution::convolutions,
 } }
 
-/// Where cuBLASLt knows no algorithm for a product with its GELU, the two go one after the other, to the same results.
+/// Where cuBLASLt knows no algorithm for a product with its GELU, the two go one after the other,
+/// to the same results.
 #[test]
 fn products_without_fused_gelu() {
     simulated("cuda_bf16::products", &[("CUDASIM_FAIL", "nogelu")]);
@@ -185,7 +198,9 @@ fn unknown_products() {
     let cuda = Cuda::new(&Device::open(0).unwrap(), 64 << 20, crate::Precision::Bf16).unwrap();
     let [a, b, mut c] = [6, 12, 8].map(|len| up(&cuda, &vec![1.0; len]));
     let shape = Gemm { m: 2, n: 4, k: 3, ta: false, tb: false, acc: false };
-    let (a, b, c) = (Cuda::all(&a), Cuda::all(&b), Cuda::all_mut(&mut c));
+    let a = Cuda::all(&a);
+    let b = Cuda::all(&b);
+    let c = Cuda::all_mut(&mut c);
     let error = cuda.gemm(shape, a, b, c).unwrap_err().to_string();
     let says = "cuBLASLt knows no algorithm to multiply 2×4×3 of bf16 and bf16 in bf16";
     assert!(error.contains(says) && error.contains("hint: "), "{error}");
@@ -204,7 +219,8 @@ fn long_channels() {
     on_first_gpu(crate::Precision::F32(crate::Arithmetic::Full), |cuda| {
         let moments = |samples, places, x: &[f32]| {
             let shape = ChannelNormShape { samples, places, channels: 1, groups: 1 };
-            let (x, mut moments) = (up(cuda, x), up_f32(cuda, &vec![7.0; 3 * samples]));
+            let x = up(cuda, x);
+            let mut moments = up_f32(cuda, &vec![7.0; 3 * samples]);
             cuda.channel_moments(shape, Cuda::all(&x), Cuda::all_mut(&mut moments)).unwrap();
             down(cuda, &moments)
         };
@@ -215,7 +231,10 @@ fn long_channels() {
         assert_eq!(long, [1.0, 2.0, 4.0]);
         let x: Vec<f32> = (0..65_537).map(|sample| (sample % 3) as f32).collect();
         let many = moments(x.len(), 1, &x);
-        assert!(many.chunks(3).zip(&x).all(|(moments, &x)| moments == [x, 0.0, 0.0]), "moments of samples");
+        assert!(
+            many.chunks(3).zip(&x).all(|(moments, &x)| moments == [x, 0.0, 0.0]),
+            "moments of samples"
+        );
         vec![long, many]
     });
 }

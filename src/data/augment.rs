@@ -1,7 +1,7 @@
 //! Images moved and mirrored at random while they are read for training.
 //!
-//! The augmentation of an image is a function of the run's seed, the epoch and the sample's number: it depends neither
-//! on the ranks nor on earlier reads.
+//! The augmentation of an image is a function of the run's seed, the epoch and the sample's number:
+//! it depends neither on the ranks nor on earlier reads.
 
 use serde::{Deserialize, Serialize};
 
@@ -16,7 +16,8 @@ pub struct Augment {
     pub flip: bool,
     /// Move by up to so many pixels in each direction; the border is repeated.
     pub shift: usize,
-    /// Pad with so many zeros on every side, as they are stored, and cut out an image of the old size.
+    /// Pad with so many zeros on every side, as they are stored, and cut out an image of the old
+    /// size.
     pub crop: usize,
 }
 
@@ -38,8 +39,10 @@ impl Augmenter {
     /// Samples are no images, or images would be moved out of sight.
     pub(super) fn new(by: Augment, shape: &[usize], seed: u64) -> Result<Self> {
         let &[height, width, channels] = shape else {
-            return Err(Error::input(format!("data.augment is for images, but model.input = {shape:?}"))
-                .hint("leave it out, or give height, width and channels as model.input"));
+            return Err(Error::input(format!(
+                "data.augment is for images, but model.input = {shape:?}"
+            ))
+            .hint("leave it out, or give height, width and channels as model.input"));
         };
         let smallest = height.min(width);
         for (key, pixels) in [("shift", by.shift), ("crop", by.crop)] {
@@ -59,12 +62,15 @@ impl Augmenter {
         let stream = Stream::new(derive(self.key, &[epoch, sample]));
         let ([a, b, c, d], [e, ..]) = (stream.block(0), stream.block(1));
         // Uniform in -reach..=reach, to within 2⁻³².
-        let offset =
-            |word: u32, reach: usize| ((u64::from(word) * (2 * reach as u64 + 1)) >> 32) as isize - reach as isize;
+        let offset = |word: u32, reach: usize| {
+            ((u64::from(word) * (2 * reach as u64 + 1)) >> 32) as isize - reach as isize
+        };
         let Augment { flip, shift, crop } = self.by;
         let is_flipped = flip && a >> 31 == 1;
-        let (shift_y, shift_x) = (offset(b, shift), offset(c, shift));
-        let (crop_y, crop_x) = (offset(d, crop), offset(e, crop));
+        let shift_y = offset(b, shift);
+        let shift_x = offset(c, shift);
+        let crop_y = offset(d, crop);
+        let crop_x = offset(e, crop);
         let [height, width, channels] = self.shape;
         self.original.clear();
         self.original.extend_from_slice(image);
@@ -79,7 +85,9 @@ impl Augmenter {
                 match (from_y, from(x, crop_x, shift_x, width)) {
                     (Some(y), Some(x)) => {
                         let x = if is_flipped { width - 1 - x } else { x };
-                        pixel.copy_from_slice(&self.original[(y * width + x) * channels..][..channels]);
+                        pixel.copy_from_slice(
+                            &self.original[(y * width + x) * channels..][..channels],
+                        );
                     }
                     _ => pixel.fill(0.0),
                 }
@@ -116,15 +124,19 @@ mod tests {
         let mut all = HashSet::new();
         for flipped in [false, true].into_iter().take(1 + usize::from(by.flip)) {
             let flip = |x: i32| if flipped { 3 - x } else { x };
-            let square = |reach: i32| (-reach..=reach).flat_map(move |y| (-reach..=reach).map(move |x| (y, x)));
+            let square = |reach: i32| {
+                (-reach..=reach).flat_map(move |y| (-reach..=reach).map(move |x| (y, x)))
+            };
             for (shift_y, shift_x) in square(shift) {
                 let shifted = |y: i32, x: i32| {
-                    let (y, x) = ((y + shift_y).clamp(0, 2), (x + shift_x).clamp(0, 3));
+                    let y = (y + shift_y).clamp(0, 2);
+                    let x = (x + shift_x).clamp(0, 3);
                     y * 4 + flip(x) + 1
                 };
                 for (crop_y, crop_x) in square(crop) {
                     let cropped = |i: i32| {
-                        let (y, x) = (i / 4 + crop_y, i % 4 + crop_x);
+                        let y = i / 4 + crop_y;
+                        let x = i % 4 + crop_x;
                         if (0..3).contains(&y) && (0..4).contains(&x) { shifted(y, x) } else { 0 }
                     };
                     all.insert((0..12).map(cropped).collect());
@@ -136,14 +148,19 @@ mod tests {
 
     #[test]
     fn everything_that_may_be_is_seen_and_nothing_else() {
-        let [flip, shift, crop] =
-            [(true, 0, 0), (false, 1, 0), (false, 0, 2)].map(|(flip, shift, crop)| Augment { flip, shift, crop });
-        for by in [Augment::default(), flip, shift, crop, Augment { flip: true, shift: 1, crop: 1 }] {
-            let got: HashSet<Vec<i32>> = (0..3000).map(|sample| first(&seen(by, 1, sample))).collect();
+        let [flip, shift, crop] = [(true, 0, 0), (false, 1, 0), (false, 0, 2)]
+            .map(|(flip, shift, crop)| Augment { flip, shift, crop });
+        for by in [Augment::default(), flip, shift, crop, Augment { flip: true, shift: 1, crop: 1 }]
+        {
+            let got: HashSet<Vec<i32>> =
+                (0..3000).map(|sample| first(&seen(by, 1, sample))).collect();
             assert_eq!(got, expected(by), "{by:?}");
         }
         let both = seen(Augment { flip: true, shift: 2, crop: 1 }, 3, 9);
-        assert!(both.chunks_exact(2).all(|pixel| pixel == [0.0, 0.0] || pixel[1] == pixel[0] + 100.0), "{both:?}");
+        assert!(
+            both.chunks_exact(2).all(|pixel| pixel == [0.0, 0.0] || pixel[1] == pixel[0] + 100.0),
+            "{both:?}"
+        );
     }
 
     #[test]
@@ -164,9 +181,15 @@ mod tests {
     fn only_images_are_moved_and_stay_in_sight() {
         let refused = |by, shape: &[usize]| Augmenter::new(by, shape, 1).unwrap_err().to_string();
         let flip = Augment { flip: true, ..Augment::default() };
-        assert!(refused(flip, &[784]).contains("data.augment is for images, but model.input = [784]\nhint: "));
+        assert!(
+            refused(flip, &[784])
+                .contains("data.augment is for images, but model.input = [784]\nhint: ")
+        );
         let shift = Augment { shift: 28, ..Augment::default() };
-        assert!(refused(shift, &[28, 30, 1]).contains("data.augment.shift = 28 moves images of 28 × 30 out of sight"));
+        assert!(
+            refused(shift, &[28, 30, 1])
+                .contains("data.augment.shift = 28 moves images of 28 × 30 out of sight")
+        );
         let crop = Augment { crop: 28, ..Augment::default() };
         assert!(refused(crop, &[28, 30, 1]).contains("data.augment.crop = 28"));
     }

@@ -10,7 +10,9 @@ use hdf5::types::VarLenUnicode;
 
 use super::format::{Format, TokenShard, write_rows};
 use super::h5::one_line;
-use super::{DataSpec, Dataset, Ids, Loader, SampleSpec, Sampler, Split, Target, Tokenizer, Verify};
+use super::{
+    DataSpec, Dataset, Ids, Loader, SampleSpec, Sampler, Split, Target, Tokenizer, Verify,
+};
 use crate::hdf5_open;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::random::Stream;
@@ -37,8 +39,8 @@ pub struct Timing {
     pub bytes: usize,
     /// Seconds of each round's pass through the loader.
     pub seconds: Vec<f64>,
-    /// Seconds of plain reads of the same rows in the same order, one for each row of each dataset; none where the file does not
-    /// have them side by side.
+    /// Seconds of plain reads of the same rows in the same order, one for each row of each dataset;
+    /// none where the file does not have them side by side.
     pub plain: Vec<f64>,
 }
 
@@ -50,18 +52,22 @@ struct Case {
     context: usize,
     shuffled: bool,
     verify: Verify,
-    /// Bytes of a row of each dataset with its name and the distance of rows, if rows lie side by side.
+    /// Bytes of a row of each dataset with its name and the distance of rows, if rows lie side by
+    /// side.
     rows: Vec<(&'static str, usize, u64)>,
 }
 
-/// Writes `samples` random images and as many windows of tokens below `folder`, reads them `rounds` times in several ways, each
-/// round with files newly opened. The files are in the page cache.
+/// Writes `samples` random images and as many windows of tokens below `folder`, reads them `rounds`
+/// times in several ways, each round with files newly opened. The files are in the page cache.
 ///
 /// # Errors
 /// The file system refused.
 pub fn time(folder: &Path, samples: usize, rounds: usize) -> Result<Vec<Timing>> {
-    let [images, packed, tokens] = ["images.h5", "packed.h5", "tokens.h5"].map(|name| folder.join(name));
-    let written = |path: &Path, written: hdf5::Result<()>| written.map_err(|e| Error::io("write", path, one_line(&e)));
+    let [images, packed, tokens] =
+        ["images.h5", "packed.h5", "tokens.h5"].map(|name| folder.join(name));
+    let written = |path: &Path, written: hdf5::Result<()>| {
+        written.map_err(|e| Error::io("write", path, one_line(&e)))
+    };
     written(&images, write_images(&images, samples, false))?;
     written(&packed, write_images(&packed, samples, true))?;
     write_tokens(&tokens, samples)?;
@@ -102,13 +108,20 @@ pub fn time(folder: &Path, samples: usize, rounds: usize) -> Result<Vec<Timing>>
 impl Case {
     fn time(&self, rounds: usize) -> Result<Timing> {
         let open = || {
-            let spec = DataSpec { samples: self.samples.clone(), verify: self.verify, ..DataSpec::new(&self.path) };
+            let spec = DataSpec {
+                samples: self.samples.clone(),
+                verify: self.verify,
+                ..DataSpec::new(&self.path)
+            };
             Dataset::open(&spec, Split::Train, self.context)
         };
         let samples = open()?.samples();
-        let sampler = if self.shuffled { Sampler::new(samples, 1) } else { Sampler::in_order(samples) };
-        let bytes = if self.samples == SampleSpec::Text { (CONTEXT + 1) * 2 } else { IMAGE + CLASS };
-        let (mut seconds, mut plain) = (Vec::new(), Vec::new());
+        let sampler =
+            if self.shuffled { Sampler::new(samples, 1) } else { Sampler::in_order(samples) };
+        let bytes =
+            if self.samples == SampleSpec::Text { (CONTEXT + 1) * 2 } else { IMAGE + CLASS };
+        let mut seconds = Vec::new();
+        let mut plain = Vec::new();
         // The first round fills the page cache.
         for round in 0..=rounds {
             let dataset = open()?;
@@ -138,9 +151,12 @@ impl Case {
         let structured = hdf5_open::open(&self.path).map_err(|e| failed(one_line(&e)))?;
         let offset = |name: &str| {
             let offset = structured.dataset(name).map_err(|e| failed(one_line(&e)))?.offset();
-            offset.ok_or_else(|| Error::internal(format!("{name} was written contiguously and has no offset")))
+            offset.ok_or_else(|| {
+                Error::internal(format!("{name} was written contiguously and has no offset"))
+            })
         };
-        let offsets: Vec<u64> = self.rows.iter().map(|(name, ..)| offset(name)).collect::<Result<_>>()?;
+        let offsets: Vec<u64> =
+            self.rows.iter().map(|(name, ..)| offset(name)).collect::<Result<_>>()?;
         let file = File::open(&self.path).map_err(|e| failed(e.to_string()))?;
         let mut buffer = vec![0; IMAGE.max((CONTEXT + 1) * 2)];
         let start = Instant::now();
@@ -148,7 +164,8 @@ impl Case {
             let sample = sampler.index(position);
             for ((_, bytes, stride), offset) in self.rows.iter().zip(&offsets) {
                 let into = &mut buffer[..*bytes];
-                file.read_exact_at(into, offset + sample * stride).map_err(|e| failed(e.to_string()))?;
+                file.read_exact_at(into, offset + sample * stride)
+                    .map_err(|e| failed(e.to_string()))?;
                 black_box(into);
             }
         }
@@ -159,24 +176,29 @@ impl Case {
 /// Images of random bytes with their checksums, or with few of them set in compressed chunks.
 fn write_images(path: &Path, samples: usize, packed: bool) -> hdf5::Result<()> {
     let file = hdf5_open::create(path)?;
-    let (mut pixels, shape) = (random(samples * IMAGE), [samples, 28, 28, 1]);
+    let mut pixels = random(samples * IMAGE);
+    let shape = [samples, 28, 28, 1];
     let classes: Vec<u32> = random(samples).into_iter().map(|byte| u32::from(byte % 10)).collect();
     let inputs = if packed {
         // About a fifth, as in images of digits.
         pixels.iter_mut().for_each(|pixel| *pixel = if *pixel < 51 { 200 } else { 0 });
-        let builder = file.new_dataset::<u8>().shape(shape).chunk([CHUNK.min(samples), 28, 28, 1]).deflate(4);
+        let builder =
+            file.new_dataset::<u8>().shape(shape).chunk([CHUNK.min(samples), 28, 28, 1]).deflate(4);
         let inputs = builder.create("inputs")?;
         inputs.write_raw(&pixels)?;
         file.new_dataset::<u32>().shape(samples).create("targets")?.write_raw(&classes)?;
         inputs
     } else {
-        let format: VarLenUnicode = Format::Rows.name().parse().map_err(|_| "the format has no name")?;
+        let format: VarLenUnicode =
+            Format::Rows.name().parse().map_err(|_| "the format has no name")?;
         file.new_attr::<VarLenUnicode>().create("format")?.write_scalar(&format)?;
         file.new_attr::<u32>().create("format_version")?.write_scalar(&Format::Rows.version())?;
         write_rows(&file, "/targets", &[samples], &classes)?;
         write_rows(&file, "/inputs", &shape, &pixels)?
     };
-    for (name, number) in [(super::normalization::MEAN, 127.5f32), (super::normalization::STD, 73.9)] {
+    for (name, number) in
+        [(super::normalization::MEAN, 127.5f32), (super::normalization::STD, 73.9)]
+    {
         inputs.new_attr::<f32>().shape(1).create(name)?.write_raw(&[number])?;
     }
     file.close()
@@ -184,15 +206,32 @@ fn write_images(path: &Path, samples: usize, packed: bool) -> hdf5::Result<()> {
 
 /// Ids of 16 bits, with checksums.
 fn write_tokens(path: &Path, samples: usize) -> Result<()> {
-    let (count, tokenizer) = (samples * CONTEXT + 1, Tokenizer::Gpt2);
+    let count = samples * CONTEXT + 1;
+    let tokenizer = Tokenizer::Gpt2;
     let below = tokenizer.vocabulary() as u32;
     let pairs = random(count * 2);
-    let ids: Vec<u32> =
-        pairs.as_chunks::<2>().0.iter().map(|pair| u32::from(u16::from_le_bytes(*pair)) % below).collect();
-    let (source, source_sha256, split) = ("random", "", Split::Train);
+    let ids: Vec<u32> = pairs
+        .as_chunks::<2>()
+        .0
+        .iter()
+        .map(|pair| u32::from(u16::from_le_bytes(*pair)) % below)
+        .collect();
+    let source = "random";
+    let source_sha256 = "";
+    let split = Split::Train;
     let (tokenizer, vocabulary, ids) = (Some(&tokenizer), tokenizer.vocabulary(), &ids[..]);
-    TokenShard { ids, tokenizer, vocabulary, source, source_sha256, split, shard: 0, num_shards: 1, compress: None }
-        .write(path)
+    TokenShard {
+        ids,
+        tokenizer,
+        vocabulary,
+        source,
+        source_sha256,
+        split,
+        shard: 0,
+        num_shards: 1,
+        compress: None,
+    }
+    .write(path)
 }
 
 fn random(count: usize) -> Vec<u8> {
@@ -212,9 +251,16 @@ mod tests {
     fn every_way_is_timed() {
         let folder = tempfile::tempdir().unwrap();
         let timings = time(folder.path(), 300, 2).unwrap();
-        let rounds: Vec<_> = timings.iter().map(|one| (one.samples, one.seconds.len(), one.plain.len())).collect();
-        let (plain, packed) = ((256, 2, 2), (256, 2, 0));
+        let rounds: Vec<_> =
+            timings.iter().map(|one| (one.samples, one.seconds.len(), one.plain.len())).collect();
+        let plain = (256, 2, 2);
+        let packed = (256, 2, 0);
         assert_eq!(rounds, [plain, plain, packed, plain, plain, plain, plain, plain]);
-        assert!(timings.iter().flat_map(|one| one.seconds.iter().chain(&one.plain)).all(|seconds| *seconds > 0.0));
+        assert!(
+            timings
+                .iter()
+                .flat_map(|one| one.seconds.iter().chain(&one.plain))
+                .all(|seconds| *seconds > 0.0)
+        );
     }
 }

@@ -25,7 +25,10 @@ impl fmt::Display for ReadError {
         match self {
             Self::Refused(error) => f.write_str(&one_line(error)),
             Self::Damaged { rows: Range { start, end }, found, written } => {
-                write!(f, "[{start}..{end}] has checksum {found:08x}, but {written:08x} was written")
+                write!(
+                    f,
+                    "[{start}..{end}] has checksum {found:08x}, but {written:08x} was written"
+                )
             }
             Self::Missing { element, missing } => write!(f, "element {element} {missing}"),
         }
@@ -44,8 +47,8 @@ impl From<String> for ReadError {
     }
 }
 
-/// The result of reading rows.
-/// Room for a block that is read for its checksum, shared by all readers of a data set: they take turns.
+/// The result of reading rows. Room for a block that is read for its checksum, shared by all
+/// readers of a data set: they take turns.
 pub(super) type Scratch = Arc<Mutex<Vec<u8>>>;
 
 /// Bit set of the blocks of a dataset that were compared already.
@@ -63,7 +66,12 @@ impl Compared {
     /// With no block compared yet. `None` where none is to be compared.
     pub(super) fn new(sums: BlockSums, verify: Verify, scratch: Scratch) -> Option<Self> {
         let seen = vec![0; sums.crc32.len().div_ceil(64)];
-        (verify != Verify::Off).then(|| Self { sums, seen, always: verify == Verify::Always, scratch })
+        (verify != Verify::Off).then(|| Self {
+            sums,
+            seen,
+            always: verify == Verify::Always,
+            scratch,
+        })
     }
 
     /// Blocks that were compared when the file was open before.
@@ -80,8 +88,8 @@ impl Compared {
         self.always || self.seen[block as usize / 64] >> (block % 64) & 1 == 0
     }
 
-    /// Overwrites `out` with rows of `row_bytes` from `first` on, out of `all`. `read` overwrites bytes with rows from a row on.
-    /// All rows of a block that is to be compared are read.
+    /// Overwrites `out` with rows of `row_bytes` from `first` on, out of `all`. `read` overwrites
+    /// bytes with rows from a row on. All rows of a block that is to be compared are read.
     pub(super) fn read(
         &mut self,
         first: u64,
@@ -92,10 +100,12 @@ impl Compared {
     ) -> Result<(), ReadError> {
         let block = self.sums.block as u64;
         let end = first + (out.len() / row_bytes.max(1)) as u64;
-        let (mut row, mut rest) = (first, out);
+        let mut row = first;
+        let mut rest = out;
         while row < end {
             let number = row / block;
-            let (start, stop) = (number * block, (number + 1).saturating_mul(block).min(all));
+            let start = number * block;
+            let stop = (number + 1).saturating_mul(block).min(all);
             let due = self.is_due(number);
             let mut until = stop;
             // Blocks that need no comparison are read at once.
@@ -103,7 +113,8 @@ impl Compared {
                 until = until.saturating_add(block);
             }
             let until = until.min(end);
-            let (now, later) = std::mem::take(&mut rest).split_at_mut((until - row) as usize * row_bytes);
+            let (now, later) =
+                std::mem::take(&mut rest).split_at_mut((until - row) as usize * row_bytes);
             if !due {
                 read(row, now)?;
             } else if (row, until) == (start, stop) {
@@ -124,7 +135,8 @@ impl Compared {
 
     /// Compares a whole block with its checksum.
     fn compare(&mut self, number: u64, rows: Range<u64>, bytes: &[u8]) -> Result<(), ReadError> {
-        let (found, written) = (crc32fast::hash(bytes), self.sums.crc32[number as usize]);
+        let found = crc32fast::hash(bytes);
+        let written = self.sums.crc32[number as usize];
         if found != written {
             return Err(ReadError::Damaged { rows, found, written });
         }
@@ -149,8 +161,13 @@ mod tests {
     }
 
     /// Reads rows, and says which ones were asked for.
-    fn read(compared: &mut Compared, bytes: &[u8], rows: Range<u64>) -> Result<Vec<(u64, usize)>, ReadError> {
-        let (mut asked, mut out) = (Vec::new(), vec![0; 2 * (rows.end - rows.start) as usize]);
+    fn read(
+        compared: &mut Compared,
+        bytes: &[u8],
+        rows: Range<u64>,
+    ) -> Result<Vec<(u64, usize)>, ReadError> {
+        let mut asked = Vec::new();
+        let mut out = vec![0; 2 * (rows.end - rows.start) as usize];
         compared.read(rows.start, 23, 2, &mut out, |first, into| {
             asked.push((first, into.len() / 2));
             into.copy_from_slice(&bytes[2 * first as usize..][..into.len()]);
@@ -177,7 +194,10 @@ mod tests {
         assert_eq!(read(&mut again, &bytes, 2..3).unwrap(), [(2, 1)]);
         let mut always = compared(&sums, Verify::Always);
         for _ in 0..2 {
-            assert_eq!(read(&mut always, &bytes, 4..23).unwrap(), [(0, 5), (5, 5), (10, 5), (15, 5), (20, 3)]);
+            assert_eq!(
+                read(&mut always, &bytes, 4..23).unwrap(),
+                [(0, 5), (5, 5), (10, 5), (15, 5), (20, 3)]
+            );
         }
         assert!(Compared::new(sums, Verify::Off, Scratch::default()).is_none());
     }
@@ -190,7 +210,9 @@ mod tests {
         assert!(read(&mut compared, &bytes, 0..20).is_ok());
         for rows in [20..21, 20..23, 18..21] {
             match read(&mut compared, &bytes, rows).unwrap_err() {
-                ReadError::Damaged { rows, found, written } => assert!(rows == (20..23) && found != written),
+                ReadError::Damaged { rows, found, written } => {
+                    assert!(rows == (20..23) && found != written)
+                }
                 other => panic!("{other}"),
             }
         }

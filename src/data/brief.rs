@@ -8,8 +8,8 @@ use super::Tokenizer;
 use super::preprocessing::DescribedPreprocessing;
 use super::shard::Shard;
 
-/// A shard without the parts that the one before has, too. Lists of values and tokenizers may be long, and are mostly the same in all
-/// shards.
+/// A shard without the parts that the one before has, too. Lists of values and tokenizers may be
+/// long, and are mostly the same in all shards.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Brief {
     shard: Box<Shard>,
@@ -33,7 +33,8 @@ pub(super) struct Before {
 }
 
 impl Before {
-    /// Returns the message for a shard. Its preprocessing becomes that of the shard before if both are equal.
+    /// Returns the message for a shard. Its preprocessing becomes that of the shard before if both
+    /// are equal.
     pub(super) fn shorten(&mut self, shard: &mut Shard) -> Brief {
         let tokenizer = match &self.tokenizer {
             Some(before) if *before == shard.header.tokenizer => OfText::Same,
@@ -57,7 +58,8 @@ impl Before {
         Brief { shard: Box::new(brief), told, tokenizer }
     }
 
-    /// Returns the shard of a message; none if the message refers to a shard before that there was not.
+    /// Returns the shard of a message; none if the message refers to a shard before that there was
+    /// not.
     pub(super) fn complete(&mut self, brief: Brief) -> Option<Shard> {
         let Brief { mut shard, told, tokenizer } = brief;
         if let OfText::Own(tokenizer) = tokenizer {

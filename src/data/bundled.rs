@@ -29,8 +29,8 @@ const BUNDLES: &[Bundle] = &[Bundle {
 
 /// The directory that holds the shards of the bundled data set `name`, written there if need be.
 ///
-/// It lies in the user's cache directory, or in one of the user's own in the temporary one where that cannot be written.
-/// Any number of processes may call this at once.
+/// It lies in the user's cache directory, or in one of the user's own in the temporary one where
+/// that cannot be written. Any number of processes may call this at once.
 pub fn locate(name: &str) -> Result<PathBuf> {
     match BUNDLES.iter().find(|bundle| bundle.name == name) {
         Some(bundle) => bundle.unpack(&user_dirs::cache_roots()),
@@ -147,6 +147,9 @@ mod tests {
     #[test]
     fn unknown_names_are_answered_with_the_known() {
         let e = locate("huge-shakespeare").unwrap_err().to_string();
-        assert_eq!(e, "no bundled data set is named \"huge-shakespeare\"\nhint: there is tiny-shakespeare");
+        assert_eq!(
+            e,
+            "no bundled data set is named \"huge-shakespeare\"\nhint: there is tiny-shakespeare"
+        );
     }
 }

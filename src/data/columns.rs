@@ -1,6 +1,7 @@
 //! Columns of an imported table: their names, and the mapping of categories to ids.
 //!
-//! Shards carry them as JSON, so that another table can be converted to the same ids and the same scale.
+//! Shards carry them as JSON, so that another table can be converted to the same ids and the same
+//! scale.
 
 use std::collections::HashMap;
 
@@ -24,10 +25,12 @@ pub struct Columns {
     pub inputs: Vec<String>,
     /// Columns of categories.
     pub categories: Vec<Category>,
-    /// Names of the columns to predict; empty in shards that were written before these were kept, and of rows without targets.
+    /// Names of the columns to predict; empty in shards that were written before these were kept,
+    /// and of rows without targets.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub targets: Vec<String>,
-    /// Numbers in the place of missing values, one for each input; empty where rows with missing values were not taken.
+    /// Numbers in the place of missing values, one for each input; empty where rows with missing
+    /// values were not taken.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub fill: Vec<f32>,
 }
@@ -75,18 +78,20 @@ impl Columns {
         if !file.link_exists(COLUMNS) {
             return Ok(None);
         }
-        let json: VarLenUnicode = file
-            .dataset(COLUMNS)
-            .and_then(|dataset| dataset.read_scalar())
-            .map_err(|e| Error::input(format!("dataset {COLUMNS} cannot be read: {}", one_line(&e))))?;
-        let columns: Self =
-            serde_json::from_str(&json).map_err(|e| Error::input(format!("dataset {COLUMNS} has no columns: {e}")))?;
+        let json: VarLenUnicode =
+            file.dataset(COLUMNS).and_then(|dataset| dataset.read_scalar()).map_err(|e| {
+                Error::input(format!("dataset {COLUMNS} cannot be read: {}", one_line(&e)))
+            })?;
+        let columns: Self = serde_json::from_str(&json)
+            .map_err(|e| Error::input(format!("dataset {COLUMNS} has no columns: {e}")))?;
         columns.check().map(|()| Some(columns))
     }
 
-    /// Every category has ids besides that of empty cells, and each input or none a number for missing values.
+    /// Every category has ids besides that of empty cells, and each input or none a number for
+    /// missing values.
     fn check(&self) -> Result<()> {
-        let (fill, inputs) = (self.fill.len(), self.inputs.len());
+        let fill = self.fill.len();
+        let inputs = self.inputs.len();
         if fill > 0 && fill != inputs {
             return Err(Error::input(format!(
                 "dataset {COLUMNS} has {inputs} inputs, but {fill} numbers for missing values"
@@ -96,8 +101,10 @@ impl Columns {
         match self.categories.iter().find(|category| !category.coding.is_possible()) {
             Some(Category { name, coding }) => {
                 let ids = coding.ids();
-                Err(Error::input(format!("dataset {COLUMNS} gives the category {name:?} {ids} ids"))
-                    .hint("it takes 2 or more, since id 0 is of empty cells: import the table again"))
+                Err(Error::input(format!(
+                    "dataset {COLUMNS} gives the category {name:?} {ids} ids"
+                ))
+                .hint("it takes 2 or more, since id 0 is of empty cells: import the table again"))
             }
             None => Ok(()),
         }
@@ -105,7 +112,10 @@ impl Columns {
 
     /// The columns in the form in which a shard holds them.
     pub fn stored(&self) -> Result<VarLenUnicode> {
-        var_len(&serde_json::to_string(self).map_err(|e| Error::internal(format!("columns as JSON: {e}")))?)
+        var_len(
+            &serde_json::to_string(self)
+                .map_err(|e| Error::internal(format!("columns as JSON: {e}")))?,
+        )
     }
 }
 
@@ -121,7 +131,8 @@ pub(super) enum Coder {
 }
 
 impl Coder {
-    /// The coder of a first table: hashed ids if a number of ids is given, else ids in order of appearance.
+    /// The coder of a first table: hashed ids if a number of ids is given, else ids in order of
+    /// appearance.
     pub fn new(hash: Option<u32>) -> Self {
         match hash {
             Some(ids) => Self::Hash(ids),

@@ -26,11 +26,12 @@ const MAX_OPEN: usize = 256;
 /// Most bytes cached for all shards together, unless single chunks are larger.
 const CACHE_TOTAL: usize = 128 << 20;
 
-/// The samples of one split: rows with their targets, or, for language models, `context` input ids and as many targets.
+/// The samples of one split: rows with their targets, or, for language models, `context` input ids
+/// and as many targets.
 ///
-/// A token stream is cut into windows of `context + 1` ids at stride `context`, so that each
-/// token is a target at most once. Windows never cross shards, nor documents where those are rows; the remainder at the
-/// end of either is not used.
+/// A token stream is cut into windows of `context + 1` ids at stride `context`, so that each token
+/// is a target at most once. Windows never cross shards, nor documents where those are rows; the
+/// remainder at the end of either is not used.
 pub struct Dataset {
     shards: Vec<Shard>,
     /// The number of the first sample of each shard, and of all samples at the end.
@@ -62,7 +63,8 @@ impl Dataset {
         Self::open_all(std::slice::from_ref(spec), split, context)
     }
 
-    /// Opens and checks every shard of several data sets of the same kind, whose samples are numbered one after the other.
+    /// Opens and checks every shard of several data sets of the same kind, whose samples are
+    /// numbered one after the other.
     ///
     /// # Errors
     /// As [`Dataset::open`], or the data sets do not go together.
@@ -74,21 +76,31 @@ impl Dataset {
     ///
     /// # Errors
     /// As [`Dataset::open_all`].
-    pub fn open_by(catalogue: &mut ShardIndex, specs: &[DataSpec], split: Split, context: usize) -> Result<Self> {
+    pub fn open_by(
+        catalogue: &mut ShardIndex,
+        specs: &[DataSpec],
+        split: Split,
+        context: usize,
+    ) -> Result<Self> {
         if context == 0 {
-            return Err(Error::input("a sample of 0 tokens teaches nothing").hint("set the context to 1 or more"));
+            return Err(Error::input("a sample of 0 tokens teaches nothing")
+                .hint("set the context to 1 or more"));
         }
-        let (mut shards, mut first_sample) = (Vec::<Shard>::new(), vec![0]);
-        let (mut divisions, mut held_out) = (Vec::new(), 0);
+        let mut shards = Vec::<Shard>::new();
+        let mut first_sample = vec![0];
+        let mut divisions = Vec::new();
+        let mut held_out = 0;
         let mut samples = 0;
         for spec in specs {
-            let (own, before) = (shards.len(), samples);
+            let own = shards.len();
+            let before = samples;
             let is_divided = spec.val_fraction > 0.0 && catalogue.held(spec)? == Held::Fraction;
             // Both parts are in the same shards.
             let of_files = if is_divided { Split::Train } else { split };
             for path in catalogue.files(spec, of_files)? {
                 let mut shard = catalogue.shard(&path, spec)?;
-                // Lists of values may be long, and are mostly the same in all shards: one of them is kept.
+                // Lists of values may be long, and are mostly the same in all shards: one of them
+                // is kept.
                 if let Some(last) = shards.last().filter(|last| last.told == shard.told) {
                     shard.told = last.told.clone();
                 }
@@ -109,7 +121,13 @@ impl Dataset {
             divisions.push(if is_divided {
                 held_out = millionths(spec.val_fraction);
                 let is_text = matches!(spec.samples, SampleSpec::Text);
-                TrainValSplit::new(stored, spec.val_fraction, is_text, split, &spec.path.to_string_lossy())?
+                TrainValSplit::new(
+                    stored,
+                    spec.val_fraction,
+                    is_text,
+                    split,
+                    &spec.path.to_string_lossy(),
+                )?
             } else {
                 TrainValSplit::all(stored)
             });
@@ -122,8 +140,10 @@ impl Dataset {
             SampleSpec::Rows { .. } => 0,
         };
         let open = OpenShards::new(&shards, fd_limit::share(MAX_OPEN), spec.verify);
-        let (parts, spec) = (divisions.iter().map(TrainValSplit::count).collect(), spec.samples.clone());
-        let (preprocessing, forms) = (Preprocessing::default(), Vec::new());
+        let parts = divisions.iter().map(TrainValSplit::count).collect();
+        let spec = spec.samples.clone();
+        let preprocessing = Preprocessing::default();
+        let forms = Vec::new();
         let mut dataset = Self {
             shards,
             first_sample,
@@ -145,7 +165,10 @@ impl Dataset {
 
     /// Preprocessing that the shards describe; columns and classes of the first one that has any.
     fn told(&self) -> Preprocessing {
-        let mut own = Preprocessing { tokenizer: self.shards[0].header.tokenizer.clone(), ..Preprocessing::default() };
+        let mut own = Preprocessing {
+            tokenizer: self.shards[0].header.tokenizer.clone(),
+            ..Preprocessing::default()
+        };
         for told in self.shards.iter().map(|shard| &shard.told) {
             if self.sizes().features > 0 && !own.scales.contains(&told.scale) {
                 own.scales.push(told.scale.clone());
@@ -158,29 +181,34 @@ impl Dataset {
         own
     }
 
-    /// Preprocessing of samples as they are read: the shards' own, or the last one given to [`Dataset::conform`].
+    /// Preprocessing of samples as they are read: the shards' own, or the last one given to
+    /// [`Dataset::conform`].
     pub fn preprocessing(&self) -> &Preprocessing {
         &self.preprocessing
     }
 
-    /// From now on samples are read as a network learned them that was trained with the preprocessing `to`: on its scale, with
-    /// its order of columns and its numbers of categories and classes. Returns a description of each conversion, one
-    /// line each.
+    /// From now on samples are read as a network learned them that was trained with the
+    /// preprocessing `to`: on its scale, with its order of columns and its numbers of categories
+    /// and classes. Returns a description of each conversion, one line each.
     ///
     /// # Errors
-    /// They cannot be converted, or the tokenizers differ: the error names the shard and the remedy.
+    /// They cannot be converted, or the tokenizers differ: the error names the shard and the
+    /// remedy.
     pub fn conform(&mut self, to: &Preprocessing) -> Result<Vec<String>> {
         let own = self.told();
         let tokenizer = preprocessing::tokenizer(own.tokenizer.as_ref(), to.tokenizer.as_ref());
         let tokenizer = tokenizer.map_err(|e| e.at(self.shards[0].path.display()))?.cloned();
         let is_class = matches!(self.spec, SampleSpec::Rows { target: Target::Class(_), .. });
         let parts = Converted { numbers: self.sizes().features, classes: is_class };
-        let (mut notes, mut forms) = (Vec::new(), Vec::<Arc<Transform>>::new());
+        let mut notes = Vec::new();
+        let mut forms = Vec::<Arc<Transform>>::new();
         for (index, shard) in self.shards.iter().enumerate() {
             // The shards of a data set mostly tell the same.
             let form = match forms.last() {
                 Some(before) if shard.told == self.shards[index - 1].told => before.clone(),
-                _ => Transform::new(&shard.told, to, parts, &mut notes).map_err(|e| e.at(shard.path.display()))?.into(),
+                _ => Transform::new(&shard.told, to, parts, &mut notes)
+                    .map_err(|e| e.at(shard.path.display()))?
+                    .into(),
             };
             forms.push(form);
         }
@@ -201,13 +229,15 @@ impl Dataset {
     /// Samples are no images, or they would be moved out of sight.
     pub fn augment(&mut self, by: Augment, shape: &[usize], seed: u64) -> Result<()> {
         if self.sizes().ids > 0 {
-            return Err(Error::input("data.augment is for images, but samples have ids").hint("leave it out"));
+            return Err(Error::input("data.augment is for images, but samples have ids")
+                .hint("leave it out"));
         }
         self.augmenter = Some(Augmenter::new(by, shape, seed)?);
         Ok(())
     }
 
-    /// Refuses shards some of whose elements are in other files: a copy of such a shard would lack them, or read the originals.
+    /// Refuses shards some of whose elements are in other files: a copy of such a shard would lack
+    /// them, or read the originals.
     ///
     /// # Errors
     /// Returns an error that names the first such dataset and its shard.
@@ -231,9 +261,11 @@ impl Dataset {
         self.parts.iter().sum()
     }
 
-    /// Index of sample `number` among all stored samples, and the length of the run of samples from there on.
+    /// Index of sample `number` among all stored samples, and the length of the run of samples from
+    /// there on.
     fn stored(&self, number: u64) -> (u64, u64) {
-        let (mut number, mut before) = (number, 0);
+        let mut number = number;
+        let mut before = 0;
         for (division, count) in self.divisions.iter().zip(&self.parts) {
             if number < *count {
                 let (place, run) = division.run(number);
@@ -279,7 +311,8 @@ impl Dataset {
 
     /// Number of input elements in the shards; for text, including ids outside any whole window.
     pub fn tokens(&self) -> u64 {
-        let all: u64 = self.shards.iter().map(|shard| shard.content.datasets()[0].len() as u64).sum();
+        let all: u64 =
+            self.shards.iter().map(|shard| shard.content.datasets()[0].len() as u64).sum();
         let stored = self.first_sample[self.shards.len()];
         match self.samples() {
             samples if samples == stored => all,
@@ -290,8 +323,9 @@ impl Dataset {
 
     /// A warning, if the network is given unscaled bytes.
     pub fn unscaled(&self) -> Option<String> {
-        let is_unscaled =
-            |(shard, form): &(&Shard, &Arc<Transform>)| shard.content.is_unscaled() && form.scale.is_none();
+        let is_unscaled = |(shard, form): &(&Shard, &Arc<Transform>)| {
+            shard.content.is_unscaled() && form.scale.is_none()
+        };
         let (shard, _) = self.shards.iter().zip(&self.forms).find(is_unscaled)?;
         Some(format!(
             "inputs of {} are unsigned bytes without mean and std: the network sees 0 to 255; data.scale = \"unit\" divides them by 255, \"none\" keeps them",
@@ -302,7 +336,8 @@ impl Dataset {
     /// A note on rows that an import has left out, if it has.
     pub fn left_out(&self) -> Option<String> {
         // Every shard tells of its whole import, which the first one of a source stands for.
-        let mut sources: Vec<_> = self.shards.iter().map(|shard| (shard.path.parent(), &shard.header)).collect();
+        let mut sources: Vec<_> =
+            self.shards.iter().map(|shard| (shard.path.parent(), &shard.header)).collect();
         sources.dedup_by_key(|(folder, _)| *folder);
         let rows: u64 = sources.iter().filter_map(|(_, header)| header.skipped_rows).sum();
         (rows > 0).then(|| left_out(rows))
@@ -334,18 +369,27 @@ impl Dataset {
         self.read_run(sample, 1, 0, into)
     }
 
-    /// As [`Dataset::read`], of `count` samples from `first` on, whose parts stand one after the other: samples that are
-    /// neighbours in the file are read at once. In another `epoch` images are augmented otherwise.
+    /// As [`Dataset::read`], of `count` samples from `first` on, whose parts stand one after the
+    /// other: samples that are neighbours in the file are read at once. In another `epoch` images
+    /// are augmented otherwise.
     ///
     /// # Errors
     /// As [`Dataset::read`].
-    pub fn read_run(&mut self, first: u64, count: usize, epoch: u64, mut into: SampleMut<'_>) -> Result<()> {
+    pub fn read_run(
+        &mut self,
+        first: u64,
+        count: usize,
+        epoch: u64,
+        mut into: SampleMut<'_>,
+    ) -> Result<()> {
         let sizes = self.sizes();
         let lens = into.lens();
         let last = first.saturating_add(count as u64);
         if last > self.samples() || lens != sizes.times(count) {
             let all = self.samples();
-            return Err(Error::internal(format!("samples {first}..{last} of {all} of {sizes:?} wanted in {lens:?}")));
+            return Err(Error::internal(format!(
+                "samples {first}..{last} of {all} of {sizes:?} wanted in {lens:?}"
+            )));
         }
         let mut next = first;
         while next < last {
@@ -363,18 +407,28 @@ impl Dataset {
     /// Reads samples of shard `index` from its sample `row` on, as many as there is room for.
     fn read_rows(&mut self, index: usize, row: u64, when: When, into: SampleMut<'_>) -> Result<()> {
         let SampleMut { ids, features, classes, values, weights: factors } = into;
-        let (shard, form) = (&self.shards[index], &*self.forms[index]);
+        let shard = &self.shards[index];
+        let form = &*self.forms[index];
         let readers = self.open.readers(shard, index)?;
         match &shard.content {
             ShardSchema::Tokens(tokens) if tokens.shape.len() > 1 => {
-                let (context, len) = (self.context, tokens.document());
+                let context = self.context;
+                let len = tokens.document();
                 let windows = ((len - 1) / context) as u64;
-                let (mut whole, mut held) = (vec![0; len], None);
+                let mut whole = vec![0; len];
+                let mut held = None;
                 let samples = ids.chunks_exact_mut(context).zip(classes.chunks_exact_mut(context));
                 for (sample, (ids, classes)) in (row..).zip(samples) {
                     let document = sample / windows;
                     if held.replace(document) != Some(document) {
-                        read_checked(shard, tokens, &mut readers[0], document, &mut whole, self.vocabulary)?;
+                        read_checked(
+                            shard,
+                            tokens,
+                            &mut readers[0],
+                            document,
+                            &mut whole,
+                            self.vocabulary,
+                        )?;
                     }
                     let first = (sample % windows) as usize * context;
                     ids.copy_from_slice(&whole[first..first + context]);
@@ -387,7 +441,13 @@ impl Dataset {
                 read.map_err(|e| shard.unreadable(tokens, e))?;
                 let last = classes.len().saturating_sub(1);
                 check_ids(shard, tokens, start, ids, self.vocabulary)?;
-                check_ids(shard, tokens, start + ids.len() as u64, &classes[last..], self.vocabulary)?;
+                check_ids(
+                    shard,
+                    tokens,
+                    start + ids.len() as u64,
+                    &classes[last..],
+                    self.vocabulary,
+                )?;
             }
             ShardSchema::Samples { inputs: input_ids, targets: target_ids } => {
                 read_checked(shard, input_ids, &mut readers[0], row, ids, self.vocabulary)?;
@@ -398,7 +458,8 @@ impl Dataset {
                 // In the order of the content's datasets.
                 let mut readers = readers.iter_mut();
                 let mut of = |field| readers.next().map(|reader| (field, reader));
-                let (inputs, categories) = (inputs.as_ref().and_then(&mut of), categories.as_ref().and_then(&mut of));
+                let inputs = inputs.as_ref().and_then(&mut of);
+                let categories = categories.as_ref().and_then(&mut of);
                 let targets = targets.as_ref().and_then(&mut of);
                 let of_weights = of_weights.as_ref().and_then(of);
                 match inputs {
@@ -411,7 +472,9 @@ impl Dataset {
                         planes.iter().for_each(|planes| planes.to_last(features));
                         form.numbers.iter().for_each(|places| reorder(places, features));
                         if let Some(augmenter) = &mut self.augmenter {
-                            for (image, sample) in features.chunks_exact_mut(inputs.row_len()).zip(when.first..) {
+                            for (image, sample) in
+                                features.chunks_exact_mut(inputs.row_len()).zip(when.first..)
+                            {
                                 augmenter.apply(when.epoch, sample, image);
                             }
                         }
@@ -429,15 +492,27 @@ impl Dataset {
                 }
                 match (&self.spec, targets) {
                     (_, None) => {}
-                    (SampleSpec::Rows { target: Target::Class(all), .. }, Some((targets, reader))) => {
+                    (
+                        SampleSpec::Rows { target: Target::Class(all), .. },
+                        Some((targets, reader)),
+                    ) => {
                         read_class(shard, targets, reader, row, classes)?;
                         if let Some(numbers) = &form.classes {
-                            check_classes(shard, targets, row, classes, numbers.len(), "the data has names for")?;
+                            check_classes(
+                                shard,
+                                targets,
+                                row,
+                                classes,
+                                numbers.len(),
+                                "the data has names for",
+                            )?;
                             classes.iter_mut().for_each(|class| *class = numbers[*class as usize]);
                         }
                         check_classes(shard, targets, row, classes, *all, "the network knows")?;
                     }
-                    (_, Some((targets, reader))) => read_numbers(shard, targets, reader, row, values)?,
+                    (_, Some((targets, reader))) => {
+                        read_numbers(shard, targets, reader, row, values)?
+                    }
                 }
                 if let Some((weights, reader)) = of_weights {
                     read_weights(shard, weights, reader, row, factors)?;
@@ -448,7 +523,8 @@ impl Dataset {
     }
 }
 
-/// Refuses fewer or more shards than an import has made, unless the pattern leaves some out or one file is named.
+/// Refuses fewer or more shards than an import has made, unless the pattern leaves some out or one
+/// file is named.
 fn check_completeness(spec: &DataSpec, split: Split, shards: &[Shard]) -> Result<()> {
     if spec.path.is_file() {
         return Ok(());
@@ -464,8 +540,7 @@ fn check_completeness(spec: &DataSpec, split: Split, shards: &[Shard]) -> Result
 }
 
 /// The hint for a negative id or class, which elsewhere stands for a target without a loss.
-const IGNORED: &str =
-    "targets without a loss, such as PyTorch's ignore_index of -100, are not supported: leave their samples out";
+const IGNORED: &str = "targets without a loss, such as PyTorch's ignore_index of -100, are not supported: leave their samples out";
 
 /// When samples are seen, and the number of the first of them in the whole data set.
 #[derive(Clone, Copy)]
@@ -497,7 +572,13 @@ fn reorder(places: &[usize], rows: &mut [f32]) {
 }
 
 /// Gives the categories of rows from `row` on the order and the ids that a network knows.
-fn recode(shard: &Shard, field: &Field, row: u64, out: &mut [u32], recoded: &[Recoded]) -> Result<()> {
+fn recode(
+    shard: &Shard,
+    field: &Field,
+    row: u64,
+    out: &mut [u32],
+    recoded: &[Recoded],
+) -> Result<()> {
     let width = recoded.len();
     let mut stored = vec![0; width];
     for (i, ids) in out.chunks_exact_mut(width).enumerate() {
@@ -521,16 +602,24 @@ fn recode(shard: &Shard, field: &Field, row: u64, out: &mut [u32], recoded: &[Re
 }
 
 /// Refuses an id of a category that has no row in its table, and has ids count through all tables.
-fn check_categories(shard: &Shard, field: &Field, row: u64, out: &mut [u32], tables: &[usize]) -> Result<()> {
+fn check_categories(
+    shard: &Shard,
+    field: &Field,
+    row: u64,
+    out: &mut [u32],
+    tables: &[usize],
+) -> Result<()> {
     for (i, ids) in out.chunks_exact_mut(tables.len()).enumerate() {
         let mut before = 0;
         for (category, (id, &rows)) in ids.iter_mut().zip(tables).enumerate() {
             if *id as usize >= rows {
                 let element = field.element((row as usize + i) * tables.len() + category);
                 let id = *id as i32;
-                return Err(Error::input(format!("{element} is id {id}, but table {category} has {rows} rows"))
-                    .hint("give embedding_tables more ids, or import the data again")
-                    .at(shard.path.display()));
+                return Err(Error::input(format!(
+                    "{element} is id {id}, but table {category} has {rows} rows"
+                ))
+                .hint("give embedding_tables more ids, or import the data again")
+                .at(shard.path.display()));
             }
             *id += before;
             before += rows as u32;
@@ -544,35 +633,56 @@ fn check_ids(shard: &Shard, ids: &Field, first: u64, out: &[u32], vocabulary: us
     match first_invalid(out, vocabulary) {
         None => Ok(()),
         Some(at) => {
-            let (element, id) = (ids.element(first as usize * ids.row_len() + at), out[at] as i32);
+            let element = ids.element(first as usize * ids.row_len() + at);
+            let id = out[at] as i32;
             let hint = if id < 0 {
                 IGNORED
             } else {
                 "import the text again, or set model.vocabulary to the true number of ids"
             };
-            Err(Error::input(format!("{element} is token id {id}, outside the vocabulary of {vocabulary}"))
-                .hint(hint)
-                .at(shard.path.display()))
+            Err(Error::input(format!(
+                "{element} is token id {id}, outside the vocabulary of {vocabulary}"
+            ))
+            .hint(hint)
+            .at(shard.path.display()))
         }
     }
 }
 
 /// Reads rows' classes. A field of numbers has one-hot rows.
-fn read_class(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, out: &mut [u32]) -> Result<()> {
+fn read_class(
+    shard: &Shard,
+    field: &Field,
+    reader: &mut RowReader,
+    row: u64,
+    out: &mut [u32],
+) -> Result<()> {
     if field.kind == ReadAs::Numbers {
         return read_one_hot(shard, field, reader, row, out);
     }
     reader.read(row, out).map_err(|e| shard.unreadable(field, e))
 }
 
-/// Refuses a class that is not among `all` in rows from `row` on; `who` names their origin in the message.
-fn check_classes(shard: &Shard, field: &Field, row: u64, found: &[u32], all: usize, who: &str) -> Result<()> {
+/// Refuses a class that is not among `all` in rows from `row` on; `who` names their origin in the
+/// message.
+fn check_classes(
+    shard: &Shard,
+    field: &Field,
+    row: u64,
+    found: &[u32],
+    all: usize,
+    who: &str,
+) -> Result<()> {
     match first_invalid(found, all) {
         None => Ok(()),
         Some(at) => {
-            let (element, class) = (field.element(row as usize + at), found[at] as i32);
-            let hint =
-                if class < 0 { IGNORED } else { "give the last of model.layers more units, or correct the data" };
+            let element = field.element(row as usize + at);
+            let class = found[at] as i32;
+            let hint = if class < 0 {
+                IGNORED
+            } else {
+                "give the last of model.layers more units, or correct the data"
+            };
             Err(Error::input(format!("{element} is class {class}, but {who} 0 to {}", all - 1))
                 .hint(hint)
                 .at(shard.path.display()))
@@ -581,10 +691,18 @@ fn check_classes(shard: &Shard, field: &Field, row: u64, found: &[u32], all: usi
 }
 
 /// Reads one-hot rows as classes, and refuses a row that is not one-hot.
-fn read_one_hot(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, out: &mut [u32]) -> Result<()> {
+fn read_one_hot(
+    shard: &Shard,
+    field: &Field,
+    reader: &mut RowReader,
+    row: u64,
+    out: &mut [u32],
+) -> Result<()> {
     let mut columns = vec![0.0; out.len() * field.row_len()];
     reader.read_numbers(row, &mut columns).map_err(|e| shard.unreadable(field, e))?;
-    for (i, (class, columns)) in out.iter_mut().zip(columns.chunks_exact(field.row_len())).enumerate() {
+    for (i, (class, columns)) in
+        out.iter_mut().zip(columns.chunks_exact(field.row_len())).enumerate()
+    {
         let (ones, zeros) = [1.0, 0.0].map(|x| columns.iter().filter(|y| **y == x).count()).into();
         match columns.iter().position(|x| *x == 1.0) {
             Some(place) if ones == 1 && zeros == columns.len() - 1 => *class = place as u32,
@@ -600,7 +718,13 @@ fn read_one_hot(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, 
 }
 
 /// Reads rows of numbers and refuses NaN and infinity.
-fn read_numbers(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, out: &mut [f32]) -> Result<()> {
+fn read_numbers(
+    shard: &Shard,
+    field: &Field,
+    reader: &mut RowReader,
+    row: u64,
+    out: &mut [f32],
+) -> Result<()> {
     reader.read_numbers(row, out).map_err(|e| shard.unreadable(field, e))?;
     // No search, unless there is something to find: this way it takes vector instructions.
     let all_finite = || {
@@ -624,7 +748,13 @@ fn read_numbers(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, 
 }
 
 /// Reads rows' weights and refuses any that is not a finite number of 0 or more.
-fn read_weights(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, out: &mut [f32]) -> Result<()> {
+fn read_weights(
+    shard: &Shard,
+    field: &Field,
+    reader: &mut RowReader,
+    row: u64,
+    out: &mut [f32],
+) -> Result<()> {
     reader.read_numbers(row, out).map_err(|e| shard.unreadable(field, e))?;
     match out.iter().position(|x| !is_weight(*x)) {
         None => Ok(()),
@@ -665,7 +795,8 @@ impl OpenShards {
         let datasets = shards.len().min(max_open) * shards[0].content.datasets().len();
         let cache_bytes = CACHE_TOTAL / datasets;
         let shards = shards.iter().map(|_| None).collect();
-        let (scratch, seen) = (Scratch::default(), HashMap::new());
+        let scratch = Scratch::default();
+        let seen = HashMap::new();
         Self { shards, count: 0, max_open, cache_bytes, verify, scratch, seen, clock: 0 }
     }
 
@@ -673,24 +804,33 @@ impl OpenShards {
     fn readers(&mut self, shard: &Shard, index: usize) -> Result<&mut [RowReader]> {
         if self.shards[index].is_none() {
             if self.count == self.max_open {
-                let of_open = |(i, shard): (usize, &Option<OpenShard>)| shard.as_ref().map(|shard| (shard.last_use, i));
+                let of_open = |(i, shard): (usize, &Option<OpenShard>)| {
+                    shard.as_ref().map(|shard| (shard.last_use, i))
+                };
                 let oldest = self.shards.iter().enumerate().filter_map(of_open).min();
                 if let Some((_, oldest)) = oldest
                     && let Some(closed) = self.shards[oldest].take()
                 {
-                    self.seen.insert(oldest, closed.readers.into_iter().map(RowReader::into_seen).collect());
+                    self.seen.insert(
+                        oldest,
+                        closed.readers.into_iter().map(RowReader::into_seen).collect(),
+                    );
                 }
                 self.count -= 1;
             }
             let mut readers = shard.readers(self.cache_bytes, self.verify, &self.scratch)?;
-            for (reader, seen) in readers.iter_mut().zip(self.seen.remove(&index).into_iter().flatten()) {
+            for (reader, seen) in
+                readers.iter_mut().zip(self.seen.remove(&index).into_iter().flatten())
+            {
                 reader.resume(seen);
             }
             self.shards[index] = Some(OpenShard { readers, last_use: 0 });
             self.count += 1;
         }
         self.clock += 1;
-        let open = self.shards[index].as_mut().ok_or_else(|| Error::internal("a shard that was opened is not open"))?;
+        let open = self.shards[index]
+            .as_mut()
+            .ok_or_else(|| Error::internal("a shard that was opened is not open"))?;
         open.last_use = self.clock;
         Ok(&mut open.readers)
     }
@@ -705,8 +845,11 @@ mod tests {
     fn only_so_many_shards_stay_open() {
         let dir = tempfile::tempdir().unwrap();
         for shard in 0..4 {
-            let (ids, tokenizer) = ([shard as u32; 3], &Tokenizer::Byte);
-            let (source, source_sha256, split) = ("", "", Split::Train);
+            let ids = [shard as u32; 3];
+            let tokenizer = &Tokenizer::Byte;
+            let source = "";
+            let source_sha256 = "";
+            let split = Split::Train;
             TokenShard {
                 tokenizer: Some(tokenizer),
                 vocabulary: 256,
@@ -723,7 +866,8 @@ mod tests {
         }
         let mut dataset = Dataset::open(&DataSpec::new(dir.path()), Split::Train, 1).unwrap();
         dataset.open = OpenShards::new(&dataset.shards, 2, Verify::FirstPass);
-        let (mut inputs, mut targets) = ([9], [9]);
+        let mut inputs = [9];
+        let mut targets = [9];
         for sample in [0, 7, 2, 1, 5, 6] {
             dataset.read(sample, SampleMut::text(&mut inputs, &mut targets)).unwrap();
             assert_eq!((inputs[0], targets[0]), ((sample / 2) as u32, (sample / 2) as u32));
@@ -739,8 +883,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = |shard| dir.path().join(format!("train-{shard}.h5"));
         for shard in 0..3 {
-            let (ids, tokenizer) = ([7; 3], &Tokenizer::Byte);
-            let (source, source_sha256, split) = ("", "", Split::Train);
+            let ids = [7; 3];
+            let tokenizer = &Tokenizer::Byte;
+            let source = "";
+            let source_sha256 = "";
+            let split = Split::Train;
             TokenShard {
                 tokenizer: Some(tokenizer),
                 vocabulary: 256,
@@ -758,12 +905,14 @@ mod tests {
         let mut dataset = Dataset::open(&DataSpec::new(dir.path()), Split::Train, 1).unwrap();
         dataset.open = OpenShards::new(&dataset.shards, 1, Verify::FirstPass);
         let mut read = |sample| {
-            let (mut inputs, mut targets) = ([9], [9]);
+            let mut inputs = [9];
+            let mut targets = [9];
             dataset.read(sample, SampleMut::text(&mut inputs, &mut targets)).map(|()| inputs[0])
         };
         assert_eq!((read(0).unwrap(), read(2).unwrap()), (7, 7));
         for shard in [0, 2] {
-            let offset = hdf5::File::open(path(shard)).unwrap().dataset("tokens").unwrap().offset().unwrap();
+            let offset =
+                hdf5::File::open(path(shard)).unwrap().dataset("tokens").unwrap().offset().unwrap();
             let file = std::fs::File::options().write(true).open(path(shard)).unwrap();
             std::os::unix::fs::FileExt::write_at(&file, &[8], offset).unwrap();
         }

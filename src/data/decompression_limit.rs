@@ -1,7 +1,7 @@
 //! Decompression within bounds: a small file may decode to more than any memory holds.
 //!
-//! A decoder reads no more bytes than a header declares. The declared size itself is refused if it is more than 64 MiB and more than
-//! 256 times that of the file.
+//! A decoder reads no more bytes than a header declares. The declared size itself is refused if it
+//! is more than 64 MiB and more than 256 times that of the file.
 
 use std::io::{ErrorKind, Read};
 
@@ -10,7 +10,8 @@ use hpctrain_base::error::{Error, Result};
 /// Decoded bytes that a file of any size may have.
 const ALWAYS: u64 = 64 << 20;
 
-/// Decoded bytes for each stored one, at most. Images and tables have less than a tenth of it; deflate reaches 1,032.
+/// Decoded bytes for each stored one, at most. Images and tables have less than a tenth of it;
+/// deflate reaches 1,032.
 const RATIO: u64 = 256;
 
 /// Refuses content of `decoded` bytes in `stored` ones, if it is far too much; the error says so.
@@ -45,8 +46,8 @@ impl From<Error> for Fault {
 /// Bytes that are decoded at once.
 const PIECE: usize = 1 << 18;
 
-/// Decodes content of which a header declares `declared` bytes, in `stored` ones, a piece at a time. Returns the number of bytes, which
-/// may be less.
+/// Decodes content of which a header declares `declared` bytes, in `stored` ones, a piece at a
+/// time. Returns the number of bytes, which may be less.
 ///
 /// # Errors
 /// It is more than declared, or far too much; the decoder's own; or that of `each`.
@@ -76,9 +77,11 @@ pub(super) fn decode(
     }
 }
 
-/// Elements of a shape, or of a row of it; none if any product of its extents, or twice as many words, overflows.
+/// Elements of a shape, or of a row of it; none if any product of its extents, or twice as many
+/// words, overflows.
 pub(super) fn extent(shape: &[usize]) -> Option<usize> {
-    // An extent of 0 makes the product 0, but its neighbours are multiplied by themselves elsewhere.
+    // An extent of 0 makes the product 0, but its neighbours are multiplied by themselves
+    // elsewhere.
     shape.iter().try_fold(16usize, |all, extent| all.checked_mul((*extent).max(1)))?;
     Some(shape.iter().product())
 }
@@ -100,10 +103,12 @@ mod tests {
                 bytes
             })
         };
-        let refused = |from: &mut dyn Read, declared: u64, stored: u64| match decoded(from, declared, stored) {
-            Err(Fault::Content(what)) => what,
-            other => panic!("{other:?}"),
-        };
+        let refused =
+            |from: &mut dyn Read, declared: u64, stored: u64| match decoded(from, declared, stored)
+            {
+                Err(Fault::Content(what)) => what,
+                other => panic!("{other:?}"),
+            };
         // Without an end: only the bound ends it.
         let error = refused(&mut std::io::repeat(0), 1000, 10);
         assert!(error.contains("more than the 1000 bytes that its header declares"), "{error}");

@@ -1,4 +1,5 @@
-//! Types of the elements of datasets: their names, and their possible conversions to ids or numbers.
+//! Types of the elements of datasets: their names, and their possible conversions to ids or
+//! numbers.
 
 use std::fmt;
 
@@ -63,7 +64,9 @@ impl Dtype {
         };
         let hint = match (kind, self.class) {
             (ReadAs::Ids, Class::Text) => "number the classes from 0 on, and store the numbers",
-            (ReadAs::Ids, Class::Float) => "store them as a dataset of integers of any width, or of one-hot rows",
+            (ReadAs::Ids, Class::Float) => {
+                "store them as a dataset of integers of any width, or of one-hot rows"
+            }
             (ReadAs::Numbers, Class::Compound) => {
                 "store each field, or all of them as columns, in a dataset of its own"
             }
@@ -95,11 +98,14 @@ fn named(facts: &TypeFacts) -> (String, Class) {
             [8, 23, 127] => ("float32".to_owned(), Class::Float),
             [11, 52, 1023] => ("float64".to_owned(), Class::Float),
             [15, 64 | 112, 16383] => ("long double".to_owned(), Class::Float),
-            [exponent, mantissa, _] => {
-                (format!("float of {exponent} exponent and {mantissa} mantissa bits"), Class::OtherFloat)
-            }
+            [exponent, mantissa, _] => (
+                format!("float of {exponent} exponent and {mantissa} mantissa bits"),
+                Class::OtherFloat,
+            ),
         },
-        H5T_class_t::H5T_STRING if is_variable => ("string of variable length".to_owned(), Class::Text),
+        H5T_class_t::H5T_STRING if is_variable => {
+            ("string of variable length".to_owned(), Class::Text)
+        }
         H5T_class_t::H5T_STRING => (format!("string of {size} bytes"), Class::Text),
         H5T_class_t::H5T_COMPOUND => ("compound".to_owned(), Class::Compound),
         H5T_class_t::H5T_ARRAY => other("array"),
@@ -124,7 +130,13 @@ mod tests {
             Dtype::of(&Datatype::from_type::<T>().unwrap()).unwrap().to_string()
         }
         assert_eq!([name::<u8>(), name::<i16>(), name::<u64>()], ["uint8", "int16", "uint64"]);
-        assert_eq!([name::<half::f16>(), name::<f32>(), name::<f64>()], ["float16", "float32", "float64"]);
-        assert_eq!([name::<bool>(), name::<VarLenUnicode>()], ["bool", "string of variable length"]);
+        assert_eq!(
+            [name::<half::f16>(), name::<f32>(), name::<f64>()],
+            ["float16", "float32", "float64"]
+        );
+        assert_eq!(
+            [name::<bool>(), name::<VarLenUnicode>()],
+            ["bool", "string of variable length"]
+        );
     }
 }

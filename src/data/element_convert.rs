@@ -121,7 +121,8 @@ impl ElementType {
         matches!(self, Self::F16 | Self::F32 | Self::F64)
     }
 
-    /// Elements as ids. No vocabulary reaches 2³¹ − 1: negative ones arrive above it, and too large ones as it.
+    /// Elements as ids. No vocabulary reaches 2³¹ − 1: negative ones arrive above it, and too large
+    /// ones as it.
     pub(super) fn to_ids(self, bytes: &[u8], out: &mut [u32]) {
         const LARGEST: u32 = i32::MAX as u32;
         simd(
@@ -134,8 +135,11 @@ impl ElementType {
                 Self::I8 => convert(bytes, out, |x: i8| i32::from(x) as u32),
                 Self::I16 => convert(bytes, out, |x: i16| i32::from(x) as u32),
                 Self::I32 => convert(bytes, out, |x: i32| x as u32),
-                Self::I64 => convert(bytes, out, |x: i64| x.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as u32),
-                // Datasets of ids are integers: the rest of the program treats this value as too large.
+                Self::I64 => convert(bytes, out, |x: i64| {
+                    x.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as u32
+                }),
+                // Datasets of ids are integers: the rest of the program treats this value as too
+                // large.
                 Self::F16 | Self::F32 | Self::F64 => out.fill(LARGEST),
             },
         )

@@ -1,7 +1,7 @@
 //! Links of HDF5 files to objects of other files.
 //!
-//! HDF5 opens those files by itself, and would wait for the other end of a pipe: all external links of a file are looked at when
-//! it is opened.
+//! HDF5 opens those files by itself, and would wait for the other end of a pipe: all external links
+//! of a file are looked at when it is opened.
 
 use std::ffi::{CStr, CString, c_char};
 use std::path::{Path, PathBuf};
@@ -17,7 +17,8 @@ use hpctrain_base::error::{Error, Result};
 /// The variable with directories of files that external links lead to.
 pub(super) const PREFIX: &str = "HDF5_EXT_PREFIX";
 
-/// Refuses a file with a link to a pipe, a socket or a device, or with groups that are nested too deep to look for one.
+/// Refuses a file with a link to a pipe, a socket or a device, or with groups that are nested too
+/// deep to look for one.
 ///
 /// # Errors
 /// Returns an error that names the link and its target, or the group.
@@ -48,7 +49,8 @@ fn check_target(name: &str, file: &str, object: &str, path: &Path) -> Result<()>
     match found.filter(|place| !place.is_file() && !place.is_dir()) {
         None => Ok(()),
         Some(place) => {
-            let (at, place) = (path.display(), place.display());
+            let at = path.display();
+            let place = place.display();
             Err(Error::input(format!(
                 "{at}: {name} is an external link to {object} of {place}, which is a pipe, a socket or a device"
             ))
@@ -73,8 +75,11 @@ pub(super) fn link(file: &Group, name: &str) -> Option<Link> {
     let name = CString::new(name).ok()?;
     let mut value = vec![0u8; ROOM + 1];
     hdf5::sync::sync(|| {
-        // SAFETY: HDF5 writes at most `ROOM` bytes, and nothing of a hard link, for which it returns an error.
-        let got = unsafe { H5Lget_val(file.id(), name.as_ptr(), value.as_mut_ptr().cast(), ROOM, H5P_DEFAULT) };
+        // SAFETY: HDF5 writes at most `ROOM` bytes, and nothing of a hard link, for which it
+        // returns an error.
+        let got = unsafe {
+            H5Lget_val(file.id(), name.as_ptr(), value.as_mut_ptr().cast(), ROOM, H5P_DEFAULT)
+        };
         if got < 0 {
             return None;
         }
@@ -84,18 +89,22 @@ pub(super) fn link(file: &Group, name: &str) -> Option<Link> {
         if !soft.is_empty() {
             return Some(Link::Soft(soft));
         }
-        let (mut flags, mut target, mut object) = (0, ptr::null(), ptr::null());
-        // The value of an external link begins with a zero: its version.
-        // SAFETY: HDF5 looks for two strings within `ROOM` bytes, and tells where in `value` they are.
-        let unpacked =
-            unsafe { H5Lunpack_elink_val(value.as_ptr().cast(), ROOM, &mut flags, &mut target, &mut object) };
+        let mut flags = 0;
+        let mut target = ptr::null();
+        let mut object = ptr::null();
+        // The value of an external link begins with a zero: its version. SAFETY: HDF5 looks for two
+        // strings within `ROOM` bytes, and tells where in `value` they are.
+        let unpacked = unsafe {
+            H5Lunpack_elink_val(value.as_ptr().cast(), ROOM, &mut flags, &mut target, &mut object)
+        };
         let is_external = unpacked >= 0 && !target.is_null() && !object.is_null();
         is_external.then(|| Link::External { file: text(target), object: text(object) })
     })
 }
 
-/// Path at which HDF5 finds a file that the file at `path` refers to: the absolute path, else its last part, in the
-/// directories of an environment variable, beside the referring file, or in the current directory.
+/// Path at which HDF5 finds a file that the file at `path` refers to: the absolute path, else its
+/// last part, in the directories of an environment variable, beside the referring file, or in the
+/// current directory.
 pub(super) fn find(name: &str, path: &Path, variable: &str) -> Option<PathBuf> {
     candidates(name, path, variable).find(|path| path.is_file())
 }
@@ -114,7 +123,8 @@ fn candidates(name: &str, path: &Path, variable: &str) -> impl Iterator<Item = P
     folders.extend(beside(path));
     folders.push(PathBuf::new());
     folders.extend(path.canonicalize().ok().as_deref().and_then(beside));
-    let below = relative.map(|relative| folders.into_iter().map(move |folder| folder.join(&relative)));
+    let below =
+        relative.map(|relative| folders.into_iter().map(move |folder| folder.join(&relative)));
     absolute.into_iter().chain(below.into_iter().flatten())
 }
 

@@ -1,4 +1,5 @@
-//! Identity of a run's training data: enough of every shard to tell it from another, without a read of all of it.
+//! Identity of a run's training data: enough of every shard to tell it from another, without a read
+//! of all of it.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -20,17 +21,19 @@ const HASH: usize = 8;
 const PIECES: u64 = 8;
 const PIECE: u64 = 4 << 10;
 
-/// The samples of a run, as far as they determine its results: their number, and their shards in the order of the
-/// samples. It does not depend on the directory, on `data.stage`, or on the number of ranks.
+/// The samples of a run, as far as they determine its results: their number, and their shards in
+/// the order of the samples. It does not depend on the directory, on `data.stage`, or on the number
+/// of ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fingerprint {
     /// Number of samples.
     pub samples: u64,
-    /// Millionths of the stored samples that are kept for validation (`data.val_fraction`), where there are no shards
-    /// for it.
+    /// Millionths of the stored samples that are kept for validation (`data.val_fraction`), where
+    /// there are no shards for it.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub held_out: u64,
-    /// The shards of all data sets, one data set after the other; none for samples that a program makes.
+    /// The shards of all data sets, one data set after the other; none for samples that a program
+    /// makes.
     pub shards: Vec<ShardPrint>,
 }
 
@@ -41,8 +44,9 @@ pub struct ShardPrint {
     pub file: String,
     /// Rows; of a token stream, ids.
     pub rows: u64,
-    /// Sixteen hexadecimal digits. Of shards with checksums a hash of these; of others one of types, shapes and some pieces of
-    /// the elements. Tokenizer, vocabulary and scale of the inputs count as well.
+    /// Sixteen hexadecimal digits. Of shards with checksums a hash of these; of others one of
+    /// types, shapes and some pieces of the elements. Tokenizer, vocabulary and scale of the inputs
+    /// count as well.
     pub hash: String,
 }
 
@@ -66,26 +70,33 @@ impl Fingerprint {
         short(hash)
     }
 
-    /// The first difference from the data `before`; `None` if the samples are the same, even under other file names.
+    /// The first difference from the data `before`; `None` if the samples are the same, even under
+    /// other file names.
     ///
     /// ```
     /// use hpctrain_data::Fingerprint;
     ///
-    /// let (now, before) = (Fingerprint::of_samples(90), Fingerprint::of_samples(100));
+    /// let now = Fingerprint::of_samples(90);
+    /// let before = Fingerprint::of_samples(100);
     /// assert_eq!(now.difference(&before).as_deref(), Some("90 samples, trained on 100"));
     /// assert_eq!(now.difference(&now), None);
     /// ```
     pub fn difference(&self, before: &Self) -> Option<String> {
-        let (own, other) = (&self.shards, &before.shards);
+        let own = &self.shards;
+        let other = &before.shards;
         if own.len() != other.len() {
             let counts = format!("{} shards, trained on {}", own.len(), other.len());
             let (more, fewer, verb) =
                 if own.len() < other.len() { (other, own, "missing") } else { (own, other, "new") };
             let lacks = |shard: &&ShardPrint| fewer.iter().all(|one| one.hash != shard.hash);
             let first = more.iter().find(lacks);
-            return Some(first.map_or(counts.clone(), |first| format!("{counts}: {} is {verb}", first.file)));
+            return Some(
+                first.map_or(counts.clone(), |first| format!("{counts}: {} is {verb}", first.file)),
+            );
         }
-        let differs = |(own, other): &(&ShardPrint, &ShardPrint)| (own.rows, &own.hash) != (other.rows, &other.hash);
+        let differs = |(own, other): &(&ShardPrint, &ShardPrint)| {
+            (own.rows, &own.hash) != (other.rows, &other.hash)
+        };
         match own.iter().zip(other).find(differs) {
             Some((own, other)) if own.file != other.file => {
                 Some(format!("{} in the place of {}", own.file, other.file))
@@ -139,9 +150,15 @@ fn short(hash: Sha256) -> String {
 
 impl ShardPrint {
     /// The fingerprint of a file that has just been described.
-    pub(super) fn of(file: &hdf5::File, path: &Path, header: &Header, content: &ShardSchema) -> Result<Self> {
+    pub(super) fn of(
+        file: &hdf5::File,
+        path: &Path,
+        header: &Header,
+        content: &ShardSchema,
+    ) -> Result<Self> {
         let mut hash = Sha256::new();
-        let tokenizer = header.tokenizer.as_ref().map(|tokenizer| tokenizer.to_json()).transpose()?;
+        let tokenizer =
+            header.tokenizer.as_ref().map(|tokenizer| tokenizer.to_json()).transpose()?;
         hash.update(format!("{:?} {tokenizer:?}\n", header.vocabulary_size));
         if let Some(standard) = content.standard() {
             [&standard.mean, &standard.std]
@@ -177,11 +194,12 @@ impl ShardPrint {
     }
 }
 
-/// Enters the parts of a dataset without checksums that are cheap to read: of contiguous elements some pieces; of
-/// chunks their total bytes, and pieces of the first one.
+/// Enters the parts of a dataset without checksums that are cheap to read: of contiguous elements
+/// some pieces; of chunks their total bytes, and pieces of the first one.
 fn sample(hash: &mut Sha256, file: &hdf5::File, field: &Field) -> Result<()> {
-    let dataset =
-        file.dataset(&field.name).map_err(|e| Error::input(format!("{}: {}", field.name, h5::one_line(&e))))?;
+    let dataset = file
+        .dataset(&field.name)
+        .map_err(|e| Error::input(format!("{}: {}", field.name, h5::one_line(&e))))?;
     let stored = dataset.storage_size();
     hash.update(stored.to_le_bytes());
     // Nothing was written: there is no first chunk.
@@ -193,7 +211,10 @@ fn sample(hash: &mut Sha256, file: &hdf5::File, field: &Field) -> Result<()> {
         _ => dataset.offset().map(|offset| (offset, stored)),
     };
     // Without a place of its own in a file, as without elements, it has only type and shape.
-    let Some((start, bytes)) = first.filter(|(start, bytes)| *start < u64::MAX && *bytes > 0) else { return Ok(()) };
+    let Some((start, bytes)) = first.filter(|(start, bytes)| *start < u64::MAX && *bytes > 0)
+    else {
+        return Ok(());
+    };
     // A link may lead into another file.
     let path = PathBuf::from(dataset.filename());
     let plain = File::open(&path).map_err(|e| Error::io("read", &path, e))?;
@@ -201,7 +222,9 @@ fn sample(hash: &mut Sha256, file: &hdf5::File, field: &Field) -> Result<()> {
     // The first piece begins with the first byte, the last one ends near the last.
     let apart = (bytes - piece.len() as u64) / (PIECES - 1);
     for number in 0..PIECES {
-        let read = plain.read_at(&mut piece, start + number * apart).map_err(|e| Error::io("read", &path, e))?;
+        let read = plain
+            .read_at(&mut piece, start + number * apart)
+            .map_err(|e| Error::io("read", &path, e))?;
         hash.update(&piece[..read]);
     }
     Ok(())
@@ -227,16 +250,36 @@ mod tests {
             (30, &[("a.h5", 10, "0a"), ("b.h5", 10, "0b"), ("c.h5", 10, "0c")][..], None),
             // Other names of the same content in the same order.
             (30, &[("x.h5", 10, "0a"), ("y.h5", 10, "0b"), ("z.h5", 10, "0c")], None),
-            (20, &[("a.h5", 10, "0a"), ("c.h5", 10, "0c")], Some("2 shards, trained on 3: b.h5 is missing")),
+            (
+                20,
+                &[("a.h5", 10, "0a"), ("c.h5", 10, "0c")],
+                Some("2 shards, trained on 3: b.h5 is missing"),
+            ),
             (
                 40,
                 &[("a.h5", 10, "0a"), ("b.h5", 10, "0b"), ("bb.h5", 10, "bb"), ("c.h5", 10, "0c")],
                 Some("4 shards, trained on 3: bb.h5 is new"),
             ),
-            (30, &[("a.h5", 10, "0a"), ("b.h5", 10, "ff"), ("c.h5", 10, "0c")], Some("b.h5 has other content")),
-            (29, &[("a.h5", 9, "0a"), ("b.h5", 10, "0b"), ("c.h5", 10, "0c")], Some("a.h5 has 9 rows, trained on 10")),
-            (30, &[("a.h5", 10, "0a"), ("d.h5", 10, "0d"), ("c.h5", 10, "0c")], Some("d.h5 in the place of b.h5")),
-            (15, &[("a.h5", 10, "0a"), ("b.h5", 10, "0b"), ("c.h5", 10, "0c")], Some("15 samples, trained on 30")),
+            (
+                30,
+                &[("a.h5", 10, "0a"), ("b.h5", 10, "ff"), ("c.h5", 10, "0c")],
+                Some("b.h5 has other content"),
+            ),
+            (
+                29,
+                &[("a.h5", 9, "0a"), ("b.h5", 10, "0b"), ("c.h5", 10, "0c")],
+                Some("a.h5 has 9 rows, trained on 10"),
+            ),
+            (
+                30,
+                &[("a.h5", 10, "0a"), ("d.h5", 10, "0d"), ("c.h5", 10, "0c")],
+                Some("d.h5 in the place of b.h5"),
+            ),
+            (
+                15,
+                &[("a.h5", 10, "0a"), ("b.h5", 10, "0b"), ("c.h5", 10, "0c")],
+                Some("15 samples, trained on 30"),
+            ),
         ] {
             let now = data(samples, shards);
             assert_eq!(now.difference(&before).as_deref(), told);

@@ -30,7 +30,8 @@ use hpctrain_base::error::{Error, Result};
 
 /// Ids between two checksums; also the chunk of compressed shards, so that damage stays in one.
 const BLOCK: usize = 1 << 16;
-/// Bytes of rows between two checksums, or one row if that is more: random reads are not much smaller.
+/// Bytes of rows between two checksums, or one row if that is more: random reads are not much
+/// smaller.
 const ROW_BLOCK_BYTES: usize = 16 << 10;
 /// Blocks of rows that are written at once.
 const BLOCKS: usize = 256;
@@ -105,24 +106,35 @@ pub(super) struct Header {
 impl Header {
     pub(super) fn read(file: &File) -> Result<Self> {
         let named = attribute::<VarLenUnicode>(file, "format")?;
-        let format =
-            Format::ALL.into_iter().find(|format| named.as_ref().is_some_and(|name| name.as_str() == format.name()));
+        let format = Format::ALL
+            .into_iter()
+            .find(|format| named.as_ref().is_some_and(|name| name.as_str() == format.name()));
         let version = attribute::<u32>(file, "format_version")?;
         let format = match (format, version) {
             (None, _) => None,
             (Some(_), None) => {
-                return Err(Error::input("attribute format_version is missing").hint("import it again"));
+                return Err(
+                    Error::input("attribute format_version is missing").hint("import it again")
+                );
             }
             (Some(format), Some(version)) if version > format.version() => {
-                let message = format!("format_version is {version}, but this program knows up to {}", format.version());
-                return Err(Error::input(message).hint("use a newer hpctrain, or import the data with this one"));
+                let message = format!(
+                    "format_version is {version}, but this program knows up to {}",
+                    format.version()
+                );
+                return Err(Error::input(message)
+                    .hint("use a newer hpctrain, or import the data with this one"));
             }
             (Some(format), Some(version)) => Some((format, version)),
         };
         let text = |name| Ok(attribute::<VarLenUnicode>(file, name)?.map(|text| text.to_string()));
         let header = Self {
             format,
-            tokenizer: if matches!(format, Some((Format::Tokens, _))) { read_tokenizer(file)? } else { None },
+            tokenizer: if matches!(format, Some((Format::Tokens, _))) {
+                read_tokenizer(file)?
+            } else {
+                None
+            },
             vocabulary_size: attribute(file, "vocabulary_size")?,
             source: text("source")?,
             source_sha256: text("source_sha256")?,
@@ -135,9 +147,12 @@ impl Header {
         if let (Some(tokenizer), Some(size)) = (&header.tokenizer, header.vocabulary_size)
             && tokenizer.vocabulary() as u64 != size
         {
-            let (name, has) = (tokenizer.name(), tokenizer.vocabulary());
-            return Err(Error::input(format!("vocabulary_size is {size}, but its {name} tokenizer has {has} ids"))
-                .hint("import it again"));
+            let name = tokenizer.name();
+            let has = tokenizer.vocabulary();
+            return Err(Error::input(format!(
+                "vocabulary_size is {size}, but its {name} tokenizer has {has} ids"
+            ))
+            .hint("import it again"));
         }
         Ok(header)
     }
@@ -161,10 +176,10 @@ fn read_tokenizer(file: &File) -> Result<Option<Tokenizer>> {
     if !file.link_exists(TOKENIZER) {
         return Ok(None);
     }
-    let json: VarLenUnicode = file
-        .dataset(TOKENIZER)
-        .and_then(|dataset| dataset.read_scalar())
-        .map_err(|e| Error::input(format!("dataset {TOKENIZER} cannot be read: {}", one_line(&e))))?;
+    let json: VarLenUnicode =
+        file.dataset(TOKENIZER).and_then(|dataset| dataset.read_scalar()).map_err(|e| {
+            Error::input(format!("dataset {TOKENIZER} cannot be read: {}", one_line(&e)))
+        })?;
     Tokenizer::from_json(&json).map(Some).map_err(|e| e.at(TOKENIZER))
 }
 
@@ -193,12 +208,16 @@ impl Checksums {
             }
             let all = file.group(CHECKSUMS)?.datasets()?.into_iter().map(|dataset| {
                 let name = dataset.name();
-                Ok((name.strip_prefix(CHECKSUMS).unwrap_or(&name).to_owned(), BlockSums::read(&dataset)?))
+                Ok((
+                    name.strip_prefix(CHECKSUMS).unwrap_or(&name).to_owned(),
+                    BlockSums::read(&dataset)?,
+                ))
             });
             Ok(Self(all.collect::<hdf5::Result<_>>()?))
         };
         let all = read().map_err(|e| {
-            Error::input(format!("{CHECKSUMS} cannot be read: {}", one_line(&e))).hint("copy or import it again")
+            Error::input(format!("{CHECKSUMS} cannot be read: {}", one_line(&e)))
+                .hint("copy or import it again")
         })?;
         match all.0.iter().find(|(_, sums)| sums.block == 0) {
             Some((name, _)) => {
@@ -211,7 +230,10 @@ impl Checksums {
 
     /// Checksums of the dataset `name`, if it has any.
     pub(super) fn of(&self, name: &str) -> Option<&BlockSums> {
-        self.0.iter().find(|(own, _)| own.trim_start_matches('/') == name.trim_start_matches('/')).map(|(_, sums)| sums)
+        self.0
+            .iter()
+            .find(|(own, _)| own.trim_start_matches('/') == name.trim_start_matches('/'))
+            .map(|(_, sums)| sums)
     }
 
     /// All, in the order of the names.
@@ -228,7 +250,10 @@ impl BlockSums {
 
     /// Checksums of the bytes of a whole dataset, in blocks of so many rows of `row_bytes`.
     fn of(bytes: &[u8], block: usize, row_bytes: usize) -> Self {
-        Self { block, crc32: bytes.chunks((block * row_bytes).max(1)).map(crc32fast::hash).collect() }
+        Self {
+            block,
+            crc32: bytes.chunks((block * row_bytes).max(1)).map(crc32fast::hash).collect(),
+        }
     }
 
     /// Number of blocks of a dataset of so many rows.
@@ -258,7 +283,8 @@ pub(super) fn write_rows<T: H5Type + bytemuck::NoUninit>(
     write_rows_by(file, name, shape, 0..shape[0], of_row)
 }
 
-/// As [`write_rows`], of some `rows`, whose elements `of_row` adds: as many as the shape has, and a few in memory at a time.
+/// As [`write_rows`], of some `rows`, whose elements `of_row` adds: as many as the shape has, and a
+/// few in memory at a time.
 pub(super) fn write_rows_by<T: H5Type + bytemuck::NoUninit>(
     file: &File,
     name: &str,
@@ -270,7 +296,8 @@ pub(super) fn write_rows_by<T: H5Type + bytemuck::NoUninit>(
     let block = ROW_BLOCK_BYTES.div_ceil(row_bytes.max(1));
     let dataset = file.new_dataset::<T>().shape(shape).create(name)?;
     let mut sums = BlockSums { block, crc32: Vec::with_capacity(shape[0].div_ceil(block)) };
-    let (mut first, mut elements) = (0, Vec::new());
+    let mut first = 0;
+    let mut elements = Vec::new();
     while first < shape[0] {
         let count = (BLOCKS * block).min(shape[0] - first);
         elements.clear();
@@ -278,9 +305,11 @@ pub(super) fn write_rows_by<T: H5Type + bytemuck::NoUninit>(
         // As HDF5 stores them: no machine that this runs on has another byte order.
         sums.crc32.extend(BlockSums::of(bytemuck::cast_slice(&elements), block, row_bytes).crc32);
         let dims: Vec<usize> = std::iter::once(count).chain(shape[1..].iter().copied()).collect();
-        let some = ndarray::ArrayViewD::from_shape(dims, &elements).map_err(|e| hdf5::Error::from(e.to_string()))?;
+        let some = ndarray::ArrayViewD::from_shape(dims, &elements)
+            .map_err(|e| hdf5::Error::from(e.to_string()))?;
         let axes = (1..shape.len()).map(|_| SliceOrIndex::from(..));
-        let place: Vec<SliceOrIndex> = std::iter::once(SliceOrIndex::from(first..first + count)).chain(axes).collect();
+        let place: Vec<SliceOrIndex> =
+            std::iter::once(SliceOrIndex::from(first..first + count)).chain(axes).collect();
         dataset.write_slice(some, Hyperslab::from(place))?;
         first += count;
     }
@@ -356,7 +385,8 @@ impl TokenShard<'_> {
         self.write_by(path, self.ids.len(), &mut next)
     }
 
-    /// As [`TokenShard::write`], of `count` ids that `next` gives, as many at a time as it is asked for.
+    /// As [`TokenShard::write`], of `count` ids that `next` gives, as many at a time as it is asked
+    /// for.
     pub(super) fn write_by(
         &self,
         path: &Path,
@@ -386,7 +416,9 @@ impl TokenShard<'_> {
         }
         written.map_err(|e| Error::io("write", path, one_line(&e)))?;
         // The name must never outlive the content.
-        std::fs::File::open(path).and_then(|file| file.sync_all()).map_err(|e| Error::io("write", path, e))
+        std::fs::File::open(path)
+            .and_then(|file| file.sync_all())
+            .map_err(|e| Error::io("write", path, e))
     }
 
     fn write_objects(
@@ -403,8 +435,11 @@ impl TokenShard<'_> {
             file.new_attr::<VarLenUnicode>().create(*name)?.write_scalar(text)?;
         }
         file.new_attr::<u32>().create("format_version")?.write_scalar(&Format::Tokens.version())?;
-        for (name, n) in [("vocabulary_size", self.vocabulary), ("shard", self.shard), ("num_shards", self.num_shards)]
-        {
+        for (name, n) in [
+            ("vocabulary_size", self.vocabulary),
+            ("shard", self.shard),
+            ("num_shards", self.num_shards),
+        ] {
             file.new_attr::<u64>().create(name)?.write_scalar(&(n as u64))?;
         }
         if let Some(json) = json {
@@ -415,7 +450,8 @@ impl TokenShard<'_> {
         let mut sums = BlockSums { block: BLOCK, crc32: vec![0; count.div_ceil(BLOCK)] };
         sums.write(&file, CHECKSUMS)?;
 
-        let mut builder = file.new_dataset_builder().empty_as(TypeDescriptor::Unsigned(width)).shape(count);
+        let mut builder =
+            file.new_dataset_builder().empty_as(TypeDescriptor::Unsigned(width)).shape(count);
         if let Some(level) = self.compress {
             builder = builder.chunk(BLOCK.min(count));
             if width != IntSize::U1 {
@@ -493,14 +529,19 @@ mod tests {
 
     #[test]
     fn checksum_is_over_little_endian_bytes() {
-        assert_eq!(Narrow::new(vec![0x0102, 3], IntSize::U2).checksum(), crc32fast::hash(&[2, 1, 3, 0]));
+        assert_eq!(
+            Narrow::new(vec![0x0102, 3], IntSize::U2).checksum(),
+            crc32fast::hash(&[2, 1, 3, 0])
+        );
         assert_eq!(Narrow::new(vec![7, 3], IntSize::U1).checksum(), crc32fast::hash(&[7, 3]));
     }
 
     #[test]
     fn width_follows_the_vocabulary() {
         let chars = |n| Tokenizer::Char { chars: ('\0'..).take(n).collect() };
-        for (vocabulary, width) in [(1, IntSize::U1), (256, IntSize::U1), (257, IntSize::U2), (0x1_0000, IntSize::U2)] {
+        for (vocabulary, width) in
+            [(1, IntSize::U1), (256, IntSize::U1), (257, IntSize::U2), (0x1_0000, IntSize::U2)]
+        {
             assert_eq!(shard(&[], &chars(vocabulary), None).id_width(), width, "{vocabulary}");
         }
         assert_eq!(shard(&[], &chars(0x1_0001), None).id_width(), IntSize::U4);

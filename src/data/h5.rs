@@ -1,5 +1,6 @@
-//! Additions to the HDF5 binding: rows read straight into a buffer that the caller keeps, caches and buffers sized for
-//! random reads, facts about types, filters and virtual data sets, and failures told in one line.
+//! Additions to the HDF5 binding: rows read straight into a buffer that the caller keeps, caches
+//! and buffers sized for random reads, facts about types, filters and virtual data sets, and
+//! failures told in one line.
 
 use std::ffi::{CStr, c_char};
 use std::io::ErrorKind;
@@ -13,16 +14,17 @@ use hdf5::{Dataspace, Datatype, File, H5Type};
 use hdf5_sys::h5d::H5Dread;
 use hdf5_sys::h5i::hid_t;
 use hdf5_sys::h5p::{
-    H5Pclose, H5Pcreate, H5Pget_filter2, H5Pget_nfilters, H5Pget_virtual_count, H5Pget_virtual_dsetname,
-    H5Pget_virtual_filename, H5Pget_virtual_srcspace, H5Pget_virtual_vspace, H5Pset_buffer,
+    H5Pclose, H5Pcreate, H5Pget_filter2, H5Pget_nfilters, H5Pget_virtual_count,
+    H5Pget_virtual_dsetname, H5Pget_virtual_filename, H5Pget_virtual_srcspace,
+    H5Pget_virtual_vspace, H5Pset_buffer,
 };
 use hdf5_sys::h5s::{
-    H5S_SELECT_SET, H5Sclose, H5Sget_select_bounds, H5Sget_select_npoints, H5Sget_simple_extent_ndims,
-    H5Sselect_hyperslab,
+    H5S_SELECT_SET, H5Sclose, H5Sget_select_bounds, H5Sget_select_npoints,
+    H5Sget_simple_extent_ndims, H5Sselect_hyperslab,
 };
 use hdf5_sys::h5t::{
-    H5T_class_t, H5T_sign_t, H5Tget_class, H5Tget_ebias, H5Tget_fields, H5Tget_member_name, H5Tget_nmembers,
-    H5Tget_precision, H5Tget_sign, H5Tget_size, H5Tis_variable_str,
+    H5T_class_t, H5T_sign_t, H5Tget_class, H5Tget_ebias, H5Tget_fields, H5Tget_member_name,
+    H5Tget_nmembers, H5Tget_precision, H5Tget_sign, H5Tget_size, H5Tis_variable_str,
 };
 use hdf5_sys::h5z::H5Zfilter_avail;
 
@@ -44,8 +46,9 @@ pub(super) struct ChunkCache {
     pub chunk_bytes: usize,
 }
 
-/// Retries of a file that another process has locked, and the pause before each. A child process that was started while
-/// a file was written holds the writer's lock until it executes its own program.
+/// Retries of a file that another process has locked, and the pause before each. A child process
+/// that was started while a file was written holds the writer's lock until it executes its own
+/// program.
 const LOCK_TRIES: u32 = 10;
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
@@ -63,8 +66,10 @@ pub(super) fn open_file(path: &Path, cache: Option<ChunkCache>) -> Result<File> 
     }
     // HDF5 would wait for the other end of a pipe.
     safe_open::check(path).map_err(|e| match e.kind() {
-        ErrorKind::InvalidData => Error::input(format!("{} is not an HDF5 file: {e}", path.display()))
-            .hint("name HDF5 files, or move it away from among them"),
+        ErrorKind::InvalidData => {
+            Error::input(format!("{} is not an HDF5 file: {e}", path.display()))
+                .hint("name HDF5 files, or move it away from among them")
+        }
         _ => Error::io("read", path, e),
     })?;
     let mut opened = hdf5_open::open_with(&options, path);
@@ -79,8 +84,8 @@ pub(super) fn open_file(path: &Path, cache: Option<ChunkCache>) -> Result<File> 
     external_links::check(&file, path).map(|()| file)
 }
 
-/// Distinguishes the causes that the user can mend: no permission, not HDF5 at all, a newer format, a part of something
-/// larger, damaged, not lockable.
+/// Distinguishes the causes that the user can mend: no permission, not HDF5 at all, a newer format,
+/// a part of something larger, damaged, not lockable.
 fn cannot_open(path: &Path, error: &hdf5::Error) -> Error {
     let start = match read_start(path) {
         Ok(start) => start,
@@ -91,14 +96,19 @@ fn cannot_open(path: &Path, error: &hdf5::Error) -> Error {
     let has = |bytes: &[u8]| start.windows(bytes.len()).any(|window| window == bytes);
     // The blocks of a user may precede it: 512 bytes, or twice as many, and so on.
     let blocks = std::iter::successors(Some(512), |at| Some(2 * at)).take_while(|at| *at < START);
-    let is_hdf5 = std::iter::once(0).chain(blocks).any(|at| start.get(at..).is_some_and(|s| s.starts_with(SIGNATURE)));
+    let is_hdf5 = std::iter::once(0)
+        .chain(blocks)
+        .any(|at| start.get(at..).is_some_and(|s| s.starts_with(SIGNATURE)));
     if !is_hdf5 {
-        Error::input(format!("{name} is not an HDF5 file")).hint("import the data with `hpctrain data import`")
+        Error::input(format!("{name} is not an HDF5 file"))
+            .hint("import the data with `hpctrain data import`")
     } else if is_newer(error) {
         newer(&name.to_string(), error)
     } else if detail.contains("already open for write") {
         Error::input(format!("{name} is open for writing, or its writer ended without closing it"))
-            .hint(format!("wait for the writer; if there is none any more, remove the mark: h5clear -s {name}"))
+            .hint(format!(
+                "wait for the writer; if there is none any more, remove the mark: h5clear -s {name}"
+            ))
     } else if has(b"NCSAfami") {
         Error::input(format!("{name} is one of several files of HDF5's family driver"))
             .hint("make them one file: h5repart -family_to_sec2 NAME%d.h5 out.h5")
@@ -132,27 +142,31 @@ pub(super) fn is_newer(error: &hdf5::Error) -> bool {
     let Some(stack) = error.stack() else { return false };
     stack.iter().any(|frame| {
         let text = frame.desc();
-        text.contains("version") && ["bad", "wrong", "unknown", "unsupported"].iter().any(|word| text.contains(word))
+        text.contains("version")
+            && ["bad", "wrong", "unknown", "unsupported"].iter().any(|word| text.contains(word))
     })
 }
 
 /// Says that a file, or an object of a file, is of a newer format than the library knows.
 pub(super) fn newer(name: &str, error: &hdf5::Error) -> Error {
     let ((major, minor, release), detail) = (hdf5::library_version(), one_line(error));
-    let message =
-        format!("{name} is of a newer version of the HDF5 format than libhdf5 {major}.{minor}.{release} reads");
+    let message = format!(
+        "{name} is of a newer version of the HDF5 format than libhdf5 {major}.{minor}.{release} reads"
+    );
     Error::input(format!("{message}: {detail}")).hint(
         "where it was written: h5repack --low=0 --high=2 in.h5 out.h5, or in h5py: libver = (\"earliest\", \"v110\")",
     )
 }
 
-/// The top and the bottom of HDF5's error stack, with the system's reason if it refused to read or write.
+/// The top and the bottom of HDF5's error stack, with the system's reason if it refused to read or
+/// write.
 pub fn one_line(error: &hdf5::Error) -> String {
     let text = match error.stack() {
         Some(stack) => stack.description().to_owned(),
         None => error.to_string(),
     };
-    // "… file write failed: time = …", a line break, ", filename = …, error message = 'No space left on device', …"
+    // "… file write failed: time = …", a line break, ", filename = …, error message = 'No space
+    // left on device', …"
     let first = text.lines().next().unwrap_or_default();
     let what = first.split_once(": time = ").map_or(first, |(what, _)| what);
     match text.split_once("error message = '").and_then(|(_, rest)| rest.split_once('\'')) {
@@ -163,8 +177,12 @@ pub fn one_line(error: &hdf5::Error) -> String {
 
 /// All elements of a dataset that tells of others: not more than its stored bytes can hold.
 pub(super) fn read_all<T: H5Type>(dataset: &hdf5::Dataset) -> hdf5::Result<Vec<T>> {
-    let elements = decompression_limit::extent(&dataset.get_shape()?).ok_or("its shape is larger than any memory")?;
-    decompression_limit::check((elements as u64).saturating_mul(size_of::<T>() as u64), dataset.storage_size())?;
+    let elements = decompression_limit::extent(&dataset.get_shape()?)
+        .ok_or("its shape is larger than any memory")?;
+    decompression_limit::check(
+        (elements as u64).saturating_mul(size_of::<T>() as u64),
+        dataset.storage_size(),
+    )?;
     dataset.read_raw()
 }
 
@@ -173,7 +191,8 @@ pub(crate) fn var_len(text: &str) -> Result<VarLenUnicode> {
     text.parse().map_err(|e| Error::input(format!("{text:?} cannot be stored in HDF5: {e}")))
 }
 
-/// Reads rows of a dataset through the library: single elements if it has one dimension, else whole slices along the first one.
+/// Reads rows of a dataset through the library: single elements if it has one dimension, else whole
+/// slices along the first one.
 pub(super) struct SlabReader {
     dataset: hdf5::Dataset,
     /// Elements of a row, and bytes of an element in memory.
@@ -188,14 +207,16 @@ pub(super) struct SlabReader {
 }
 
 impl SlabReader {
-    /// Elements are converted to `stored` from any type in the file: integers that do not fit are clamped by HDF5.
+    /// Elements are converted to `stored` from any type in the file: integers that do not fit are
+    /// clamped by HDF5.
     pub(super) fn new(dataset: hdf5::Dataset, stored: ElementType) -> hdf5::Result<Self> {
         let shape = dataset.get_shape()?;
         if shape.is_empty() {
             return Err("a scalar has no rows".into());
         }
         Ok(Self {
-            row_len: decompression_limit::extent(&shape[1..]).ok_or("a row is larger than any memory")?,
+            row_len: decompression_limit::extent(&shape[1..])
+                .ok_or("a row is larger than any memory")?,
             width: stored.width(),
             file_space: dataset.space()?,
             mem_space: Dataspace::try_new(0)?,
@@ -212,12 +233,19 @@ impl SlabReader {
         let elements = out.len() / self.width;
         let rows = elements / self.row_len.max(1);
         if rows * self.row_len * self.width != out.len() {
-            return Err(format!("{} bytes are no whole number of rows of {}", out.len(), self.row_len).into());
+            return Err(format!(
+                "{} bytes are no whole number of rows of {}",
+                out.len(),
+                self.row_len
+            )
+            .into());
         }
         (self.start[0], self.count[0]) = (first, rows as u64);
         if self.mem_space.size() != elements {
-            // Of the same rank as the dataset: between spaces of different ranks HDF5 maps element by element.
-            self.mem_space = Dataspace::try_new(self.count.iter().map(|&n| n as usize).collect::<Vec<_>>())?;
+            // Of the same rank as the dataset: between spaces of different ranks HDF5 maps element
+            // by element.
+            self.mem_space =
+                Dataspace::try_new(self.count.iter().map(|&n| n as usize).collect::<Vec<_>>())?;
         }
         hdf5::sync::sync(|| {
             // SAFETY: `start` and `count` have one element for each dimension of `file_space`;
@@ -233,9 +261,9 @@ impl SlabReader {
                 )
             };
             hdf5::h5check(selected)?;
-            // SAFETY: HDF5 writes one `mem_type` of `width` bytes for each element of `mem_space`, which is as many bytes
-            // as `out` has, and fails if the selection in the file is outside the dataset or of another size. All ids
-            // are open as long as `self`.
+            // SAFETY: HDF5 writes one `mem_type` of `width` bytes for each element of `mem_space`,
+            // which is as many bytes as `out` has, and fails if the selection in the file is
+            // outside the dataset or of another size. All ids are open as long as `self`.
             let read = unsafe {
                 H5Dread(
                     self.dataset.id(),
@@ -263,7 +291,9 @@ impl SmallTransfer {
             // SAFETY: the class is one of HDF5's own.
             let list = Self(hdf5::h5check(unsafe { H5Pcreate(*hdf5::globals::H5P_DATASET_XFER) })?);
             // SAFETY: null buffers leave the allocation to HDF5.
-            hdf5::h5check(unsafe { H5Pset_buffer(list.0, Self::BUFFER, ptr::null_mut(), ptr::null_mut()) })?;
+            hdf5::h5check(unsafe {
+                H5Pset_buffer(list.0, Self::BUFFER, ptr::null_mut(), ptr::null_mut())
+            })?;
             Ok(list)
         })
     }
@@ -298,19 +328,31 @@ pub(super) fn type_facts(dtype: &Datatype) -> hdf5::Result<TypeFacts> {
     let id = dtype.id();
     hdf5::sync::sync(|| {
         // SAFETY: the type is open as long as `dtype`; all of these only look at it.
-        let (class, size, precision) = unsafe { (H5Tget_class(id), H5Tget_size(id), H5Tget_precision(id)) };
+        let (class, size, precision) =
+            unsafe { (H5Tget_class(id), H5Tget_size(id), H5Tget_precision(id)) };
         // SAFETY: as above; of other classes the answer is an error, which is no sign.
         let is_signed = unsafe { H5Tget_sign(id) } == H5T_sign_t::H5T_SGN_2;
         // SAFETY: as above.
         let is_variable = class == H5T_class_t::H5T_STRING && unsafe { H5Tis_variable_str(id) } > 0;
-        let is_bool = class == H5T_class_t::H5T_ENUM && size == 1 && members(id) == ["FALSE", "TRUE"];
+        let is_bool =
+            class == H5T_class_t::H5T_ENUM && size == 1 && members(id) == ["FALSE", "TRUE"];
         let mut float = [0; 3];
         if class == H5T_class_t::H5T_FLOAT {
             let [exponent, mantissa, bias] = &mut float;
-            let (mut sign_at, mut exponent_at, mut mantissa_at) = (0, 0, 0);
+            let mut sign_at = 0;
+            let mut exponent_at = 0;
+            let mut mantissa_at = 0;
             // SAFETY: the type is a float, and all places are those of local numbers.
-            let got =
-                unsafe { H5Tget_fields(id, &mut sign_at, &mut exponent_at, exponent, &mut mantissa_at, mantissa) };
+            let got = unsafe {
+                H5Tget_fields(
+                    id,
+                    &mut sign_at,
+                    &mut exponent_at,
+                    exponent,
+                    &mut mantissa_at,
+                    mantissa,
+                )
+            };
             hdf5::h5check(got)?;
             // SAFETY: the type is a float.
             *bias = unsafe { H5Tget_ebias(id) };
@@ -324,7 +366,8 @@ fn members(id: hid_t) -> Vec<String> {
     // SAFETY: the caller holds an open enumeration.
     let count = unsafe { H5Tget_nmembers(id) }.clamp(0, 3);
     let name = |number| {
-        // SAFETY: the enumeration has a member of this number; the result is null or a string that is ours to free.
+        // SAFETY: the enumeration has a member of this number; the result is null or a string that
+        // is ours to free.
         unsafe {
             let name = H5Tget_member_name(id, number);
             if name.is_null() {
@@ -345,10 +388,21 @@ pub(super) fn missing_filters(properties: &DatasetCreate) -> hdf5::Result<Vec<i3
         // SAFETY: the list is open as long as `properties`.
         let count = hdf5::h5check(unsafe { H5Pget_nfilters(id) })?;
         let number = |place| {
-            let (mut flags, mut values) = (0, 0);
-            // SAFETY: there is a filter at the place; no room is offered for its parameters and its name.
+            let mut flags = 0;
+            let mut values = 0;
+            // SAFETY: there is a filter at the place; no room is offered for its parameters and its
+            // name.
             hdf5::h5check(unsafe {
-                H5Pget_filter2(id, place, &mut flags, &mut values, ptr::null_mut(), 0, ptr::null_mut(), ptr::null_mut())
+                H5Pget_filter2(
+                    id,
+                    place,
+                    &mut flags,
+                    &mut values,
+                    ptr::null_mut(),
+                    0,
+                    ptr::null_mut(),
+                    ptr::null_mut(),
+                )
             })
         };
         let numbers: Vec<i32> = (0..count as u32).map(number).collect::<hdf5::Result<_>>()?;
@@ -377,10 +431,13 @@ pub(super) fn sources(properties: &DatasetCreate) -> hdf5::Result<Vec<Source>> {
         // SAFETY: the list is open as long as `properties`, and that of a virtual data set.
         hdf5::h5check(unsafe { H5Pget_virtual_count(id, &mut count) })?;
         let source = |number| {
-            // SAFETY: there is a part of this number; HDF5 writes at most the bytes that it is told of, a final zero included.
-            let file = text(|room, bytes| unsafe { H5Pget_virtual_filename(id, number, room, bytes) })?;
+            // SAFETY: there is a part of this number; HDF5 writes at most the bytes that it is told
+            // of, a final zero included.
+            let file =
+                text(|room, bytes| unsafe { H5Pget_virtual_filename(id, number, room, bytes) })?;
             // SAFETY: as above.
-            let dataset = text(|room, bytes| unsafe { H5Pget_virtual_dsetname(id, number, room, bytes) })?;
+            let dataset =
+                text(|room, bytes| unsafe { H5Pget_virtual_dsetname(id, number, room, bytes) })?;
             // SAFETY: there is a part of this number.
             let space = Selection(hdf5::h5check(unsafe { H5Pget_virtual_vspace(id, number) })?);
             // SAFETY: the space is open; of a selection without end the answer is negative.
@@ -389,12 +446,21 @@ pub(super) fn sources(properties: &DatasetCreate) -> hdf5::Result<Vec<Source>> {
             let space = Selection(hdf5::h5check(unsafe { H5Pget_virtual_srcspace(id, number) })?);
             // SAFETY: the space is open.
             let rank = hdf5::h5check(unsafe { H5Sget_simple_extent_ndims(space.0) })? as usize;
-            let (mut first, mut last) = (vec![0; rank], vec![0; rank]);
-            // SAFETY: there is room for a number of each dimension; of a selection without end the answer is an error, or ends
-            // at the largest number.
-            let bounded = unsafe { H5Sget_select_bounds(space.0, first.as_mut_ptr(), last.as_mut_ptr()) } >= 0;
-            let extents = last.iter().map(|last| usize::try_from(last.checked_add(1)?).ok()).collect();
-            Ok(Source { file, dataset, gives, extents: Some(extents).filter(|_| bounded && gives.is_some()).flatten() })
+            let mut first = vec![0; rank];
+            let mut last = vec![0; rank];
+            // SAFETY: there is room for a number of each dimension; of a selection without end the
+            // answer is an error, or ends at the largest number.
+            let bounded =
+                unsafe { H5Sget_select_bounds(space.0, first.as_mut_ptr(), last.as_mut_ptr()) }
+                    >= 0;
+            let extents =
+                last.iter().map(|last| usize::try_from(last.checked_add(1)?).ok()).collect();
+            Ok(Source {
+                file,
+                dataset,
+                gives,
+                extents: Some(extents).filter(|_| bounded && gives.is_some()).flatten(),
+            })
         };
         (0..count).map(source).collect()
     })
@@ -412,7 +478,8 @@ impl Drop for Selection {
 
 /// A text of which HDF5 first tells the length.
 fn text(get: impl Fn(*mut c_char, usize) -> isize) -> hdf5::Result<String> {
-    let length = usize::try_from(get(ptr::null_mut(), 0)).map_err(|_| hdf5::Error::from("a name cannot be read"))?;
+    let length = usize::try_from(get(ptr::null_mut(), 0))
+        .map_err(|_| hdf5::Error::from("a name cannot be read"))?;
     let mut bytes = vec![0u8; length + 1];
     if get(bytes.as_mut_ptr().cast(), bytes.len()) < 0 {
         return Err("a name cannot be read".into());

@@ -1,13 +1,16 @@
-//! HDF5 files: the format in which they are written, and descriptors that no other program inherits.
+//! HDF5 files: the format in which they are written, and descriptors that no other program
+//! inherits.
 //!
-//! Files are written in the format of HDF5 1.8 (superblock 2), whose headers, groups and heaps have checksums: a damaged header is
-//! refused instead of being followed. The newer format of 1.10 is not used: it marks a file as open while it is written, so
-//! that the file of a killed writer is refused until somebody clears the mark, and HDF5 1.8 does not read it. Groups and
-//! datasets have no times: the same content is the same bytes.
+//! Files are written in the format of HDF5 1.8 (superblock 2), whose headers, groups and heaps have
+//! checksums: a damaged header is refused instead of being followed. The newer format of 1.10 is
+//! not used: it marks a file as open while it is written, so that the file of a killed writer is
+//! refused until somebody clears the mark, and HDF5 1.8 does not read it. Groups and datasets have
+//! no times: the same content is the same bytes.
 //!
-//! HDF5 opens files without close-on-exec and locks them, and a lock belongs to every process with the descriptor. A
-//! program that is started while a file is open would hold the lock after this process has closed it, and nobody could
-//! open the file before that program ends. Here descriptors are marked as soon as they are open.
+//! HDF5 opens files without close-on-exec and locks them, and a lock belongs to every process with
+//! the descriptor. A program that is started while a file is open would hold the lock after this
+//! process has closed it, and nobody could open the file before that program ends. Here descriptors
+//! are marked as soon as they are open.
 
 use std::ffi::c_void;
 use std::os::fd::BorrowedFd;
@@ -56,14 +59,16 @@ pub fn open_with(options: &FileBuilder, path: &Path) -> Result<File> {
     close_on_exec(options.open(path)?)
 }
 
-/// Marks the descriptor of a file. Drivers other than the default one, which the environment can name, are left alone.
+/// Marks the descriptor of a file. Drivers other than the default one, which the environment can
+/// name, are left alone.
 fn close_on_exec(file: File) -> Result<File> {
     if !matches!(file.access_plist()?.driver(), FileDriver::Sec2) {
         return Ok(file);
     }
     let mut handle: *mut c_void = ptr::null_mut();
     // SAFETY: the file is open, and `handle` is where the pointer to its descriptor goes.
-    let status = hdf5::sync::sync(|| unsafe { H5Fget_vfd_handle(file.id(), H5P_DEFAULT, &raw mut handle) });
+    let status =
+        hdf5::sync::sync(|| unsafe { H5Fget_vfd_handle(file.id(), H5P_DEFAULT, &raw mut handle) });
     if status < 0 || handle.is_null() {
         return Err("HDF5 does not tell the descriptor of a file".into());
     }
@@ -81,8 +86,8 @@ mod tests {
 
     use super::*;
 
-    /// Far more time than a program has the files of the one that starts it (from fork to exec: other tests start some),
-    /// far less than the programs of this test live.
+    /// Far more time than a program has the files of the one that starts it (from fork to exec:
+    /// other tests start some), far less than the programs of this test live.
     const TIMEOUT: Duration = Duration::from_secs(20);
 
     /// Files have the superblock whose format has checksums, and no time anywhere.
@@ -93,7 +98,13 @@ mod tests {
             let path = folder.path().join(name);
             let file = create(&path).unwrap();
             let group = create_group(&file, "group").unwrap();
-            group.new_dataset::<f32>().shape(3).create("x").unwrap().write_raw(&[1f32, 2.0, 3.0]).unwrap();
+            group
+                .new_dataset::<f32>()
+                .shape(3)
+                .create("x")
+                .unwrap()
+                .write_raw(&[1f32, 2.0, 3.0])
+                .unwrap();
             file.close().unwrap();
             std::fs::read(path).unwrap()
         };

@@ -1,4 +1,5 @@
-//! Shapes of rows as files have them and as networks take them, and the order of the axes of images.
+//! Shapes of rows as files have them and as networks take them, and the order of the axes of
+//! images.
 
 use serde::{Deserialize, Serialize};
 
@@ -28,16 +29,23 @@ pub(super) struct Planes {
 const SHAPE: &str = "set model.input to the shape of a row; rows without axes fit any shape";
 
 impl Planes {
-    /// Checks rows of shape `stored` of the dataset `name` for a network that takes `wanted`: returns images with their
-    /// channels first, or none where no axis is to be moved. Axes of one place do not count, and rows without axes are
-    /// in the order of `axes`.
+    /// Checks rows of shape `stored` of the dataset `name` for a network that takes `wanted`:
+    /// returns images with their channels first, or none where no axis is to be moved. Axes of one
+    /// place do not count, and rows without axes are in the order of `axes`.
     ///
     /// # Errors
     /// The rows have other axes than the network takes.
-    pub(super) fn check(name: &str, stored: &[usize], wanted: &[usize], axes: Axes) -> Result<Option<Self>> {
-        let significant = |axes: &[usize]| axes.iter().copied().filter(|extent| *extent != 1).collect::<Vec<_>>();
+    pub(super) fn check(
+        name: &str,
+        stored: &[usize],
+        wanted: &[usize],
+        axes: Axes,
+    ) -> Result<Option<Self>> {
+        let significant =
+            |axes: &[usize]| axes.iter().copied().filter(|extent| *extent != 1).collect::<Vec<_>>();
         let fits = |wanted: &[usize]| {
-            let (stored, wanted) = (significant(stored), significant(wanted));
+            let stored = significant(stored);
+            let wanted = significant(wanted);
             stored == wanted || stored.len() <= 1 || wanted.len() <= 1
         };
         let first = match wanted {
@@ -45,7 +53,9 @@ impl Planes {
             _ => None,
         };
         let has = format!("{name} has rows of {}, but", shape(stored));
-        let refused = |hint: &str| Err(Error::input(format!("{has} model.input is {}", shape(wanted))).hint(hint));
+        let refused = |hint: &str| {
+            Err(Error::input(format!("{has} model.input is {}", shape(wanted))).hint(hint))
+        };
         match (axes, first) {
             (Axes::Nhwc, _) if fits(wanted) => Ok(None),
             (Axes::Nhwc, Some(first)) if fits(&first) => refused(
@@ -53,8 +63,12 @@ impl Planes {
             ),
             (Axes::Nhwc, _) => refused(SHAPE),
             (Axes::Nchw, None) => {
-                let message = format!("data.axes = \"nchw\" is for images, but model.input is {}", shape(wanted));
-                Err(Error::input(message).hint("leave it out, or give height, width and channels as model.input"))
+                let message = format!(
+                    "data.axes = \"nchw\" is for images, but model.input is {}",
+                    shape(wanted)
+                );
+                Err(Error::input(message)
+                    .hint("leave it out, or give height, width and channels as model.input"))
             }
             (Axes::Nchw, Some(first)) if fits(&first) => {
                 let [channels, height, width] = first;
@@ -62,9 +76,16 @@ impl Planes {
                 Ok(Some(planes).filter(|planes| planes.channels > 1 && planes.pixels > 1))
             }
             (Axes::Nchw, Some(first)) => {
-                let hint = if fits(wanted) { "their channels come last: data.axes = \"nhwc\"" } else { SHAPE };
-                let (wanted, first) = (shape(wanted), shape(&first));
-                let message = format!("{has} with data.axes = \"nchw\" those of model.input {wanted} are {first}");
+                let hint = if fits(wanted) {
+                    "their channels come last: data.axes = \"nhwc\""
+                } else {
+                    SHAPE
+                };
+                let wanted = shape(wanted);
+                let first = shape(&first);
+                let message = format!(
+                    "{has} with data.axes = \"nchw\" those of model.input {wanted} are {first}"
+                );
                 Err(Error::input(message).hint(hint))
             }
         }

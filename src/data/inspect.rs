@@ -33,11 +33,15 @@ pub fn inspect(path: &Path) -> Result<Contents> {
 /// A table for people, and notes below it, each with the files that it applies to.
 impl fmt::Display for Contents {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut rows = vec![["file", "dataset", "shape", "type", "layout", "compression", "bytes"].map(str::to_owned)];
+        let mut rows = vec![
+            ["file", "dataset", "shape", "type", "layout", "compression", "bytes"]
+                .map(str::to_owned),
+        ];
         let mut notes: Vec<(String, Vec<String>)> = Vec::new();
         for Inspected { file, datasets, origin, classes } in &self.files {
             for Stored { name, shape, dtype, layout, compression, bytes } in datasets {
-                let cells = [file, name, &h5::shape(shape), dtype, layout, compression, &bytes.to_string()];
+                let cells =
+                    [file, name, &h5::shape(shape), dtype, layout, compression, &bytes.to_string()];
                 rows.push(cells.map(String::clone));
             }
             let classes = classes.iter().map(|names| format!("classes {}", numbered(names)));
@@ -49,9 +53,9 @@ impl fmt::Display for Contents {
             }
         }
         f.write_str(&table(&rows))?;
-        notes
-            .iter()
-            .try_for_each(|(note, files)| writeln!(f, "\n{}", in_one_line(&format!("{}: {note}", files.join(", ")))))
+        notes.iter().try_for_each(|(note, files)| {
+            writeln!(f, "\n{}", in_one_line(&format!("{}: {note}", files.join(", "))))
+        })
     }
 }
 
@@ -66,7 +70,8 @@ pub(super) fn h5_files(path: &Path) -> Result<Vec<PathBuf>> {
         return Ok(vec![path.to_owned()]);
     }
     let names = file_names(path)?;
-    let files: Vec<PathBuf> = names.iter().filter(|name| name.ends_with(".h5")).map(|name| path.join(name)).collect();
+    let files: Vec<PathBuf> =
+        names.iter().filter(|name| name.ends_with(".h5")).map(|name| path.join(name)).collect();
     if files.is_empty() {
         return Err(Error::input(format!("no .h5 file in {}", path.display()))
             .hint("give an HDF5 file or a directory of .h5 files"));
@@ -74,17 +79,19 @@ pub(super) fn h5_files(path: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Columns as wide as their widest cell, two spaces apart. Rows have equally many cells, and a row is one line, whatever
-/// is in its cells.
+/// Columns as wide as their widest cell, two spaces apart. Rows have equally many cells, and a row
+/// is one line, whatever is in its cells.
 pub fn table(rows: &[impl AsRef<[String]>]) -> String {
     let seen = |row: &[String]| row.iter().map(|cell| in_one_line(cell).into_owned()).collect();
     let rows: Vec<Vec<String>> = rows.iter().map(|row| seen(row.as_ref())).collect();
     let columns = rows.first().map_or(0, Vec::len);
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let width =
+        |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns).map(width).collect();
     let mut text = String::new();
     for row in rows {
-        let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:width$}")).collect();
+        let cells: Vec<String> =
+            row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:width$}")).collect();
         text += cells.join("  ").trim_end();
         text.push('\n');
     }

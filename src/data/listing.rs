@@ -52,8 +52,10 @@ pub(super) fn of(path: &Path) -> Result<Inspected> {
     let header = Header::read(&file).map_err(|e| e.at(path.display()))?;
     let look = || -> hdf5::Result<_> {
         let names = dataset_names(&file)?;
-        let datasets = names.iter().filter(|name| !is_about(name)).map(|name| describe(&file, name));
-        let datasets = datasets.filter_map(hdf5::Result::transpose).collect::<hdf5::Result<Vec<_>>>()?;
+        let datasets =
+            names.iter().filter(|name| !is_about(name)).map(|name| describe(&file, name));
+        let datasets =
+            datasets.filter_map(hdf5::Result::transpose).collect::<hdf5::Result<Vec<_>>>()?;
         Ok((datasets, class_names(&file)?))
     };
     let (datasets, classes) = look().map_err(|e| unreadable(path, &e))?;
@@ -84,7 +86,8 @@ fn describe(file: &hdf5::File, name: &str) -> hdf5::Result<Option<Stored>> {
     };
     let filters: Vec<String> = dataset.filters().iter().map(filter).collect();
     let compression = if filters.is_empty() { "none".to_owned() } else { filters.join(" + ") };
-    let (shape, bytes) = (dataset.get_shape()?.to_vec(), dataset.storage_size());
+    let shape = dataset.get_shape()?.to_vec();
+    let bytes = dataset.storage_size();
     Ok(Some(Stored { name: name.to_owned(), shape, dtype, layout, compression, bytes }))
 }
 
@@ -100,7 +103,8 @@ fn origin(header: &Header) -> String {
     let or_unknown = |text: Option<String>| text.unwrap_or_else(|| "unknown".to_owned());
     let number = |n: Option<u64>| or_unknown(n.map(|n| n.to_string()));
     let checksums = if header.has_checksums() { "" } else { ", no checksums" };
-    let (split, source) = (or_unknown(header.split.clone()), or_unknown(header.source.clone()));
+    let split = or_unknown(header.split.clone());
+    let source = or_unknown(header.source.clone());
     match header.format {
         None => "not written by hpctrain, no provenance, no checksums".to_owned(),
         Some((Format::Tokens, version)) => format!(

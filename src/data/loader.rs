@@ -33,7 +33,11 @@ impl Batch {
     ///
     /// # Errors
     /// As [`Source::read`].
-    pub fn read(dataset: &mut dyn Source, positions: Range<u64>, numbers: impl Iterator<Item = u64>) -> Result<Self> {
+    pub fn read(
+        dataset: &mut dyn Source,
+        positions: Range<u64>,
+        numbers: impl Iterator<Item = u64>,
+    ) -> Result<Self> {
         let mut batch = Self::with_room(dataset.sizes(), positions.clone().count());
         batch.fill(dataset, positions, numbers.map(|sample| Draw { sample, epoch: 0 }))?;
         Ok(batch)
@@ -46,10 +50,14 @@ impl Batch {
         positions: Range<u64>,
         draws: impl Iterator<Item = Draw>,
     ) -> Result<()> {
-        let (sizes, samples) = (dataset.sizes(), positions.clone().count());
+        let sizes = dataset.sizes();
+        let samples = positions.clone().count();
         self.positions = positions;
         let lens = sizes.times(samples);
-        self.parts.as_mut().zip(lens).map(|(ids, len)| ids.resize(len, 0), |(numbers, len)| numbers.resize(len, 0.0));
+        self.parts
+            .as_mut()
+            .zip(lens)
+            .map(|(ids, len)| ids.resize(len, 0), |(numbers, len)| numbers.resize(len, 0.0));
         let mut into = self.parts.as_mut().map(Vec::as_mut_slice, Vec::as_mut_slice);
         let mut draws = draws.take(samples).peekable();
         let mut i = 0;
@@ -88,8 +96,8 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// Starts to read `batches`, each a range of positions that `order` maps to samples, and keeps at most `depth` of
-    /// them ready besides the one being read.
+    /// Starts to read `batches`, each a range of positions that `order` maps to samples, and keeps
+    /// at most `depth` of them ready besides the one being read.
     pub fn start(
         dataset: impl Source + 'static,
         order: impl Into<SampleOrder>,
@@ -97,30 +105,43 @@ impl Loader {
         depth: usize,
     ) -> Result<Self> {
         let (ready, receiver) = sync_channel(depth);
-        // Room for all batches there will be: a channel without a bound would ask for memory now and then.
+        // Room for all batches there will be: a channel without a bound would ask for memory now
+        // and then.
         let (used, recycled) = sync_channel(depth + BESIDE_READY);
         let held = Arc::new(AtomicUsize::new(0));
-        let (counter, order) = (held.clone(), order.into());
+        let counter = held.clone();
+        let order = order.into();
         let activity = Activity::current();
         let read = move || {
             activity.inspect(|activity| activity.here(Track::Loader));
             read_ahead(dataset, &order, batches, depth, &ready, &recycled, &counter);
         };
         let reader = spawn("hpctrain-data", read)?;
-        Ok(Self { batches: Some(receiver), used, reader: Some(reader), held, waited: Duration::ZERO })
+        Ok(Self {
+            batches: Some(receiver),
+            used,
+            reader: Some(reader),
+            held,
+            waited: Duration::ZERO,
+        })
     }
 
     /// The next batch; waits for it if need be.
     ///
     /// After a failure, and after the last batch, there are no more.
-    #[expect(clippy::should_implement_trait, reason = "the end is an error here: the caller knows the schedule")]
+    #[expect(
+        clippy::should_implement_trait,
+        reason = "the end is an error here: the caller knows the schedule"
+    )]
     pub fn next(&mut self) -> Result<Batch> {
         let start = Instant::now();
         let _wait = span(Doing::Loading, None);
         let received = self.batches.as_ref().and_then(|batches| batches.recv().ok());
         self.waited += start.elapsed();
         received.unwrap_or_else(|| {
-            Err(Error::internal("no batch is left: the loader was asked for more than its schedule"))
+            Err(Error::internal(
+                "no batch is left: the loader was asked for more than its schedule",
+            ))
         })
     }
 
@@ -130,7 +151,8 @@ impl Loader {
         let _ = self.used.try_send(batch);
     }
 
-    /// Bytes of the batches that were read ahead, are being read, or were handed out, and of the data set's cache.
+    /// Bytes of the batches that were read ahead, are being read, or were handed out, and of the
+    /// data set's cache.
     pub fn held(&self) -> usize {
         self.held.load(Ordering::Relaxed)
     }
@@ -163,8 +185,8 @@ fn read_ahead(
     held: &AtomicUsize,
 ) {
     let mut batches = batches.peekable();
-    // All that there will ever be, so that memory does not grow with the reader's luck: those ready, one being read,
-    // one in use.
+    // All that there will ever be, so that memory does not grow with the reader's luck: those
+    // ready, one being read, one in use.
     let samples = batches.peek().map_or(0, |positions| positions.clone().count());
     let sizes = dataset.sizes();
     let empty = || Batch::with_room(sizes, samples);

@@ -19,7 +19,8 @@ use hpctrain_base::user_dirs::Found;
 
 /// Record of the copies in a directory.
 const RECORD: &str = "staged.json";
-/// Lock file of a directory of copies: only its holder may change the directory, since two jobs may want the same data.
+/// Lock file of a directory of copies: only its holder may change the directory, since two jobs may
+/// want the same data.
 const LOCK: &str = ".lock";
 /// Bytes copied at a time.
 const PIECE: usize = 1 << 20;
@@ -52,12 +53,13 @@ pub fn place(spec: &DataSpec, root: &Path) -> Result<DataSpec> {
     Ok(DataSpec { path, ..spec.clone() })
 }
 
-/// Copies all shards of a data set to a directory of their own below `root`, unless copies of the same size, time and checksum
-/// are there. A copy is read again and compared before it gets its name. Others that want the same wait.
+/// Copies all shards of a data set to a directory of their own below `root`, unless copies of the
+/// same size, time and checksum are there. A copy is read again and compared before it gets its
+/// name. Others that want the same wait.
 ///
 /// # Errors
-/// There is no room, the data set or `root` does not exist, the directory of copies is not the user's own, the file system
-/// refused, or a copy differs from its source.
+/// There is no room, the data set or `root` does not exist, the directory of copies is not the
+/// user's own, the file system refused, or a copy differs from its source.
 pub fn stage(spec: &DataSpec, root: &Path) -> Result<Staged> {
     let place = root.display();
     if !root.is_dir() {
@@ -88,7 +90,8 @@ pub fn stage(spec: &DataSpec, root: &Path) -> Result<Staged> {
         let to = folder.join(&name);
         match known.remove(&name) {
             Some(copied)
-                if (copied.bytes, copied.modified) == (bytes, nanoseconds(modified)) && is_intact(&to, copied) =>
+                if (copied.bytes, copied.modified) == (bytes, nanoseconds(modified))
+                    && is_intact(&to, copied) =>
             {
                 kept.insert(name, copied);
             }
@@ -96,9 +99,12 @@ pub fn stage(spec: &DataSpec, root: &Path) -> Result<Staged> {
         }
     }
     let reused = kept.len();
-    // Remove shards that no longer exist, and leftovers of an interrupted copy: they would be taken for data.
+    // Remove shards that no longer exist, and leftovers of an interrupted copy: they would be taken
+    // for data.
     let is_ours = |name: &str| [RECORD, LOCK].contains(&name);
-    for name in file_names(&folder)?.iter().filter(|name| !kept.contains_key(*name) && !is_ours(name)) {
+    for name in
+        file_names(&folder)?.iter().filter(|name| !kept.contains_key(*name) && !is_ours(name))
+    {
         let path = folder.join(name);
         fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e))?;
     }
@@ -107,7 +113,10 @@ pub fn stage(spec: &DataSpec, root: &Path) -> Result<Staged> {
     check_room(root, needed, room.f_bavail.saturating_mul(room.f_frsize))?;
     for (from, to, name, bytes, modified) in &missing {
         let crc32 = copy(from, to, *modified)?;
-        kept.insert(name.clone(), Copied { bytes: *bytes, modified: nanoseconds(*modified), crc32 });
+        kept.insert(
+            name.clone(),
+            Copied { bytes: *bytes, modified: nanoseconds(*modified), crc32 },
+        );
         // After each, so that an interrupted start need not begin again.
         let text = serde_json::to_vec(&kept).map_err(|e| Error::internal(e.to_string()))?;
         let temporary = folder.join(format!(".{RECORD}.tmp"));
@@ -118,11 +127,14 @@ pub fn stage(spec: &DataSpec, root: &Path) -> Result<Staged> {
     Ok(Staged { copied: (missing.len(), needed), reused })
 }
 
-/// The directory of copies, which is the user's own, and the name of the file if the data set is a single one.
+/// The directory of copies, which is the user's own, and the name of the file if the data set is a
+/// single one.
 fn folder(spec: &DataSpec, root: &Path) -> Result<(PathBuf, Option<PathBuf>)> {
     let source = fs::canonicalize(&spec.path).map_err(|e| match e.kind() {
-        std::io::ErrorKind::NotFound => Error::input(format!("{} does not exist", spec.path.display()))
-            .hint("data.path is a directory of .h5 shards or one .h5 file"),
+        std::io::ErrorKind::NotFound => {
+            Error::input(format!("{} does not exist", spec.path.display()))
+                .hint("data.path is a directory of .h5 shards or one .h5 file")
+        }
         _ => Error::io("read", &spec.path, e),
     })?;
     let hash = hex(&Sha256::digest(source.as_os_str().as_encoded_bytes())[..8]);
@@ -134,13 +146,18 @@ fn check_room(root: &Path, needed: u64, room: u64) -> Result<()> {
     if needed <= room {
         return Ok(());
     }
-    let message = format!("data.stage = {} has room for {room} bytes, but {needed} are to be copied", root.display());
-    Err(Error::input(message).hint("make room there, name another directory, or leave data.stage out"))
+    let message = format!(
+        "data.stage = {} has room for {room} bytes, but {needed} are to be copied",
+        root.display()
+    );
+    Err(Error::input(message)
+        .hint("make room there, name another directory, or leave data.stage out"))
 }
 
 /// Bytes of a file and when it was written.
 fn described(path: &Path) -> Result<(u64, SystemTime)> {
-    let metadata = fs::metadata(path).and_then(|metadata| Ok((metadata.len(), metadata.modified()?)));
+    let metadata =
+        fs::metadata(path).and_then(|metadata| Ok((metadata.len(), metadata.modified()?)));
     metadata.map_err(|e| Error::io("read", path, e))
 }
 
@@ -150,17 +167,21 @@ fn nanoseconds(time: SystemTime) -> u128 {
 
 /// Whether a copy still has its size, time and checksum.
 fn is_intact(path: &Path, copied: Copied) -> bool {
-    described(path).is_ok_and(|(bytes, time)| (bytes, nanoseconds(time)) == (copied.bytes, copied.modified))
+    described(path)
+        .is_ok_and(|(bytes, time)| (bytes, nanoseconds(time)) == (copied.bytes, copied.modified))
         && checksum(path).is_ok_and(|crc32| crc32 == copied.crc32)
 }
 
 fn checksum(path: &Path) -> Result<u32> {
-    File::open(path).and_then(|mut file| pass(&mut file, &mut std::io::sink())).map_err(|e| Error::io("read", path, e))
+    File::open(path)
+        .and_then(|mut file| pass(&mut file, &mut std::io::sink()))
+        .map_err(|e| Error::io("read", path, e))
 }
 
 /// Passes everything on; the checksum of it.
 fn pass(from: &mut impl Read, to: &mut impl Write) -> std::io::Result<u32> {
-    let (mut hasher, mut piece) = (crc32fast::Hasher::new(), vec![0; PIECE]);
+    let mut hasher = crc32fast::Hasher::new();
+    let mut piece = vec![0; PIECE];
     loop {
         match from.read(&mut piece)? {
             0 => return Ok(hasher.finalize()),
@@ -172,7 +193,8 @@ fn pass(from: &mut impl Read, to: &mut impl Write) -> std::io::Result<u32> {
     }
 }
 
-/// Copies a file under a temporary name, reads the copy again, and gives it its name. Returns its checksum.
+/// Copies a file under a temporary name, reads the copy again, and gives it its name. Returns its
+/// checksum.
 fn copy(from: &Path, to: &Path, modified: SystemTime) -> Result<u32> {
     let name = to.file_name().unwrap_or_default().to_string_lossy();
     let temporary = to.with_file_name(format!(".{name}.tmp"));
@@ -183,13 +205,14 @@ fn copy(from: &Path, to: &Path, modified: SystemTime) -> Result<u32> {
         target.set_times(FileTimes::new().set_modified(modified))?;
         Ok(crc32)
     };
-    let crc32 = written().map_err(|e| Error::io(&format!("copy {} to", from.display()), &temporary, e))?;
+    let crc32 =
+        written().map_err(|e| Error::io(&format!("copy {} to", from.display()), &temporary, e))?;
     let copied = checksum(&temporary)?;
     if copied != crc32 {
-        let what = format!("the copy of {} has checksum {copied:08x}, not {crc32:08x}", from.display());
-        return Err(
-            Error::io("use", &temporary, what).hint("name another directory as data.stage; this disk may be broken")
-        );
+        let what =
+            format!("the copy of {} has checksum {copied:08x}, not {crc32:08x}", from.display());
+        return Err(Error::io("use", &temporary, what)
+            .hint("name another directory as data.stage; this disk may be broken"));
     }
     fs::rename(&temporary, to).map_err(|e| Error::io("write", to, e))?;
     Ok(crc32)
@@ -199,13 +222,17 @@ fn copy(from: &Path, to: &Path, modified: SystemTime) -> Result<u32> {
 mod tests {
     use super::*;
 
-    /// Two shards for training and one for validation, not that anybody looks into them; and a root.
+    /// Two shards for training and one for validation, not that anybody looks into them; and a
+    /// root.
     fn shards() -> (tempfile::TempDir, DataSpec, PathBuf) {
         let folder = tempfile::tempdir().unwrap();
-        let (data, root) = (folder.path().join("data"), folder.path().join("disk"));
+        let data = folder.path().join("data");
+        let root = folder.path().join("disk");
         fs::create_dir(&data).unwrap();
         fs::create_dir(&root).unwrap();
-        for (name, text) in [("train-0.h5", "zero"), ("train-1.h5", "one"), ("val-0.h5", "two"), ("else.txt", "")] {
+        for (name, text) in
+            [("train-0.h5", "zero"), ("train-1.h5", "one"), ("val-0.h5", "two"), ("else.txt", "")]
+        {
             fs::write(data.join(name), text).unwrap();
         }
         (folder, DataSpec::new(data), root)
@@ -217,7 +244,10 @@ mod tests {
         let copied = |files, bytes, reused| Staged { copied: (files, bytes), reused };
         assert_eq!(stage(&spec, &root).unwrap(), copied(3, 10, 0));
         let to = place(&spec, &root).unwrap().path;
-        assert_eq!(file_names(&to).unwrap(), [LOCK, RECORD, "train-0.h5", "train-1.h5", "val-0.h5"]);
+        assert_eq!(
+            file_names(&to).unwrap(),
+            [LOCK, RECORD, "train-0.h5", "train-1.h5", "val-0.h5"]
+        );
         assert_eq!(fs::read(to.join("train-1.h5")).unwrap(), b"one");
         assert_eq!(stage(&spec, &root).unwrap(), copied(0, 0, 3));
 
@@ -227,7 +257,12 @@ mod tests {
         File::options().write(true).open(to.join("val-0.h5")).unwrap().set_modified(time).unwrap();
         assert_eq!(stage(&spec, &root).unwrap(), copied(1, 3, 2));
         // A new source of the same size.
-        File::options().write(true).open(spec.path.join("train-0.h5")).unwrap().set_modified(UNIX_EPOCH).unwrap();
+        File::options()
+            .write(true)
+            .open(spec.path.join("train-0.h5"))
+            .unwrap()
+            .set_modified(UNIX_EPOCH)
+            .unwrap();
         assert_eq!(stage(&spec, &root).unwrap(), copied(1, 4, 2));
         // A source that is gone, and the leftovers of an interrupted copy.
         fs::remove_file(spec.path.join("train-1.h5")).unwrap();
@@ -244,7 +279,10 @@ mod tests {
         let error = stage(&spec, &folder.path().join("nowhere")).unwrap_err().to_string();
         assert!(error.contains("nowhere is no directory\nhint: "), "{error}");
         let error = check_room(&root, 11, 10).unwrap_err().to_string();
-        assert!(error.contains("has room for 10 bytes, but 11 are to be copied\nhint: make room"), "{error}");
+        assert!(
+            error.contains("has room for 10 bytes, but 11 are to be copied\nhint: make room"),
+            "{error}"
+        );
         assert!(check_room(&root, 10, 10).is_ok());
         let error = place(&DataSpec::new("/nowhere"), &root).unwrap_err().to_string();
         assert!(error.contains("/nowhere does not exist"), "{error}");

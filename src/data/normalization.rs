@@ -21,25 +21,37 @@ pub(super) const STD: &str = "std";
 impl MeanStd {
     /// Reads the scale of a dataset, if it has one.
     pub(super) fn read(file: &File, name: &str, row_len: usize) -> Result<Option<Self>> {
-        let unreadable = |e| Error::input(format!("attributes {MEAN} and {STD} of {name}: {}", h5::one_line(&e)));
+        let unreadable = |e| {
+            Error::input(format!("attributes {MEAN} and {STD} of {name}: {}", h5::one_line(&e)))
+        };
         let dataset = file.dataset(name).map_err(unreadable)?;
-        let has = |attribute: &str| dataset.attr_names().map(|names| names.iter().any(|name| name == attribute));
+        let has = |attribute: &str| {
+            dataset.attr_names().map(|names| names.iter().any(|name| name == attribute))
+        };
         if !has(MEAN).map_err(unreadable)? {
             return Ok(None);
         }
         let numbers = |attribute: &str| dataset.attr(attribute)?.read_raw::<f32>();
-        let standard = Self { mean: numbers(MEAN).map_err(unreadable)?, std: numbers(STD).map_err(unreadable)? };
+        let standard = Self {
+            mean: numbers(MEAN).map_err(unreadable)?,
+            std: numbers(STD).map_err(unreadable)?,
+        };
         let places = standard.mean.len();
         if places == 0 || places != standard.std.len() || !row_len.is_multiple_of(places) {
             let stds = standard.std.len();
-            return Err(Error::input(format!("{name} has rows of {row_len}, {places} means and {stds} deviations"))
-                .hint("give one of each for every channel or column, or none"));
+            return Err(Error::input(format!(
+                "{name} has rows of {row_len}, {places} means and {stds} deviations"
+            ))
+            .hint("give one of each for every channel or column, or none"));
         }
         if let Some(mean) = standard.mean.iter().find(|mean| !mean.is_finite()) {
-            return Err(Error::input(format!("{name} has a mean of {mean}")).hint("import it again"));
+            return Err(
+                Error::input(format!("{name} has a mean of {mean}")).hint("import it again")
+            );
         }
         if let Some(std) = standard.std.iter().find(|std| !(**std > 0.0 && std.is_finite())) {
-            return Err(Error::input(format!("{name} has a standard deviation of {std}")).hint("import it again"));
+            return Err(Error::input(format!("{name} has a standard deviation of {std}"))
+                .hint("import it again"));
         }
         Ok(Some(standard))
     }

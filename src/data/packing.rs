@@ -1,4 +1,5 @@
-//! NetCDF's conventions for the numbers of a dataset: packed numbers, and values that stand for missing ones.
+//! NetCDF's conventions for the numbers of a dataset: packed numbers, and values that stand for
+//! missing ones.
 //!
 //! | attribute of a dataset | meaning |
 //! |---|---|
@@ -8,8 +9,8 @@
 //! | no `_FillValue`, in a NetCDF-4 file | the fill value of the dataset stands for missing elements, unless elements are bytes |
 //! | `valid_range`, `valid_min`, `valid_max` | elements outside are missing; floating-point bounds of packed integers are of the elements, all others of the stored numbers |
 //!
-//! Elements are unpacked when rows are read, before the scale of inputs. A missing element is an error. Other attributes of NetCDF, such
-//! as units and names, do not change numbers.
+//! Elements are unpacked when rows are read, before the scale of inputs. A missing element is an
+//! error. Other attributes of NetCDF, such as units and names, do not change numbers.
 
 use std::fmt;
 
@@ -34,7 +35,8 @@ const UNSIGNED: &str = "_Unsigned";
 const FILLS: [&str; 2] = ["_FillValue", "missing_value"];
 /// The fill value by the properties of a dataset, where it has no attribute.
 const DEFAULT_FILL: &str = "fill value by NetCDF";
-/// The attribute by which the NetCDF library marks the root group of its files, since version 4.4.1.
+/// The attribute by which the NetCDF library marks the root group of its files, since version
+/// 4.4.1.
 const NETCDF: &str = "_NCProperties";
 const RANGE: &str = "valid_range";
 const LEAST: &str = "valid_min";
@@ -87,14 +89,17 @@ impl fmt::Display for Missing {
         let number = self.number;
         match &self.why {
             Why::Is(attribute) => write!(f, "is missing: {number} is its {attribute}"),
-            Why::Beyond(attribute, bound) => write!(f, "is missing: {number} is beyond its {attribute} of {bound}"),
+            Why::Beyond(attribute, bound) => {
+                write!(f, "is missing: {number} is beyond its {attribute} of {bound}")
+            }
         }
     }
 }
 
 impl Packing {
-    /// Reads the packing of the dataset `name`, whose elements are bit by bit of the type `native` in memory, or of none that is known
-    /// there. Returns the type by its attribute `_Unsigned`, the type as which stored numbers are read, and the packing.
+    /// Reads the packing of the dataset `name`, whose elements are bit by bit of the type `native`
+    /// in memory, or of none that is known there. Returns the type by its attribute `_Unsigned`,
+    /// the type as which stored numbers are read, and the packing.
     ///
     /// # Errors
     /// As [`Packing::read`], or if the sign of integers cannot be changed.
@@ -108,7 +113,13 @@ impl Packing {
         let native = match (native, said) {
             (Some(native), Some(true)) => Some(native.unsigned()),
             (Some(native), Some(false)) => Some(native.signed()),
-            (None, Some(_)) => return Err(odd(name, UNSIGNED, "is for integers in the byte order of this machine")),
+            (None, Some(_)) => {
+                return Err(odd(
+                    name,
+                    UNSIGNED,
+                    "is for integers in the byte order of this machine",
+                ));
+            }
             (native, None) => native,
         };
         let of_file = match native {
@@ -124,11 +135,18 @@ impl Packing {
         Ok((native, stored, packing))
     }
 
-    /// Reads the packing of the dataset `name`; none if it has no such attributes. `stored` is the type of stored numbers.
+    /// Reads the packing of the dataset `name`; none if it has no such attributes. `stored` is the
+    /// type of stored numbers.
     ///
     /// # Errors
-    /// Returns an error if an attribute cannot be read or has no meaning, or if ids would be scaled.
-    fn read(dataset: &Dataset, name: &str, stored: ElementType, kind: ReadAs) -> Result<Option<Self>> {
+    /// Returns an error if an attribute cannot be read or has no meaning, or if ids would be
+    /// scaled.
+    fn read(
+        dataset: &Dataset,
+        name: &str,
+        stored: ElementType,
+        kind: ReadAs,
+    ) -> Result<Option<Self>> {
         let has = attributes(dataset, name)?;
         let read = |attribute: &'static str| match has.iter().any(|has| has == attribute) {
             true => numbers(dataset, name, attribute).map(Some),
@@ -158,12 +176,16 @@ impl Packing {
         for attribute in FILLS {
             let all = read(attribute)?.map(|(numbers, _)| numbers).unwrap_or_default();
             // Elements that are not finite are refused as such.
-            let all = all.into_iter().map(|number| rounded(stored, number)).filter(|number| number.is_finite());
+            let all = all
+                .into_iter()
+                .map(|number| rounded(stored, number))
+                .filter(|number| number.is_finite());
             fills.extend(all.map(|number| Fill { attribute: attribute.to_owned(), number }));
         }
         if !has.iter().any(|has| has == FILLS[0]) {
             let default = default_fill(dataset).map_err(|e| storage::unreadable(name, &e))?;
-            let default = default.map(|number| rounded(stored, number)).filter(|number| number.is_finite());
+            let default =
+                default.map(|number| rounded(stored, number)).filter(|number| number.is_finite());
             fills.extend(default.map(|number| Fill { attribute: DEFAULT_FILL.to_owned(), number }));
         }
         let mut bounds = Vec::new();
@@ -171,7 +193,12 @@ impl Packing {
             if number.is_finite() {
                 let of_unpacked = is_float && !stored.is_float();
                 let number = if of_unpacked { number } else { rounded(stored, number) };
-                bounds.push(Bound { attribute: attribute.to_owned(), number, is_least, of_unpacked });
+                bounds.push(Bound {
+                    attribute: attribute.to_owned(),
+                    number,
+                    is_least,
+                    of_unpacked,
+                });
             }
         };
         match read(RANGE)? {
@@ -211,14 +238,20 @@ impl Packing {
     /// The elements of stored numbers, rounded once.
     pub(super) fn unpack_all(&self, stored: ElementType, bytes: &[u8], out: &mut [f32]) {
         if self.is_scaled() {
-            stored.doubles(bytes).zip(out).for_each(|(number, out)| *out = self.unpack(number) as f32);
+            stored
+                .doubles(bytes)
+                .zip(out)
+                .for_each(|(number, out)| *out = self.unpack(number) as f32);
         } else {
             stored.to_numbers(bytes, out);
         }
     }
 
     /// The first missing one of stored numbers, and its place.
-    pub(super) fn first_missing(&self, mut numbers: impl Iterator<Item = f64>) -> Option<(usize, Missing)> {
+    pub(super) fn first_missing(
+        &self,
+        mut numbers: impl Iterator<Item = f64>,
+    ) -> Option<(usize, Missing)> {
         if !self.may_miss() {
             return None;
         }
@@ -238,7 +271,10 @@ impl Packing {
             let number = if bound.of_unpacked { self.unpack(number) } else { number };
             if bound.is_least { number < bound.number } else { number > bound.number }
         };
-        self.bounds.iter().find(beyond).map(|bound| Why::Beyond(bound.attribute.clone(), bound.number))
+        self.bounds
+            .iter()
+            .find(beyond)
+            .map(|bound| Why::Beyond(bound.attribute.clone(), bound.number))
     }
 }
 
@@ -250,8 +286,10 @@ fn is_unsigned(dataset: &Dataset, name: &str) -> Result<Option<bool>> {
     if !attributes(dataset, name)?.iter().any(|has| has == UNSIGNED) {
         return Ok(None);
     }
-    let said =
-        dataset.attr(UNSIGNED).and_then(|attribute| text(&attribute)).map_err(|e| unreadable(name, UNSIGNED, &e))?;
+    let said = dataset
+        .attr(UNSIGNED)
+        .and_then(|attribute| text(&attribute))
+        .map_err(|e| unreadable(name, UNSIGNED, &e))?;
     match said.as_deref() {
         Some("true") => Ok(Some(true)),
         Some("false") => Ok(Some(false)),
@@ -269,13 +307,17 @@ fn similar(dataset: &Dataset) -> hdf5::Result<ElementType> {
     })
 }
 
-/// Returns the number that stands for missing elements where a dataset of NetCDF-4 has no attribute `_FillValue`: what the NetCDF library
-/// has set as the fill value of elements that are never written, by default one of each type (`NC_FILL_SHORT` and so on). By NetCDF's
-/// conventions all bytes are valid then, and a dataset without filling has no such number.
+/// Returns the number that stands for missing elements where a dataset of NetCDF-4 has no attribute
+/// `_FillValue`: what the NetCDF library has set as the fill value of elements that are never
+/// written, by default one of each type (`NC_FILL_SHORT` and so on). By NetCDF's conventions all
+/// bytes are valid then, and a dataset without filling has no such number.
 fn default_fill(dataset: &Dataset) -> hdf5::Result<Option<f64>> {
     let facts = h5::type_facts(&dataset.dtype()?)?;
     let is_number = matches!(facts.class, H5T_class_t::H5T_INTEGER | H5T_class_t::H5T_FLOAT);
-    if !is_number || facts.size == 1 || !dataset.file()?.attr_names()?.iter().any(|name| name == NETCDF) {
+    if !is_number
+        || facts.size == 1
+        || !dataset.file()?.attr_names()?.iter().any(|name| name == NETCDF)
+    {
         return Ok(None);
     }
     let properties = dataset.create_plist()?;
@@ -294,9 +336,9 @@ pub(super) fn is_dimension_scale(dataset: &Location) -> hdf5::Result<bool> {
 }
 
 fn attributes(dataset: &Dataset, name: &str) -> Result<Vec<String>> {
-    dataset
-        .attr_names()
-        .map_err(|e| Error::input(format!("the attributes of {name} cannot be listed: {}", h5::one_line(&e))))
+    dataset.attr_names().map_err(|e| {
+        Error::input(format!("the attributes of {name} cannot be listed: {}", h5::one_line(&e)))
+    })
 }
 
 fn unreadable(name: &str, attribute: &str, error: &hdf5::Error) -> Error {
@@ -337,10 +379,11 @@ fn first(texts: Vec<impl ToString>) -> Option<String> {
     texts.first().map(|text| text.to_string())
 }
 
-/// An attribute's number as an element of a type: attributes may be of wider types, and negative where `_Unsigned` has integers
-/// without a sign.
+/// An attribute's number as an element of a type: attributes may be of wider types, and negative
+/// where `_Unsigned` has integers without a sign.
 fn rounded(stored: ElementType, number: f64) -> f64 {
-    let without_sign = |bits: u32| if number < 0.0 { number + 2f64.powi(bits as i32) } else { number };
+    let without_sign =
+        |bits: u32| if number < 0.0 { number + 2f64.powi(bits as i32) } else { number };
     match stored {
         ElementType::F16 => f16::from_f64(number).to_f64(),
         ElementType::F32 => f64::from(number as f32),
@@ -365,7 +408,13 @@ mod tests {
     }
 
     fn attribute<T: hdf5::H5Type>(dataset: &Dataset, name: &str, values: &[T]) {
-        dataset.new_attr::<T>().shape(values.len()).create(name).unwrap().write_raw(values).unwrap();
+        dataset
+            .new_attr::<T>()
+            .shape(values.len())
+            .create(name)
+            .unwrap()
+            .write_raw(values)
+            .unwrap();
     }
 
     fn read(dataset: &Dataset, kind: ReadAs) -> Result<Option<Packing>> {
@@ -412,11 +461,19 @@ mod tests {
         ] {
             let (_folder, dataset) = written(|dataset| attribute(dataset, name, numbers));
             let error = read(&dataset, ReadAs::Numbers).unwrap_err().to_string();
-            assert!(error.contains(&format!("attribute {name} of /x ")) && error.contains("\nhint: "), "{error}");
+            assert!(
+                error.contains(&format!("attribute {name} of /x ")) && error.contains("\nhint: "),
+                "{error}"
+            );
         }
         let (_folder, dataset) = written(|dataset| {
             let text: VarLenUnicode = "a lot".parse().unwrap();
-            dataset.new_attr::<VarLenUnicode>().create("_FillValue").unwrap().write_scalar(&text).unwrap();
+            dataset
+                .new_attr::<VarLenUnicode>()
+                .create("_FillValue")
+                .unwrap()
+                .write_scalar(&text)
+                .unwrap();
         });
         assert!(
             read(&dataset, ReadAs::Numbers)
@@ -426,7 +483,8 @@ mod tests {
         );
     }
 
-    /// As the NetCDF library writes variables: with a fill value among the properties, and without one where filling is off.
+    /// As the NetCDF library writes variables: with a fill value among the properties, and without
+    /// one where filling is off.
     #[test]
     fn default_fill_values_of_netcdf_are_missing_elements() {
         let folder = tempfile::tempdir().unwrap();
@@ -439,12 +497,25 @@ mod tests {
         let own = file.new_dataset::<i16>().fill_value(-1i16).shape(3).create("own").unwrap();
         attribute(&own, "_FillValue", &[-1i16]);
         let missing = |name: &str, stored, numbers: &[f64]| {
-            let packing = Packing::read(&file.dataset(name).unwrap(), name, stored, ReadAs::Numbers).unwrap();
-            packing.and_then(|packing| packing.first_missing(numbers.iter().copied())).map(|(_, it)| it.to_string())
+            let packing =
+                Packing::read(&file.dataset(name).unwrap(), name, stored, ReadAs::Numbers).unwrap();
+            packing
+                .and_then(|packing| packing.first_missing(numbers.iter().copied()))
+                .map(|(_, it)| it.to_string())
         };
         let cases = [
-            ("short", ElementType::I16, -32767.0, Some("is missing: -32767 is its fill value by NetCDF")),
-            ("float", ElementType::F32, f64::from(9.969_21e36f32), Some("is its fill value by NetCDF")),
+            (
+                "short",
+                ElementType::I16,
+                -32767.0,
+                Some("is missing: -32767 is its fill value by NetCDF"),
+            ),
+            (
+                "float",
+                ElementType::F32,
+                f64::from(9.969_21e36f32),
+                Some("is its fill value by NetCDF"),
+            ),
             ("long", ElementType::U64, (u64::MAX - 1) as f64, Some("is its fill value by NetCDF")),
             ("bytes", ElementType::U8, 255.0, None),
             ("nofill", ElementType::I16, 0.0, None),
@@ -452,14 +523,22 @@ mod tests {
         ];
         // A fill value of any HDF5 file means nothing by itself.
         assert_eq!(missing("short", ElementType::I16, &[-32767.0]), None);
-        let text: VarLenAscii = VarLenAscii::from_ascii("version=2,netcdf=4.10.1,hdf5=2.2.0").unwrap();
-        file.new_attr::<VarLenAscii>().create("_NCProperties").unwrap().write_scalar(&text).unwrap();
+        let text: VarLenAscii =
+            VarLenAscii::from_ascii("version=2,netcdf=4.10.1,hdf5=2.2.0").unwrap();
+        file.new_attr::<VarLenAscii>()
+            .create("_NCProperties")
+            .unwrap()
+            .write_scalar(&text)
+            .unwrap();
         for (name, stored, number, expected) in cases {
             let found = missing(name, stored, &[1.0, number]);
             match expected {
                 None => assert_eq!(found, None, "{name}"),
                 Some(expected) => {
-                    assert!(found.as_ref().is_some_and(|found| found.contains(expected)), "{name}: {found:?}")
+                    assert!(
+                        found.as_ref().is_some_and(|found| found.contains(expected)),
+                        "{name}: {found:?}"
+                    )
                 }
             }
             assert_eq!(missing(name, stored, &[1.0, 2.0]), None, "{name}");
@@ -470,10 +549,16 @@ mod tests {
     fn signs_are_as_said() {
         let (_folder, dataset) = written(|dataset| {
             let text: VarLenUnicode = "true".parse().unwrap();
-            dataset.new_attr::<VarLenUnicode>().create("_Unsigned").unwrap().write_scalar(&text).unwrap();
+            dataset
+                .new_attr::<VarLenUnicode>()
+                .create("_Unsigned")
+                .unwrap()
+                .write_scalar(&text)
+                .unwrap();
             attribute(dataset, "_FillValue", &[-1i16]);
         });
-        let (native, stored, packing) = Packing::of(&dataset, "/x", Some(ElementType::I16), ReadAs::Numbers).unwrap();
+        let (native, stored, packing) =
+            Packing::of(&dataset, "/x", Some(ElementType::I16), ReadAs::Numbers).unwrap();
         assert_eq!((native, stored), (Some(ElementType::U16), ElementType::U16));
         assert!(packing.unwrap().first_missing([65535.0].into_iter()).is_some());
         // HDF5 would convert with a sign.

@@ -1,8 +1,10 @@
-//! Preprocessing: scale, columns, classes and tokenizer that turn stored samples into inputs and targets. Shards describe it,
-//! checkpoints keep it, and other data are converted to it, so that a network gets new samples in the form in which it learned.
+//! Preprocessing: scale, columns, classes and tokenizer that turn stored samples into inputs and
+//! targets. Shards describe it, checkpoints keep it, and other data are converted to it, so that a
+//! network gets new samples in the form in which it learned.
 //!
-//! A shard describes its own preprocessing, and a manifest keeps that of the training data. Users of a checkpoint
-//! convert their data to it (`Manifest::conform`, `Source::conform`), which only changes the reading of rows.
+//! A shard describes its own preprocessing, and a manifest keeps that of the training data. Users
+//! of a checkpoint convert their data to it (`Manifest::conform`, `Source::conform`), which only
+//! changes the reading of rows.
 
 use std::sync::Arc;
 
@@ -16,8 +18,8 @@ use hpctrain_base::error::{Error, Result};
 /// Conversion of stored samples into inputs and classes.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Preprocessing {
-    /// Scales of inputs: one, or the distinct scales of the data sets of a mixture; none where inputs are no numbers.
-    /// `null` stands for numbers taken as they are stored.
+    /// Scales of inputs: one, or the distinct scales of the data sets of a mixture; none where
+    /// inputs are no numbers. `null` stands for numbers taken as they are stored.
     #[serde(default)]
     pub scales: Vec<Option<Scale>>,
     /// Columns of a table by their use, and the mapping of categories to ids.
@@ -63,11 +65,16 @@ mod columns {
 
     use crate::Columns;
 
-    pub fn serialize<S: Serializer>(columns: &Option<Arc<Columns>>, to: S) -> Result<S::Ok, S::Error> {
+    pub fn serialize<S: Serializer>(
+        columns: &Option<Arc<Columns>>,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
         columns.as_deref().serialize(to)
     }
 
-    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Arc<Columns>>, D::Error> {
+    pub fn deserialize<'de, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<Option<Arc<Columns>>, D::Error> {
         Ok(Option::<Columns>::deserialize(from)?.map(Arc::new))
     }
 }
@@ -78,7 +85,8 @@ pub(super) struct Transform {
     pub scale: Option<MeanStd>,
     /// Stored index of each number of a row; none if the order is the same.
     pub numbers: Option<Vec<usize>>,
-    /// Stored column of each category, with the new id of each stored id where ids differ; none if nothing differs.
+    /// Stored column of each category, with the new id of each stored id where ids differ; none if
+    /// nothing differs.
     pub categories: Option<Vec<Recoded>>,
     /// New class of each stored class; none if classes keep their numbers.
     pub classes: Option<Vec<u32>>,
@@ -100,8 +108,8 @@ pub(super) struct Converted {
 }
 
 impl Transform {
-    /// Conversion of samples stored with the preprocessing `own` to the preprocessing `to`. Adds a description of each
-    /// conversion to `notes`.
+    /// Conversion of samples stored with the preprocessing `own` to the preprocessing `to`. Adds a
+    /// description of each conversion to `notes`.
     ///
     /// # Errors
     /// There is no such conversion.
@@ -134,7 +142,12 @@ fn note(notes: &mut Vec<String>, text: String) {
 }
 
 /// The scale of inputs of `row_len` numbers.
-fn scale(own: Option<&Scale>, to: &Preprocessing, row_len: usize, notes: &mut Vec<String>) -> Result<Option<MeanStd>> {
+fn scale(
+    own: Option<&Scale>,
+    to: &Preprocessing,
+    row_len: usize,
+    notes: &mut Vec<String>,
+) -> Result<Option<MeanStd>> {
     let own = own.cloned();
     let scale = match &to.scales[..] {
         [] => own,
@@ -167,7 +180,8 @@ fn scale(own: Option<&Scale>, to: &Preprocessing, row_len: usize, notes: &mut Ve
     };
     let Some(Scale { mean, std }) = scale else { return Ok(None) };
     if mean.is_empty() || mean.len() != std.len() || !row_len.is_multiple_of(mean.len()) {
-        let (means, stds) = (mean.len(), std.len());
+        let means = mean.len();
+        let stds = std.len();
         return Err(Error::input(format!(
             "inputs are rows of {row_len}, but the network learned with {means} means and {stds} deviations"
         ))
@@ -181,13 +195,19 @@ fn numbers(own: &Columns, to: &Columns, notes: &mut Vec<String>) -> Result<Optio
     if own.inputs == to.inputs {
         return Ok(None);
     }
-    let places = to.inputs.iter().map(|name| place(name, own.inputs.iter())).collect::<Result<_>>()?;
+    let places =
+        to.inputs.iter().map(|name| place(name, own.inputs.iter())).collect::<Result<_>>()?;
     note(notes, "columns of numbers are taken in the order in which the network learned".into());
     Ok(Some(places))
 }
 
-/// Index in the data of each category, and the new ids of its values; none if the categories are the same.
-fn categories(own: &Columns, to: &Columns, notes: &mut Vec<String>) -> Result<Option<Vec<Recoded>>> {
+/// Index in the data of each category, and the new ids of its values; none if the categories are
+/// the same.
+fn categories(
+    own: &Columns,
+    to: &Columns,
+    notes: &mut Vec<String>,
+) -> Result<Option<Vec<Recoded>>> {
     if own.categories == to.categories {
         return Ok(None);
     }
@@ -197,7 +217,11 @@ fn categories(own: &Columns, to: &Columns, notes: &mut Vec<String>) -> Result<Op
             (own, to) if own == to => None,
             (Coding::Values(values), to) => {
                 let mut coder = Coder::like(to);
-                Some(std::iter::once(UNKNOWN).chain(values.iter().map(|value| coder.id(value))).collect())
+                Some(
+                    std::iter::once(UNKNOWN)
+                        .chain(values.iter().map(|value| coder.id(value)))
+                        .collect(),
+                )
             }
             (Coding::Hash(ids), _) => {
                 return Err(Error::input(format!(
@@ -211,7 +235,11 @@ fn categories(own: &Columns, to: &Columns, notes: &mut Vec<String>) -> Result<Op
     };
     let all: Vec<Recoded> = to.categories.iter().map(recoded).collect::<Result<_>>()?;
     if all.iter().any(|one| one.ids.is_some()) {
-        note(notes, "values of categories get the ids that the network learned; 0 where it knew none".into());
+        note(
+            notes,
+            "values of categories get the ids that the network learned; 0 where it knew none"
+                .into(),
+        );
     }
     if all.iter().enumerate().any(|(place, one)| one.column != place) {
         note(notes, "categories are taken in the order in which the network learned".into());
@@ -219,13 +247,14 @@ fn categories(own: &Columns, to: &Columns, notes: &mut Vec<String>) -> Result<Op
     Ok(Some(all))
 }
 
-const LIKE: &str =
-    "import the table again: hpctrain data import csv TABLE --like DIR, the directory of the training's import";
+const LIKE: &str = "import the table again: hpctrain data import csv TABLE --like DIR, the directory of the training's import";
 
 /// The place of the only column of that name.
 fn place<'a>(name: &String, mut among: impl Iterator<Item = &'a String> + Clone) -> Result<usize> {
-    let refused =
-        |what: &str| Err(Error::input(format!("{what} column {name:?}, from which the network learned")).hint(LIKE));
+    let refused = |what: &str| {
+        Err(Error::input(format!("{what} column {name:?}, from which the network learned"))
+            .hint(LIKE))
+    };
     match (among.clone().filter(|own| *own == name).count(), among.position(|own| own == name)) {
         (1, Some(place)) => Ok(place),
         (0, _) => refused("there is no"),
@@ -240,8 +269,11 @@ fn classes(own: &[String], to: &[String], notes: &mut Vec<String>) -> Result<Opt
     }
     let number = |name: &String| match to.iter().position(|known| known == name) {
         Some(number) => Ok(number as u32),
-        None => Err(Error::input(format!("class {name:?} is none that the network learned: {}", to.join(", ")))
-            .hint("give folders the names of those classes and import them again")),
+        None => Err(Error::input(format!(
+            "class {name:?} is none that the network learned: {}",
+            to.join(", ")
+        ))
+        .hint("give folders the names of those classes and import them again")),
     };
     let numbers = own.iter().map(number).collect::<Result<Vec<u32>>>()?;
     if numbers.iter().copied().eq(0..own.len() as u32) {
@@ -255,7 +287,10 @@ fn classes(own: &[String], to: &[String], notes: &mut Vec<String>) -> Result<Opt
 ///
 /// # Errors
 /// They are two different ones.
-pub(super) fn tokenizer<'a>(own: Option<&'a Tokenizer>, to: Option<&'a Tokenizer>) -> Result<Option<&'a Tokenizer>> {
+pub(super) fn tokenizer<'a>(
+    own: Option<&'a Tokenizer>,
+    to: Option<&'a Tokenizer>,
+) -> Result<Option<&'a Tokenizer>> {
     match (own, to) {
         (Some(own), Some(to)) if own != to => {
             let [own, to] = tokenizer_names(Some(own), Some(to));
@@ -267,8 +302,8 @@ pub(super) fn tokenizer<'a>(own: Option<&'a Tokenizer>, to: Option<&'a Tokenizer
     }
 }
 
-/// Names of two tokenizers: with the first character in which they differ, if they are of characters; with the number of their
-/// ids, if they came in files.
+/// Names of two tokenizers: with the first character in which they differ, if they are of
+/// characters; with the number of their ids, if they came in files.
 pub(super) fn tokenizer_names(a: Option<&Tokenizer>, b: Option<&Tokenizer>) -> [String; 2] {
     if let (Some(Tokenizer::Char { chars: a }), Some(Tokenizer::Char { chars: b })) = (a, b) {
         return match a.iter().zip(b).enumerate().find(|(_, (a, b))| a != b) {
@@ -278,7 +313,9 @@ pub(super) fn tokenizer_names(a: Option<&Tokenizer>, b: Option<&Tokenizer>) -> [
     }
     [a, b].map(|tokenizer| match tokenizer {
         None => "none".to_owned(),
-        Some(file @ Tokenizer::HuggingFace(_)) => format!("{} with {} ids", file.name(), file.vocabulary()),
+        Some(file @ Tokenizer::HuggingFace(_)) => {
+            format!("{} with {} ids", file.name(), file.vocabulary())
+        }
         Some(tokenizer) => tokenizer.name().to_owned(),
     })
 }
@@ -313,51 +350,73 @@ mod tests {
     fn the_networks_scale_takes_the_place_of_the_datas() {
         for own in [None, scaled(3.0), scaled(1.0)] {
             let to = Preprocessing { scales: vec![scaled(1.0)], ..Preprocessing::default() };
-            let (form, notes) =
-                form(DescribedPreprocessing { scale: own.clone(), ..DescribedPreprocessing::default() }, &to).unwrap();
+            let (form, notes) = form(
+                DescribedPreprocessing { scale: own.clone(), ..DescribedPreprocessing::default() },
+                &to,
+            )
+            .unwrap();
             assert_eq!(form.scale.map(|scale| scale.mean), Some(vec![1.0]));
             assert_eq!(notes.is_empty(), own == scaled(1.0), "{notes:?}");
         }
         // A network that learned from numbers as they are is given those.
         let raw = Preprocessing { scales: vec![None], ..Preprocessing::default() };
         assert_eq!(
-            form(DescribedPreprocessing { scale: scaled(1.0), ..DescribedPreprocessing::default() }, &raw)
-                .unwrap()
-                .0
-                .scale,
+            form(
+                DescribedPreprocessing { scale: scaled(1.0), ..DescribedPreprocessing::default() },
+                &raw
+            )
+            .unwrap()
+            .0
+            .scale,
             None
         );
         // Of several, each data set has one; another would have to be guessed.
         let mixed = Preprocessing { scales: vec![scaled(1.0), None], ..Preprocessing::default() };
         assert_eq!(
-            form(DescribedPreprocessing { scale: scaled(1.0), ..DescribedPreprocessing::default() }, &mixed)
-                .unwrap()
-                .0
-                .scale
-                .unwrap()
-                .mean,
+            form(
+                DescribedPreprocessing { scale: scaled(1.0), ..DescribedPreprocessing::default() },
+                &mixed
+            )
+            .unwrap()
+            .0
+            .scale
+            .unwrap()
+            .mean,
             [1.0]
         );
         assert_eq!(form(DescribedPreprocessing::default(), &mixed).unwrap().0.scale, None);
-        let error = form(DescribedPreprocessing { scale: scaled(7.0), ..DescribedPreprocessing::default() }, &mixed)
-            .unwrap_err()
-            .to_string();
-        assert!(error.contains("2 scales of inputs, and the data has none of them\nhint: "), "{error}");
+        let error = form(
+            DescribedPreprocessing { scale: scaled(7.0), ..DescribedPreprocessing::default() },
+            &mixed,
+        )
+        .unwrap_err()
+        .to_string();
+        assert!(
+            error.contains("2 scales of inputs, and the data has none of them\nhint: "),
+            "{error}"
+        );
         let three = Some(Scale { mean: vec![0.0; 3], std: vec![1.0; 3] });
         let to = Preprocessing { scales: vec![three], ..Preprocessing::default() };
         let error = form(DescribedPreprocessing::default(), &to).unwrap_err().to_string();
-        assert!(error.contains("rows of 4, but the network learned with 3 means and 3 deviations"), "{error}");
+        assert!(
+            error.contains("rows of 4, but the network learned with 3 means and 3 deviations"),
+            "{error}"
+        );
     }
 
     #[test]
     fn columns_are_found_by_name_and_values_recoded() {
-        let to = table(&["age", "pay"], &[values("city", &["Rome", "Oslo"]), values("pet", &["cat"])]);
+        let to =
+            table(&["age", "pay"], &[values("city", &["Rome", "Oslo"]), values("pet", &["cat"])]);
         let to = Preprocessing { columns: Some(to), ..Preprocessing::default() };
         let told = |columns: Columns| DescribedPreprocessing {
             columns: Some(columns.into()),
             ..DescribedPreprocessing::default()
         };
-        let own = table(&["pay", "age"], &[values("pet", &["cat"]), values("city", &["Bonn", "Oslo", "Rome"])]);
+        let own = table(
+            &["pay", "age"],
+            &[values("pet", &["cat"]), values("city", &["Bonn", "Oslo", "Rome"])],
+        );
         let (form_of, notes) = form(told(own), &to).unwrap();
         assert_eq!(form_of.numbers, Some(vec![1, 0]));
         let city = Recoded { column: 1, ids: Some(vec![0, 0, 2, 1]) };
@@ -365,14 +424,24 @@ mod tests {
         assert_eq!(notes.len(), 3, "{notes:?}");
         // Listed values can be hashed as well; hashes lead to no values.
         let hashed = |ids| Category { name: "city".into(), coding: Coding::Hash(ids) };
-        let to_hash = Preprocessing { columns: Some(table(&[], &[hashed(50)])), ..Preprocessing::default() };
+        let to_hash =
+            Preprocessing { columns: Some(table(&[], &[hashed(50)])), ..Preprocessing::default() };
         let (form_of, _) = form(told(table(&[], &[values("city", &["Rome"])])), &to_hash).unwrap();
         let mut coder = Coder::new(Some(50));
-        assert_eq!(form_of.categories, Some(vec![Recoded { column: 0, ids: Some(vec![0, coder.id("Rome")]) }]));
+        assert_eq!(
+            form_of.categories,
+            Some(vec![Recoded { column: 0, ids: Some(vec![0, coder.id("Rome")]) }])
+        );
         for (own, wanted) in [
-            (table(&["age"], &[]), "there is no column \"pay\", from which the network learned\nhint: import"),
+            (
+                table(&["age"], &[]),
+                "there is no column \"pay\", from which the network learned\nhint: import",
+            ),
             (table(&["pay", "age", "age"], &[]), "there is more than one column \"age\""),
-            (table(&["age", "pay"], &[hashed(9), values("pet", &[])]), "\"city\" are hashed to 9 ids"),
+            (
+                table(&["age", "pay"], &[hashed(9), values("pet", &[])]),
+                "\"city\" are hashed to 9 ids",
+            ),
         ] {
             let error = form(told(own), &to).unwrap_err().to_string();
             assert!(error.contains(wanted), "{error}");
@@ -384,42 +453,58 @@ mod tests {
 
     #[test]
     fn classes_go_by_their_names() {
-        let to = Preprocessing { classes: names(&["cat", "dog", "eel"]), ..Preprocessing::default() };
+        let to =
+            Preprocessing { classes: names(&["cat", "dog", "eel"]), ..Preprocessing::default() };
         let of = |all: &[&str]| {
-            form(DescribedPreprocessing { classes: names(all), ..DescribedPreprocessing::default() }, &to)
+            form(
+                DescribedPreprocessing { classes: names(all), ..DescribedPreprocessing::default() },
+                &to,
+            )
         };
         assert_eq!(of(&["dog", "cat"]).unwrap().0.classes, Some(vec![1, 0]));
         for same in [&["cat", "dog", "eel"][..], &["cat"], &[]] {
             assert_eq!(of(same).unwrap(), (Transform::default(), vec![]));
         }
         let error = of(&["cat", "owl"]).unwrap_err().to_string();
-        assert!(error.contains("class \"owl\" is none that the network learned: cat, dog, eel\nhint: "), "{error}");
+        assert!(
+            error.contains("class \"owl\" is none that the network learned: cat, dog, eel\nhint: "),
+            "{error}"
+        );
     }
 
     #[test]
     fn scales_survive_as_json_bit_by_bit() {
-        let mean = (0..2000u32).map(|i| f32::from_bits(0x3f80_0000 ^ i.wrapping_mul(0x9e37_79b9) >> 4));
+        let mean =
+            (0..2000u32).map(|i| f32::from_bits(0x3f80_0000 ^ i.wrapping_mul(0x9e37_79b9) >> 4));
         let mean: Vec<f32> = mean.filter(|x| x.is_finite()).collect();
         let scale = Scale { std: mean.clone(), mean };
-        let before =
-            Preprocessing { scales: vec![Some(scale), None], classes: names(&["a"]), ..Preprocessing::default() };
-        let after: Preprocessing = serde_json::from_str(&serde_json::to_string(&before).unwrap()).unwrap();
+        let before = Preprocessing {
+            scales: vec![Some(scale), None],
+            classes: names(&["a"]),
+            ..Preprocessing::default()
+        };
+        let after: Preprocessing =
+            serde_json::from_str(&serde_json::to_string(&before).unwrap()).unwrap();
         assert_eq!(before, after);
     }
 
     #[test]
     fn two_tokenizers_are_named() {
         let chars = |text: &str| Tokenizer::Char { chars: text.chars().collect() };
-        let refused = |own: &Tokenizer, to: &Tokenizer| tokenizer(Some(own), Some(to)).unwrap_err().to_string();
+        let refused = |own: &Tokenizer, to: &Tokenizer| {
+            tokenizer(Some(own), Some(to)).unwrap_err().to_string()
+        };
         assert!(
-            refused(&Tokenizer::Byte, &Tokenizer::Gpt2).contains("of the data is byte, that of the network gpt2\nhint")
+            refused(&Tokenizer::Byte, &Tokenizer::Gpt2)
+                .contains("of the data is byte, that of the network gpt2\nhint")
         );
         assert!(
             refused(&chars("abd"), &chars("abc"))
                 .contains("is char with 'd' as id 2, that of the network char with 'c'")
         );
         assert!(
-            refused(&chars("ab"), &chars("abc")).contains("is char with 2 characters, that of the network char with 3")
+            refused(&chars("ab"), &chars("abc"))
+                .contains("is char with 2 characters, that of the network char with 3")
         );
         assert_eq!(tokenizer(None, Some(&Tokenizer::Byte)).unwrap(), Some(&Tokenizer::Byte));
         assert_eq!(tokenizer(Some(&Tokenizer::Byte), None).unwrap(), Some(&Tokenizer::Byte));

@@ -1,4 +1,5 @@
-//! Paths in messages between processes, as their bytes where they are not UTF-8: JSON has texts alone.
+//! Paths in messages between processes, as their bytes where they are not UTF-8: JSON has texts
+//! alone.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};

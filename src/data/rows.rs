@@ -1,12 +1,14 @@
-//! Rows of a dataset: single elements if it has one dimension, else whole slices along the first one.
+//! Rows of a dataset: single elements if it has one dimension, else whole slices along the first
+//! one.
 //!
-//! Contiguous elements stored as they are in memory are read with plain positional reads, past HDF5 and its lock; short rows
-//! and tokens by blocks that are kept, if all fit. All else goes through the library: chunked data by whole chunks, of which some
-//! are kept.
+//! Contiguous elements stored as they are in memory are read with plain positional reads, past HDF5
+//! and its lock; short rows and tokens by blocks that are kept, if all fit. All else goes through
+//! the library: chunked data by whole chunks, of which some are kept.
 //!
-//! A data set keeps up to 128 MiB of blocks and chunks together, which estimate and ledger count as data. Elements arrive as they
-//! are stored; `stored` converts them to ids or numbers. Samples of a batch that are neighbours in the file are read at
-//! once. Batches are not sorted: among 128 of 60,000 shuffled samples, one in 500 has its neighbour in the batch.
+//! A data set keeps up to 128 MiB of blocks and chunks together, which estimate and ledger count as
+//! data. Elements arrive as they are stored; `stored` converts them to ids or numbers. Samples of a
+//! batch that are neighbours in the file are read at once. Batches are not sorted: among 128 of
+//! 60,000 shuffled samples, one in 500 has its neighbour in the batch.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -49,9 +51,9 @@ impl Source {
     /// Overwrites `out` with the bytes of rows from `first` on, of `row_bytes` each.
     fn read(&mut self, first: u64, row_bytes: usize, out: &mut [u8]) -> Result<()> {
         match self {
-            Self::File(file, offset) => {
-                file.read_exact_at(out, *offset + first * row_bytes as u64).map_err(|e| e.to_string().into())
-            }
+            Self::File(file, offset) => file
+                .read_exact_at(out, *offset + first * row_bytes as u64)
+                .map_err(|e| e.to_string().into()),
             Self::Library(slab) => Ok(slab.read(first, out)?),
         }
     }
@@ -75,8 +77,8 @@ struct Block {
 }
 
 impl RowReader {
-    /// A reader of `rows` rows of `row_len` elements. Blocks of `block` rows are read at once and kept, `limit` bytes
-    /// of them; a block of 0 rows is none.
+    /// A reader of `rows` rows of `row_len` elements. Blocks of `block` rows are read at once and
+    /// kept, `limit` bytes of them; a block of 0 rows is none.
     pub(super) fn new(
         source: Source,
         stored: ElementType,
@@ -128,15 +130,27 @@ impl RowReader {
         self.read_as(first, ids, |stored, _, bytes, out| stored.to_ids(bytes, out))
     }
 
-    /// For rows of one element: overwrites `ids` with the elements from `first` on, and `next` with as many from
-    /// `first` + 1 on.
-    pub(super) fn read_shifted(&mut self, first: u64, ids: &mut [u32], next: &mut [u32]) -> Result<()> {
-        let (count, width) = (ids.len(), self.stored.width());
+    /// For rows of one element: overwrites `ids` with the elements from `first` on, and `next` with
+    /// as many from `first` + 1 on.
+    pub(super) fn read_shifted(
+        &mut self,
+        first: u64,
+        ids: &mut [u32],
+        next: &mut [u32],
+    ) -> Result<()> {
+        let count = ids.len();
+        let width = self.stored.width();
         let end = first.checked_add(count as u64).filter(|end| *end < self.rows);
-        let end = end.ok_or_else(|| format!("rows {first} to {first} + {count} of {} asked for", self.rows))?;
+        let end = end.ok_or_else(|| {
+            format!("rows {first} to {first} + {count} of {} asked for", self.rows)
+        })?;
         if self.row_len != 1 || next.len() != count || count == 0 {
             let next = next.len();
-            return Err(format!("{count} and {next} elements of rows of {} asked for", self.row_len).into());
+            return Err(format!(
+                "{count} and {next} elements of rows of {} asked for",
+                self.row_len
+            )
+            .into());
         }
         if self.blocks.rows == 0 {
             self.raw.resize((count + 1) * width, 0);
@@ -170,8 +184,8 @@ impl RowReader {
         self.blocks.bytes
     }
 
-    /// The bytes of `rows` rows from `first` on, as they are in memory before they become ids or numbers, and their
-    /// element type.
+    /// The bytes of `rows` rows from `first` on, as they are in memory before they become ids or
+    /// numbers, and their element type.
     pub(super) fn read_bytes(&mut self, first: u64, rows: usize) -> Result<(ElementType, &[u8])> {
         let mut bytes = std::mem::take(&mut self.bytes);
         bytes.clear();
@@ -191,9 +205,15 @@ impl RowReader {
     ) -> Result<()> {
         let rows = (out.len() / self.row_len.max(1)) as u64;
         if rows * self.row_len as u64 != out.len() as u64 {
-            return Err(format!("{} elements are no whole number of rows of {}", out.len(), self.row_len).into());
+            return Err(format!(
+                "{} elements are no whole number of rows of {}",
+                out.len(),
+                self.row_len
+            )
+            .into());
         }
-        let (mut rest, mut element) = (out, first * self.row_len as u64);
+        let mut rest = out;
+        let mut element = first * self.row_len as u64;
         let packing = self.packing.take();
         let read = self.pieces(first, rows, |stored, piece| {
             let (now, later) = std::mem::take(&mut rest).split_at_mut(piece.len() / stored.width());
@@ -208,9 +228,16 @@ impl RowReader {
     }
 
     /// Hands the bytes of `rows` rows from `first` on to `take`, piece after piece of whole rows.
-    fn pieces(&mut self, first: u64, rows: u64, mut take: impl FnMut(ElementType, &[u8]) -> Result<()>) -> Result<()> {
+    fn pieces(
+        &mut self,
+        first: u64,
+        rows: u64,
+        mut take: impl FnMut(ElementType, &[u8]) -> Result<()>,
+    ) -> Result<()> {
         let end = first.checked_add(rows).filter(|end| *end <= self.rows);
-        let end = end.ok_or_else(|| format!("rows {first} to {first} + {rows} of {} asked for", self.rows))?;
+        let end = end.ok_or_else(|| {
+            format!("rows {first} to {first} + {rows} of {} asked for", self.rows)
+        })?;
         let row_bytes = self.row_len * self.stored.width();
         if self.blocks.rows == 0 {
             self.raw.resize(rows as usize * row_bytes, 0);
@@ -236,16 +263,24 @@ impl RowReader {
     }
 }
 
-/// Refuses a missing element among the stored ones in `bytes`, the first of which is number `first` of the dataset.
-fn check_present(packing: Option<&Packing>, stored: ElementType, bytes: &[u8], first: u64) -> Result<()> {
+/// Refuses a missing element among the stored ones in `bytes`, the first of which is number `first`
+/// of the dataset.
+fn check_present(
+    packing: Option<&Packing>,
+    stored: ElementType,
+    bytes: &[u8],
+    first: u64,
+) -> Result<()> {
     match packing.and_then(|packing| packing.first_missing(stored.doubles(bytes))) {
         None => Ok(()),
-        Some((place, missing)) => Err(ReadError::Missing { element: first + place as u64, missing }),
+        Some((place, missing)) => {
+            Err(ReadError::Missing { element: first + place as u64, missing })
+        }
     }
 }
 
-/// Overwrites `out` with the bytes of rows of `row_bytes` from `first` on, out of `all`, compared with their checksums where that
-/// is due.
+/// Overwrites `out` with the bytes of rows of `row_bytes` from `first` on, out of `all`, compared
+/// with their checksums where that is due.
 fn fetch(
     source: &mut Source,
     compared: Option<&mut Compared>,
@@ -256,20 +291,32 @@ fn fetch(
 ) -> Result<()> {
     match compared {
         None => source.read(first, row_bytes, out),
-        Some(compared) => compared.read(first, all, row_bytes, out, |first, out| source.read(first, row_bytes, out)),
+        Some(compared) => compared
+            .read(first, all, row_bytes, out, |first, out| source.read(first, row_bytes, out)),
     }
 }
 
 impl Blocks {
     /// A block of so many bytes, which `read` fills if it is not there.
-    fn get(&mut self, number: u64, bytes: usize, read: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<&[u8]> {
+    fn get(
+        &mut self,
+        number: u64,
+        bytes: usize,
+        read: impl FnOnce(&mut [u8]) -> Result<()>,
+    ) -> Result<&[u8]> {
         self.clock += 1;
         let clock = self.clock;
         if !self.held.contains_key(&number) {
             let mut buffer = Vec::new();
             while self.bytes > 0 && self.bytes + bytes > self.limit {
-                let oldest = self.held.iter().min_by_key(|(_, block)| block.last_use).map(|(number, _)| *number);
-                let Some(block) = oldest.and_then(|oldest| self.held.remove(&oldest)) else { break };
+                let oldest = self
+                    .held
+                    .iter()
+                    .min_by_key(|(_, block)| block.last_use)
+                    .map(|(number, _)| *number);
+                let Some(block) = oldest.and_then(|oldest| self.held.remove(&oldest)) else {
+                    break;
+                };
                 self.bytes -= block.bytes.len();
                 buffer = block.bytes;
             }

@@ -3,8 +3,8 @@
 /// One value for each part of a sample: `I` for parts that are whole numbers, `F` for the others.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SampleFields<I, F> {
-    /// Ids of the input: tokens of text, or rows of embedding tables; those of several tables count through all of them,
-    /// as [`Ids::Tables`](super::Ids::Tables) says.
+    /// Ids of the input: tokens of text, or rows of embedding tables; those of several tables count
+    /// through all of them, as [`Ids::Tables`](super::Ids::Tables) says.
     pub ids: I,
     /// Numbers of the input.
     pub features: F,
@@ -19,13 +19,17 @@ pub struct SampleFields<I, F> {
 /// Elements of each part of a sample; 0 where samples have no such part.
 pub type Sizes = SampleFields<usize, usize>;
 
-/// Buffers for samples: each part has the length that [`Dataset::sizes`](super::Dataset::sizes) gives, times the number
-/// of samples.
+/// Buffers for samples: each part has the length that [`Dataset::sizes`](super::Dataset::sizes)
+/// gives, times the number of samples.
 pub type SampleMut<'a> = SampleFields<&'a mut [u32], &'a mut [f32]>;
 
 impl<I, F> SampleFields<I, F> {
     /// Applies `ints` to the parts of whole numbers and `floats` to the others.
-    pub fn map<J, G>(self, mut ints: impl FnMut(I) -> J, mut floats: impl FnMut(F) -> G) -> SampleFields<J, G> {
+    pub fn map<J, G>(
+        self,
+        mut ints: impl FnMut(I) -> J,
+        mut floats: impl FnMut(F) -> G,
+    ) -> SampleFields<J, G> {
         SampleFields {
             ids: ints(self.ids),
             features: floats(self.features),
@@ -87,7 +91,9 @@ impl SampleMut<'_> {
     /// The part `first..first + count` of samples of `sizes`.
     pub(super) fn samples(&mut self, sizes: Sizes, first: usize, count: usize) -> SampleMut<'_> {
         let of = |size: usize| first * size..(first + count) * size;
-        self.as_mut().zip(sizes).map(|(ids, size)| &mut ids[of(size)], |(numbers, size)| &mut numbers[of(size)])
+        self.as_mut()
+            .zip(sizes)
+            .map(|(ids, size)| &mut ids[of(size)], |(numbers, size)| &mut numbers[of(size)])
     }
 }
 

@@ -1,4 +1,5 @@
-//! The sample at each position of a run, from one data set or a mixture of several: a pure function.
+//! The sample at each position of a run, from one data set or a mixture of several: a pure
+//! function.
 
 use serde::{Deserialize, Serialize};
 
@@ -20,8 +21,8 @@ pub struct Mix {
 }
 
 impl Mix {
-    /// A name for each data set of a mixture: its own, or the last part of its path; the whole path and its number where that is
-    /// another's as well.
+    /// A name for each data set of a mixture: its own, or the last part of its path; the whole path
+    /// and its number where that is another's as well.
     pub fn names(mix: &[Self]) -> Vec<String> {
         let short = |one: &Self| {
             let last = one.path.trim_end_matches('/').rsplit(['/', ':']).next().unwrap_or_default();
@@ -44,7 +45,8 @@ const PERIOD: u64 = 1024;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SampleOrder {
     parts: Vec<Part>,
-    /// For each position of a period: its part, and the number of earlier positions of that part in the period.
+    /// For each position of a period: its part, and the number of earlier positions of that part in
+    /// the period.
     pattern: Vec<(usize, u64)>,
 }
 
@@ -69,8 +71,9 @@ pub struct Draw {
 }
 
 impl SampleOrder {
-    /// An order of data sets with so many samples each, one after the other in one numbering. Each is gone through by
-    /// itself, shuffled by `seed` or without one in its own order, and their turns are spread evenly.
+    /// An order of data sets with so many samples each, one after the other in one numbering. Each
+    /// is gone through by itself, shuffled by `seed` or without one in its own order, and their
+    /// turns are spread evenly.
     ///
     /// # Errors
     /// A weight is no positive number, or so small that it would not be seen.
@@ -97,7 +100,8 @@ impl SampleOrder {
         let mut pattern = Vec::with_capacity(period as usize);
         for place in 1..=period as i64 {
             // The one that lags behind its part most; of equal ones the first.
-            let lag = |part: &usize| shares[*part] as i64 * place - period as i64 * counts[*part] as i64;
+            let lag =
+                |part: &usize| shares[*part] as i64 * place - period as i64 * counts[*part] as i64;
             let part = (0..shares.len()).rev().max_by_key(lag).unwrap_or(0);
             pattern.push((part, counts[part]));
             counts[part] += 1;
@@ -114,8 +118,8 @@ impl SampleOrder {
         Draw { sample: first + sampler.index(own), epoch: own / samples }
     }
 
-    /// The data set that `positions` positions in a row might take a sample of twice, if there is one: its number, its
-    /// number of samples, and the number of positions that draw from it.
+    /// The data set that `positions` positions in a row might take a sample of twice, if there is
+    /// one: its number, its number of samples, and the number of positions that draw from it.
     pub fn repeats_within(&self, positions: u64) -> Option<(usize, u64, u64)> {
         let period = self.pattern.len();
         self.parts.iter().enumerate().find_map(|(number, part)| {
@@ -126,9 +130,12 @@ impl SampleOrder {
                 before.push(count);
                 count += u64::from(*owner == number);
             }
-            let taken_until =
-                |position: u64| position / period as u64 * part.share + before[(position % period as u64) as usize];
-            let most = (0..period as u64).map(|start| taken_until(start + positions) - taken_until(start)).max();
+            let taken_until = |position: u64| {
+                position / period as u64 * part.share + before[(position % period as u64) as usize]
+            };
+            let most = (0..period as u64)
+                .map(|start| taken_until(start + positions) - taken_until(start))
+                .max();
             most.filter(|most| *most > part.samples).map(|most| (number, part.samples, most))
         })
     }
@@ -152,9 +159,8 @@ fn shares(weights: &[f64]) -> Result<Vec<u64>> {
     }
     let all: f64 = weights.iter().sum();
     if !all.is_finite() {
-        return Err(
-            Error::input("data.mix has weights whose sum is no finite number").hint("divide them all by one number")
-        );
+        return Err(Error::input("data.mix has weights whose sum is no finite number")
+            .hint("divide them all by one number"));
     }
     let exact: Vec<f64> = weights.iter().map(|weight| weight / all * PERIOD as f64).collect();
     let mut shares: Vec<u64> = exact.iter().map(|share| share.floor() as u64).collect();
@@ -166,10 +172,11 @@ fn shares(weights: &[f64]) -> Result<Vec<u64>> {
     }
     match shares.iter().position(|share| *share == 0) {
         None => Ok(shares),
-        Some(part) => {
-            Err(Error::input(format!("data.mix has weight = {}, less than one in {PERIOD} of all", weights[part]))
-                .hint("leave that data out, or give it more weight"))
-        }
+        Some(part) => Err(Error::input(format!(
+            "data.mix has weight = {}, less than one in {PERIOD} of all",
+            weights[part]
+        ))
+        .hint("leave that data out, or give it more weight")),
     }
 }
 
@@ -190,7 +197,8 @@ mod tests {
 
     #[test]
     fn each_has_its_part_everywhere_and_is_gone_through_evenly() {
-        let (samples, weights) = ([50u64, 7, 300], [0.5, 0.2, 0.3]);
+        let samples = [50u64, 7, 300];
+        let weights = [0.5, 0.2, 0.3];
         let order = SampleOrder::mixed(&samples, &weights, Some(9)).unwrap();
         let part_of = |sample: u64| usize::from(sample >= 50) + usize::from(sample >= 57);
         for start in [0u64, 1, 1000, 5000] {
@@ -200,13 +208,17 @@ mod tests {
             }
             for (count, weight) in counts.into_iter().zip(weights) {
                 // The parts are rounded to one in 1024.
-                assert!((count - 3000.0 * weight).abs() < 2.0 + 3000.0 / 1024.0, "{counts:?} from {start}");
+                assert!(
+                    (count - 3000.0 * weight).abs() < 2.0 + 3000.0 / 1024.0,
+                    "{counts:?} from {start}"
+                );
             }
         }
         // Within an epoch of a data set each of its samples comes once.
         let mut seen: Vec<Draw> = (0..4096).map(|position| order.draw(position)).collect();
         for number in 0..3 {
-            let own: Vec<Draw> = seen.iter().copied().filter(|draw| part_of(draw.sample) == number).collect();
+            let own: Vec<Draw> =
+                seen.iter().copied().filter(|draw| part_of(draw.sample) == number).collect();
             for (place, draw) in own.iter().enumerate() {
                 assert_eq!(draw.epoch, place as u64 / samples[number]);
             }
@@ -217,14 +229,21 @@ mod tests {
 
     #[test]
     fn every_set_of_a_mixture_has_a_name() {
-        let one = |path: &str, name: Option<&str>| Mix { path: path.into(), weight: 1.0, name: name.map(Into::into) };
+        let one = |path: &str, name: Option<&str>| Mix {
+            path: path.into(),
+            weight: 1.0,
+            name: name.map(Into::into),
+        };
         let names = |mix: &[Mix]| Mix::names(mix).join(", ");
         let own = one("c.h5", Some("chat"));
         assert_eq!(
             names(&[one("data/web/", None), one("bundled:tiny-shakespeare", None), own]),
             "web, tiny-shakespeare, chat"
         );
-        assert_eq!(names(&[one("a/text", None), one("b/text", None), one("c", None)]), "a/text (0), b/text (1), c");
+        assert_eq!(
+            names(&[one("a/text", None), one("b/text", None), one("c", None)]),
+            "a/text (0), b/text (1), c"
+        );
     }
 
     #[test]
@@ -245,7 +264,8 @@ mod tests {
 
     #[test]
     fn weights_must_be_seen() {
-        let refused = |weights: &[f64]| SampleOrder::mixed(&[5, 5], weights, None).unwrap_err().to_string();
+        let refused =
+            |weights: &[f64]| SampleOrder::mixed(&[5, 5], weights, None).unwrap_err().to_string();
         assert!(refused(&[1.0, 0.0]).contains("data.mix has weight = 0\nhint: "));
         assert!(refused(&[f64::NAN, 1.0]).contains("weight = NaN"));
         assert!(refused(&[1.0, 1e-9]).contains("less than one in 1024 of all"));

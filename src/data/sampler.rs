@@ -45,7 +45,8 @@ impl Sampler {
 
     /// The sample at `position`, counted from the start of the run.
     pub fn index(&self, position: u64) -> u64 {
-        let (epoch, within) = (position / self.samples, position % self.samples);
+        let epoch = position / self.samples;
+        let within = position % self.samples;
         match self.seed {
             Some(seed) => permute(within, self.samples, mix(mix(seed) ^ epoch)),
             None => within,
@@ -71,7 +72,8 @@ fn permute(index: u64, size: u64, key: u64) -> u64 {
 /// One pass of a balanced Feistel network over `2 * half_bits` bits.
 fn feistel(value: u64, half_bits: u32, key: u64) -> u64 {
     let mask = (1 << half_bits) - 1;
-    let (mut left, mut right) = (value >> half_bits, value & mask);
+    let mut left = value >> half_bits;
+    let mut right = value & mask;
     for round in 0..ROUNDS {
         let mixed = mix(key.wrapping_add(round) ^ mix(right)) & mask;
         (left, right) = (right, left ^ mixed);

@@ -1,12 +1,13 @@
 //! A child process that opens HDF5 files before any rank does.
 //!
-//! libhdf5 follows addresses and lengths of a file, and a damaged or hostile file can end the process that opens it, or make it read
-//! other data. So a file is first opened, described and prepared for reading in a child with limits of memory and time. The child
-//! answers one request after another, and a file that ends it becomes one error with the file's name. Only rank 0 has a child:
-//! other ranks get its descriptions ([`ShardIndex`](super::ShardIndex)).
+//! libhdf5 follows addresses and lengths of a file, and a damaged or hostile file can end the
+//! process that opens it, or make it read other data. So a file is first opened, described and
+//! prepared for reading in a child with limits of memory and time. The child answers one request
+//! after another, and a file that ends it becomes one error with the file's name. Only rank 0 has a
+//! child: other ranks get its descriptions ([`ShardIndex`](super::ShardIndex)).
 //!
-//! The child is this program with a hidden subcommand, which [`enable`] names. In a program that has not called it, files are
-//! opened without a child.
+//! The child is this program with a hidden subcommand, which [`enable`] names. In a program that
+//! has not called it, files are opened without a child.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
@@ -19,7 +20,9 @@ use std::time::Duration;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
-use signal_hook::consts::signal::{SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGSYS, SIGTRAP, SIGXCPU};
+use signal_hook::consts::signal::{
+    SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGSYS, SIGTRAP, SIGXCPU,
+};
 use signal_hook::low_level::signal_name;
 
 use super::block_checksums::Scratch;
@@ -43,8 +46,8 @@ const TIMEOUT: u64 = 60;
 /// The program that is started as the child, and its arguments.
 static PROGRAM: OnceLock<(PathBuf, Vec<String>)> = OnceLock::new();
 
-/// From now on this process opens HDF5 files first in a child: `program`, started with `arguments`, which calls [`serve`]. Later calls
-/// change nothing.
+/// From now on this process opens HDF5 files first in a child: `program`, started with `arguments`,
+/// which calls [`serve`]. Later calls change nothing.
 pub fn enable(program: PathBuf, arguments: Vec<String>) {
     let _ = PROGRAM.set((program, arguments));
 }
@@ -83,12 +86,13 @@ pub fn serve() -> Result<()> {
     let mut before = Before::default();
     for line in std::io::stdin().lines() {
         let line = line.map_err(|e| Error::internal(format!("a request cannot be read: {e}")))?;
-        let request =
-            serde_json::from_str(&line).map_err(|e| Error::internal(format!("{line:?} is malformed: {e}")))?;
+        let request = serde_json::from_str(&line)
+            .map_err(|e| Error::internal(format!("{line:?} is malformed: {e}")))?;
         let elapsed = clock_gettime(ClockId::ProcessCPUTime).tv_sec.unsigned_abs();
         limit(Resource::Cpu, elapsed + TIMEOUT)?;
         let reply = answer(request, &mut before);
-        let reply = serde_json::to_string(&reply).map_err(|e| Error::internal(format!("a reply: {e}")))?;
+        let reply =
+            serde_json::to_string(&reply).map_err(|e| Error::internal(format!("a reply: {e}")))?;
         let mut stdout = std::io::stdout().lock();
         let written = writeln!(stdout, "{reply}").and_then(|()| stdout.flush());
         written.map_err(|e| Error::internal(format!("a reply cannot be written: {e}")))?;
@@ -114,11 +118,14 @@ fn answer(request: Request, before: &mut Before) -> Reply {
             }
             Err(e) => Reply::Refused(e),
         },
-        Request::Inspect { path } => listing::of(&path).map_or_else(Reply::Refused, Reply::Inspected),
+        Request::Inspect { path } => {
+            listing::of(&path).map_or_else(Reply::Refused, Reply::Inspected)
+        }
     }
 }
 
-/// Opens files in a child, if the program has one: the first file starts it, and it lives as long as this.
+/// Opens files in a child, if the program has one: the first file starts it, and it lives as long
+/// as this.
 #[derive(Debug, Default)]
 pub(super) struct Sandbox {
     helper: Option<Helper>,
@@ -166,8 +173,8 @@ impl Sandbox {
         }
     }
 
-    /// Returns the reply to a request about the file at `path`; none if there is no child. After an error the next request starts
-    /// another child.
+    /// Returns the reply to a request about the file at `path`; none if there is no child. After an
+    /// error the next request starts another child.
     fn ask(&mut self, path: &Path, request: &Request) -> Result<Option<Reply>> {
         if self.helper.is_none() && !self.is_without {
             self.helper = PROGRAM.get().and_then(|(program, arguments)| start(program, arguments));
@@ -195,15 +202,19 @@ fn start(program: &Path, arguments: &[String]) -> Option<Helper> {
     let mut child = match spawned {
         Ok(child) => child,
         Err(e) => {
-            log::warn!("data: HDF5 files are opened without a child process, which cannot be started: {e}");
+            log::warn!(
+                "data: HDF5 files are opened without a child process, which cannot be started: {e}"
+            );
             return None;
         }
     };
-    let (requests, stdout) = (child.stdin.take()?, child.stdout.take()?);
+    let requests = child.stdin.take()?;
+    let stdout = child.stdout.take()?;
     let (sender, replies) = channel();
     let hear = move || {
         for line in BufReader::new(stdout).split(b'\n').map_while(std::io::Result::ok) {
-            // Plugins of HDF5 may print, too. Texts of a file need not be UTF-8, whatever their type says.
+            // Plugins of HDF5 may print, too. Texts of a file need not be UTF-8, whatever their
+            // type says.
             let Ok(reply) = serde_json::from_str(&String::from_utf8_lossy(&line)) else { continue };
             if sender.send(reply).is_err() {
                 return;
@@ -222,7 +233,8 @@ fn start(program: &Path, arguments: &[String]) -> Option<Helper> {
 
 impl Helper {
     fn ask(&mut self, path: &Path, request: &Request) -> Result<Reply> {
-        let mut request = serde_json::to_vec(request).map_err(|e| Error::internal(format!("a request: {e}")))?;
+        let mut request =
+            serde_json::to_vec(request).map_err(|e| Error::internal(format!("a request: {e}")))?;
         request.push(b'\n');
         // A child that has ended reads no request, and sends no reply either.
         let _ = self.requests.as_mut().map(|requests| requests.write_all(&request));
@@ -233,7 +245,10 @@ impl Helper {
                 self.requests = None;
                 match self.child.wait() {
                     Ok(status) => Err(ended(path, status)),
-                    Err(e) => Err(Error::internal(format!("the process that opens {} is lost: {e}", path.display()))),
+                    Err(e) => Err(Error::internal(format!(
+                        "the process that opens {} is lost: {e}",
+                        path.display()
+                    ))),
                 }
             }
         }
@@ -244,7 +259,9 @@ impl Drop for Helper {
     fn drop(&mut self) {
         // The end of its standard input is its own, unless it hangs.
         self.requests = None;
-        if let Err(RecvTimeoutError::Disconnected) = self.replies.recv_timeout(Duration::from_secs(1)) {
+        if let Err(RecvTimeoutError::Disconnected) =
+            self.replies.recv_timeout(Duration::from_secs(1))
+        {
             let _ = self.child.wait();
         } else {
             // A process that waits for a dead file system ends only when that answers.
@@ -260,7 +277,10 @@ fn ended(path: &Path, status: ExitStatus) -> Error {
     let Some(signal) = status.signal() else {
         return Error::internal(format!("the process that opens {name} ended with {status}"));
     };
-    let how = format!("ended a process by signal {signal} ({})", signal_name(signal).unwrap_or("unknown"));
+    let how = format!(
+        "ended a process by signal {signal} ({})",
+        signal_name(signal).unwrap_or("unknown")
+    );
     match signal {
         SIGXCPU => too_long(path),
         SIGSEGV | SIGBUS | SIGABRT | SIGFPE | SIGILL | SIGTRAP | SIGSYS => {
@@ -273,12 +293,16 @@ fn ended(path: &Path, status: ExitStatus) -> Error {
 }
 
 fn too_long(path: &Path) -> Error {
-    Error::input(format!("{} cannot be opened within {TIMEOUT} s", path.display()))
-        .hint("the file system does not answer, or the file is damaged: look whether `h5ls` opens it")
+    Error::input(format!("{} cannot be opened within {TIMEOUT} s", path.display())).hint(
+        "the file system does not answer, or the file is damaged: look whether `h5ls` opens it",
+    )
 }
 
 fn unexpected(path: &Path) -> Error {
-    Error::internal(format!("the process that opens {} sent another reply than was asked for", path.display()))
+    Error::internal(format!(
+        "the process that opens {} sent another reply than was asked for",
+        path.display()
+    ))
 }
 
 #[cfg(test)]
@@ -295,8 +319,7 @@ mod tests {
     #[test]
     fn the_end_of_a_child_is_an_error_with_file_and_cause() {
         let error = error_of("read request; kill -SEGV $$");
-        let expected =
-            "train-7.h5 is damaged: reading it ended a process by signal 11 (SIGSEGV)\nhint: copy or import it again";
+        let expected = "train-7.h5 is damaged: reading it ended a process by signal 11 (SIGSEGV)\nhint: copy or import it again";
         assert!(error.to_string().starts_with(expected), "{error}");
         assert_eq!(error.exit_code(), 2);
         let error = error_of("read request; kill -XCPU $$").to_string();
@@ -304,10 +327,15 @@ mod tests {
         // Not the file's fault.
         let error = error_of("read request; kill -KILL $$").to_string();
         assert!(
-            error.starts_with("train-7.h5 cannot be read: the attempt ended a process by signal 9 (SIGKILL)"),
+            error.starts_with(
+                "train-7.h5 cannot be read: the attempt ended a process by signal 9 (SIGKILL)"
+            ),
             "{error}"
         );
         let error = error_of("echo noise; exit 3").to_string();
-        assert!(error.contains("the process that opens train-7.h5 ended with exit status: 3"), "{error}");
+        assert!(
+            error.contains("the process that opens train-7.h5 ended with exit status: 3"),
+            "{error}"
+        );
     }
 }

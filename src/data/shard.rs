@@ -2,9 +2,10 @@
 //!
 //! A shard is described once, when a data set is opened; the description keeps no handle.
 //!
-//! A shard names its import and its number there, so a missing shard is noticed (`completeness`). Reads are compared
-//! with the checksums at the lowest level, where bytes come from the file (`compare`). Checksums, or digests of pieces
-//! of files without them, tell data sets apart (`fingerprint`).
+//! A shard names its import and its number there, so a missing shard is noticed (`completeness`).
+//! Reads are compared with the checksums at the lowest level, where bytes come from the file
+//! (`compare`). Checksums, or digests of pieces of files without them, tell data sets apart
+//! (`fingerprint`).
 
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt as _;
@@ -47,12 +48,14 @@ pub(super) struct Shard {
     pub told: Arc<DescribedPreprocessing>,
 }
 
-/// Returns the numbers that distinguish a file from others of its file system, and from itself before a change.
+/// Returns the numbers that distinguish a file from others of its file system, and from itself
+/// before a change.
 fn identity(metadata: &Metadata) -> (u64, i64, i64) {
     (metadata.ino(), metadata.mtime(), metadata.mtime_nsec())
 }
 
-/// Bytes that blocks of rows have at least, unless chunks are larger: fewer are not worth their place in a table.
+/// Bytes that blocks of rows have at least, unless chunks are larger: fewer are not worth their
+/// place in a table.
 const BLOCK_BYTES: usize = 16 << 10;
 /// Rows of so many bytes are not worth a call to the system each.
 const SMALL_ROW: usize = 64;
@@ -68,16 +71,18 @@ impl Shard {
             let print = ShardPrint::of(&file, path, &header, &content)?;
             let told = told(&file, &content)?.into();
             let metadata = std::fs::metadata(path).map_err(|e| Error::io("read", path, e))?;
-            let (bytes, identity) = (metadata.len(), identity(&metadata));
+            let bytes = metadata.len();
+            let identity = identity(&metadata);
             Ok(Self { path: path.to_owned(), header, content, print, bytes, identity, told })
         };
         describe().map_err(|e: Error| e.at(path.display()))
     }
 
-    /// Checks that the file at the same path of this node is the one that another node has described: the same file of a file system
-    /// that both see, or one with the same content.
+    /// Checks that the file at the same path of this node is the one that another node has
+    /// described: the same file of a file system that both see, or one with the same content.
     pub(super) fn check_here(&self, spec: &DataSpec) -> Result<()> {
-        let metadata = std::fs::metadata(&self.path).map_err(|e| Error::io("read", &self.path, e))?;
+        let metadata =
+            std::fs::metadata(&self.path).map_err(|e| Error::io("read", &self.path, e))?;
         if identity(&metadata) == self.identity {
             return Ok(());
         }
@@ -90,24 +95,32 @@ impl Shard {
             self.path.display(),
             rustix::system::uname().nodename().to_string_lossy()
         ))
-        .hint("copy the same files to every node, or keep them on a file system that all nodes share"))
+        .hint(
+            "copy the same files to every node, or keep them on a file system that all nodes share",
+        ))
     }
 
     /// Refuses a shard that does not fit the `first` one of its data set.
     pub(super) fn check_sibling(&self, first: &Self) -> Result<()> {
-        self.check(first, &["set of datasets", "dtype", "sample shape", "scale of inputs", "vocabulary_size"])
+        self.check(
+            first,
+            &["set of datasets", "dtype", "sample shape", "scale of inputs", "vocabulary_size"],
+        )
     }
 
-    /// Refuses a shard whose samples are not of the kind of those of the `first` one, which is of another data set. Types and
-    /// scales may differ: reads convert types and apply scales.
+    /// Refuses a shard whose samples are not of the kind of those of the `first` one, which is of
+    /// another data set. Types and scales may differ: reads convert types and apply scales.
     pub(super) fn check_mixable(&self, first: &Self) -> Result<()> {
         self.check(first, &["set of datasets", "sample shape", "vocabulary_size"])
     }
 
     /// Refuses a shard that has weights where the `first` one has none, or the other way round.
     pub(super) fn check_weights(&self, first: &Self) -> Result<()> {
-        let weights = |shard: &Self| shard.content.weights().map_or("none".to_owned(), |field| field.name.clone());
-        let (own, expected) = (weights(self), weights(first));
+        let weights = |shard: &Self| {
+            shard.content.weights().map_or("none".to_owned(), |field| field.name.clone())
+        };
+        let own = weights(self);
+        let expected = weights(first);
         if own == expected {
             return Ok(());
         }
@@ -128,9 +141,15 @@ impl Shard {
             [
                 ("set of datasets", describe(&|ids| ids.name.clone())),
                 ("dtype", describe(&|ids| format!("{} {}", ids.name, ids.dtype))),
-                ("sample shape", describe(&|ids| format!("{} {}", ids.name, shape(&ids.shape[1..])))),
+                (
+                    "sample shape",
+                    describe(&|ids| format!("{} {}", ids.name, shape(&ids.shape[1..]))),
+                ),
                 ("scale of inputs", format!("{:?}", shard.content.standard())),
-                ("vocabulary_size", shard.header.vocabulary_size.map_or("none".to_owned(), |size| size.to_string())),
+                (
+                    "vocabulary_size",
+                    shard.header.vocabulary_size.map_or("none".to_owned(), |size| size.to_string()),
+                ),
             ]
         };
         for ((aspect, own), (_, expected)) in aspects(self).into_iter().zip(aspects(first)) {
@@ -139,14 +158,16 @@ impl Shard {
             }
         }
         if self.header.tokenizer != first.header.tokenizer {
-            let [own, expected] = tokenizer_names(self.header.tokenizer.as_ref(), first.header.tokenizer.as_ref());
+            let [own, expected] =
+                tokenizer_names(self.header.tokenizer.as_ref(), first.header.tokenizer.as_ref());
             return Err(self.differs(first, "tokenizer", &own, &expected));
         }
         Ok(())
     }
 
     fn differs(&self, first: &Self, aspect: &str, own: &str, expected: &str) -> Error {
-        let (path, first) = (self.path.display(), first.path.display());
+        let path = self.path.display();
+        let first = first.path.display();
         Error::input(format!("{aspect} differs: {path} has {own}, {first} has {expected}"))
             .hint("the shards of one data set must agree: import them in one go; those of data.mix must hold samples of one kind")
     }
@@ -163,7 +184,10 @@ impl Shard {
     pub(super) fn samples(&self, context: usize) -> Result<u64> {
         let at = self.path.display();
         match &self.content {
-            ShardSchema::Tokens(tokens) => match (tokens.document().saturating_sub(1) / context, &tokens.shape[..]) {
+            ShardSchema::Tokens(tokens) => match (
+                tokens.document().saturating_sub(1) / context,
+                &tokens.shape[..],
+            ) {
                 (0, [_]) => Err(Error::input(format!(
                     "{} has {} tokens, but one sample takes {context} + 1",
                     tokens.name,
@@ -191,10 +215,13 @@ impl Shard {
             }
             ShardSchema::Samples { inputs, .. } => {
                 if inputs.row_len() != context {
-                    let message = format!("{} has samples of {} ids", inputs.name, inputs.row_len());
-                    return Err(Error::input(format!("{message}, but the model's context is {context}"))
-                        .hint(format!("set the context to {}", inputs.row_len()))
-                        .at(at));
+                    let message =
+                        format!("{} has samples of {} ids", inputs.name, inputs.row_len());
+                    return Err(Error::input(format!(
+                        "{message}, but the model's context is {context}"
+                    ))
+                    .hint(format!("set the context to {}", inputs.row_len()))
+                    .at(at));
                 }
                 match inputs.rows() {
                     0 => Err(no_samples(inputs).at(at)),
@@ -210,38 +237,60 @@ impl Shard {
         let own = self.header.vocabulary_size.map(|size| size.try_into().unwrap_or(usize::MAX));
         let vocabulary = match (configured, own) {
             (None, None) => {
-                return Err(Error::input("the size of the vocabulary is unknown: no attribute vocabulary_size")
-                    .hint("set model.vocabulary to the number of ids")
-                    .at(at));
+                return Err(Error::input(
+                    "the size of the vocabulary is unknown: no attribute vocabulary_size",
+                )
+                .hint("set model.vocabulary to the number of ids")
+                .at(at));
             }
             (Some(configured), Some(own)) if configured < own => {
-                return Err(Error::input(format!("vocabulary_size is {own}, but model.vocabulary is {configured}"))
-                    .hint(format!("set model.vocabulary to {own} or more, or leave it out"))
-                    .at(at));
+                return Err(Error::input(format!(
+                    "vocabulary_size is {own}, but model.vocabulary is {configured}"
+                ))
+                .hint(format!("set model.vocabulary to {own} or more, or leave it out"))
+                .at(at));
             }
             (Some(configured), _) => configured,
             (None, Some(own)) => own,
         };
         match vocabulary {
             1..=MAX_VOCABULARY => Ok(vocabulary),
-            _ => Err(Error::input(format!("a vocabulary of {vocabulary} ids is outside 1..={MAX_VOCABULARY}")).at(at)),
+            _ => Err(Error::input(format!(
+                "a vocabulary of {vocabulary} ids is outside 1..={MAX_VOCABULARY}"
+            ))
+            .at(at)),
         }
     }
 
-    /// Opens the file anew and returns a reader for each dataset of its content. `cache_bytes` may be kept of each, more if
-    /// a chunk is larger: else each read would decompress it again. Reads are compared with checksums as `verify` says.
-    pub(super) fn readers(&self, cache_bytes: usize, verify: Verify, scratch: &Scratch) -> Result<Vec<RowReader>> {
+    /// Opens the file anew and returns a reader for each dataset of its content. `cache_bytes` may
+    /// be kept of each, more if a chunk is larger: else each read would decompress it again. Reads
+    /// are compared with checksums as `verify` says.
+    pub(super) fn readers(
+        &self,
+        cache_bytes: usize,
+        verify: Verify,
+        scratch: &Scratch,
+    ) -> Result<Vec<RowReader>> {
         let datasets = self.content.datasets();
         // HDF5 need not cache data whose blocks are kept by its reader.
-        let chunk_bytes = |field: &&Field| field.chunk_bytes().filter(|_| self.block(field, cache_bytes, verify) == 0);
+        let chunk_bytes = |field: &&Field| {
+            field.chunk_bytes().filter(|_| self.block(field, cache_bytes, verify) == 0)
+        };
         let chunk_bytes = datasets.iter().filter_map(chunk_bytes).max();
         let bytes = chunk_bytes.map_or(0, |chunk_bytes| cache_bytes.max(chunk_bytes));
-        let file = h5::open_file(&self.path, Some(ChunkCache { bytes, chunk_bytes: chunk_bytes.unwrap_or(0) }))?;
-        let plain = std::fs::File::open(&self.path).map_err(|e| Error::io("read", &self.path, e))?;
+        let file = h5::open_file(
+            &self.path,
+            Some(ChunkCache { bytes, chunk_bytes: chunk_bytes.unwrap_or(0) }),
+        )?;
+        let plain =
+            std::fs::File::open(&self.path).map_err(|e| Error::io("read", &self.path, e))?;
         let bytes = plain.metadata().map_err(|e| Error::io("read", &self.path, e))?.len();
         if bytes != self.bytes {
-            let message =
-                format!("{} has {bytes} bytes, but {} when it was described", self.path.display(), self.bytes);
+            let message = format!(
+                "{} has {bytes} bytes, but {} when it was described",
+                self.path.display(),
+                self.bytes
+            );
             return Err(Error::input(message)
                 .hint("the files of a data set may not change during a run, and are the same on every node"));
         }
@@ -261,10 +310,16 @@ impl Shard {
                     .map(Source::Library),
             };
             let source = source.map_err(|e| self.unreadable(field, e.into()))?;
-            let (rows, block) = (field.rows() as u64, self.block(field, cache_bytes, verify) as u64);
-            let sums = checksums.as_ref().map(|checksums| self.sums(checksums, field)).transpose()?.flatten();
+            let rows = field.rows() as u64;
+            let block = self.block(field, cache_bytes, verify) as u64;
+            let sums = checksums
+                .as_ref()
+                .map(|checksums| self.sums(checksums, field))
+                .transpose()?
+                .flatten();
             let compared = sums.and_then(|sums| Compared::new(sums, verify, scratch.clone()));
-            let reader = RowReader::new(source, field.stored, rows, field.row_len(), block, cache_bytes);
+            let reader =
+                RowReader::new(source, field.stored, rows, field.row_len(), block, cache_bytes);
             Ok(reader.compare(compared).unpack(field.packing.clone()))
         };
         datasets.iter().map(open).collect()
@@ -276,7 +331,8 @@ impl Shard {
             return Ok(None);
         }
         let sums = checksums.of(&field.name).ok_or_else(|| self.without_checksums(&field.name))?;
-        let (has, needs) = (sums.crc32.len(), sums.needed(field.rows()));
+        let has = sums.crc32.len();
+        let needs = sums.needed(field.rows());
         if has == needs {
             return Ok(Some(sums.clone()));
         }
@@ -291,7 +347,8 @@ impl Shard {
             .at(self.path.display())
     }
 
-    /// Most bytes that the readers of all its datasets keep together, if `cache_bytes` may be kept of each.
+    /// Most bytes that the readers of all its datasets keep together, if `cache_bytes` may be kept
+    /// of each.
     pub(super) fn cache_limit(&self, cache_bytes: usize, verify: Verify) -> usize {
         let limit = |field: &Field| {
             let block = self.block(field, cache_bytes, verify) * field.row_bytes();
@@ -304,24 +361,28 @@ impl Shard {
         self.content.datasets().into_iter().map(limit).sum()
     }
 
-    /// Rows of a dataset that are read at once and kept, if `cache_bytes` may be; 0 reads the requested rows only and
-    /// keeps nothing.
+    /// Rows of a dataset that are read at once and kept, if `cache_bytes` may be; 0 reads the
+    /// requested rows only and keeps nothing.
     fn block(&self, field: &Field, cache_bytes: usize, verify: Verify) -> usize {
         let is_tokens = matches!(self.content, ShardSchema::Tokens(_));
         let row_bytes = field.row_bytes().max(1);
         let fits = field.rows() * row_bytes <= cache_bytes;
         let enough_rows = BLOCK_BYTES.div_ceil(row_bytes);
         match &field.chunk {
-            // Targets, which take less than a few samples, and tokens: a window of them in memory costs less than a call.
-            // Where each use is compared, the file is read for each.
-            None if fits && row_bytes < SMALL_ROW && !(is_tokens && verify == Verify::Always) => enough_rows,
+            // Targets, which take less than a few samples, and tokens: a window of them in memory
+            // costs less than a call. Where each use is compared, the file is read for each.
+            None if fits && row_bytes < SMALL_ROW && !(is_tokens && verify == Verify::Always) => {
+                enough_rows
+            }
             None => 0,
             Some(chunk) if fits => enough_rows.next_multiple_of(chunk[0].max(1)),
             Some(chunk) => {
                 let chunk_bytes = chunk[0] * row_bytes;
                 let is_whole = chunk[1..] == field.shape[1..];
                 // Uncompressed data: HDF5 reads only the requested rows.
-                let pays = field.is_filtered && chunk_bytes >= BLOCK_BYTES && (is_whole || chunk_bytes <= cache_bytes);
+                let pays = field.is_filtered
+                    && chunk_bytes >= BLOCK_BYTES
+                    && (is_whole || chunk_bytes <= cache_bytes);
                 if pays { chunk[0] } else { 0 }
             }
         }
@@ -330,7 +391,9 @@ impl Shard {
     /// A read of `field` failed although the file once was in order.
     pub(super) fn unreadable(&self, field: &Field, error: ReadError) -> Error {
         match error {
-            ReadError::Refused(error) if h5::is_newer(&error) => h5::newer(&field.name, &error).at(self.path.display()),
+            ReadError::Refused(error) if h5::is_newer(&error) => {
+                h5::newer(&field.name, &error).at(self.path.display())
+            }
             ReadError::Refused(error) => {
                 let place = PathBuf::from(format!("{}:{}", self.path.display(), field.name));
                 Error::io("read", &place, h5::one_line(&error))
@@ -342,7 +405,9 @@ impl Shard {
                     .at(self.path.display())
             }
             damaged @ ReadError::Damaged { .. } => Error::input(format!("{}{damaged}", field.name))
-                .hint("copy or import the shard again; `hpctrain data verify` finds all such places")
+                .hint(
+                    "copy or import the shard again; `hpctrain data verify` finds all such places",
+                )
                 .at(self.path.display()),
         }
     }
@@ -356,7 +421,8 @@ fn told(file: &File, content: &ShardSchema) -> Result<DescribedPreprocessing> {
     if !is_of_samples(file) {
         return Ok(DescribedPreprocessing { scale, ..DescribedPreprocessing::default() });
     }
-    let unreadable = |e| Error::input(format!("dataset {CLASSES} cannot be read: {}", h5::one_line(&e)));
+    let unreadable =
+        |e| Error::input(format!("dataset {CLASSES} cannot be read: {}", h5::one_line(&e)));
     let classes = class_names(file).map_err(unreadable)?.unwrap_or_default();
     Ok(DescribedPreprocessing { scale, columns: Columns::read(file)?.map(Arc::new), classes })
 }

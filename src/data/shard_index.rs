@@ -1,7 +1,7 @@
 //! Descriptions of the files of data sets: looked up once in a job, and sent to its other ranks.
 //!
-//! The rank that looks keeps its answers in their order. All ranks open the same data by the same configuration, so
-//! another one asks the same questions, and the answers that it is sent fit.
+//! The rank that looks keeps its answers in their order. All ranks open the same data by the same
+//! configuration, so another one asks the same questions, and the answers that it is sent fit.
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
@@ -68,14 +68,15 @@ impl ShardIndex {
         Self(Source::Files { sandbox: Sandbox::default(), kept: Some(Kept::default()) })
     }
 
-    /// Repeats the answers of another rank. `compares` them with the files that this rank sees: on one rank of each node, since nodes
-    /// may have copies of their own.
+    /// Repeats the answers of another rank. `compares` them with the files that this rank sees: on
+    /// one rank of each node, since nodes may have copies of their own.
     ///
     /// # Errors
     /// Returns an error if they are malformed.
     pub fn told(bytes: &[u8], compares: bool) -> Result<Self> {
-        let left = serde_json::from_slice(bytes)
-            .map_err(|e| Error::comm(format!("another rank sent malformed descriptions of data: {e}")))?;
+        let left = serde_json::from_slice(bytes).map_err(|e| {
+            Error::comm(format!("another rank sent malformed descriptions of data: {e}"))
+        })?;
         Ok(Self(Source::Told { left, before: Before::default(), compares }))
     }
 
@@ -86,9 +87,12 @@ impl ShardIndex {
     pub fn tell(self) -> Result<Vec<u8>> {
         let answers = match self.0 {
             Source::Files { kept, .. } => kept.unwrap_or_default().answers,
-            Source::Told { .. } => return Err(Error::internal("descriptions of another rank are sent again")),
+            Source::Told { .. } => {
+                return Err(Error::internal("descriptions of another rank are sent again"));
+            }
         };
-        serde_json::to_vec(&answers).map_err(|e| Error::internal(format!("descriptions of data: {e}")))
+        serde_json::to_vec(&answers)
+            .map_err(|e| Error::internal(format!("descriptions of data: {e}")))
     }
 
     /// Location of the validation samples of a data set.
@@ -139,8 +143,9 @@ impl ShardIndex {
             Source::Told { left, before, compares } => match left.pop_front() {
                 Some(Answer::Shard(brief)) => {
                     let shard = before.complete(brief);
-                    let shard =
-                        shard.ok_or_else(|| Error::comm("another rank sent a shard without its preprocessing"))?;
+                    let shard = shard.ok_or_else(|| {
+                        Error::comm("another rank sent a shard without its preprocessing")
+                    })?;
                     if shard.path != path {
                         return Err(other_question(path));
                     }
@@ -156,5 +161,8 @@ impl ShardIndex {
 }
 
 fn other_question(path: &Path) -> Error {
-    Error::internal(format!("ranks open different data: rank 0 did not describe {} here", path.display()))
+    Error::internal(format!(
+        "ranks open different data: rank 0 did not describe {} here",
+        path.display()
+    ))
 }

@@ -1,4 +1,5 @@
-//! The datasets of a file that samples are made of: found by their names, described, and checked against each other.
+//! The datasets of a file that samples are made of: found by their names, described, and checked
+//! against each other.
 
 use std::path::Path;
 
@@ -76,13 +77,15 @@ pub(super) struct Field {
     pub chunk: Option<Vec<usize>>,
     /// Chunks are compressed, or filtered otherwise.
     pub is_filtered: bool,
-    /// Offset of its elements in the shard's own file, if they are contiguous and stored as they are in memory.
+    /// Offset of its elements in the shard's own file, if they are contiguous and stored as they
+    /// are in memory.
     pub offset: Option<u64>,
     /// Some of its elements are in other files.
     pub is_elsewhere: bool,
     /// None of its elements was ever written.
     pub is_unwritten: bool,
-    /// How its numbers are packed, and which elements are missing; none where there is nothing to do.
+    /// How its numbers are packed, and which elements are missing; none where there is nothing to
+    /// do.
     pub packing: Option<Packing>,
 }
 
@@ -91,7 +94,9 @@ impl ShardSchema {
     pub(super) fn find(place: Place<'_>, spec: &DataSpec) -> Result<Self> {
         let file = place.file;
         match &spec.samples {
-            SampleSpec::Rows { input, ids, target } => return Self::rows(place, spec, *input, ids, *target),
+            SampleSpec::Rows { input, ids, target } => {
+                return Self::rows(place, spec, *input, ids, *target);
+            }
             SampleSpec::Anything => {
                 if let Some((input, ids, target)) = rows_of(place, spec)? {
                     return Self::rows(place, spec, input, &ids, target);
@@ -103,7 +108,8 @@ impl ShardSchema {
             return Ok(Self::Tokens(Field::ids(place, &spec.tokens, &[1, 2])?));
         }
         if !file.link_exists(&spec.inputs) && !file.link_exists(&spec.targets) {
-            let message = format!("has neither {} nor {} and {}", spec.tokens, spec.inputs, spec.targets);
+            let message =
+                format!("has neither {} nor {} and {}", spec.tokens, spec.inputs, spec.targets);
             return Err(lacking(file, message));
         }
         for name in [&spec.inputs, &spec.targets] {
@@ -114,9 +120,13 @@ impl ShardSchema {
         let inputs = Field::ids(place, &spec.inputs, &[2])?;
         let targets = Field::ids(place, &spec.targets, &[2])?;
         if inputs.shape != targets.shape {
-            let (a, b) = (shape(&inputs.shape), shape(&targets.shape));
-            return Err(Error::input(format!("{} is {a}, but {} is {b}", inputs.name, targets.name))
-                .hint("each row of inputs needs a row of targets of the same length"));
+            let a = shape(&inputs.shape);
+            let b = shape(&targets.shape);
+            return Err(Error::input(format!(
+                "{} is {a}, but {} is {b}",
+                inputs.name, targets.name
+            ))
+            .hint("each row of inputs needs a row of targets of the same length"));
         }
         Ok(Self::Samples { inputs, targets })
     }
@@ -143,12 +153,23 @@ impl ShardSchema {
     }
 
     /// Rows of `input` elements, ids of categories, and targets.
-    fn rows(place: Place<'_>, spec: &DataSpec, input: usize, ids: &Ids, target: Target) -> Result<Self> {
+    fn rows(
+        place: Place<'_>,
+        spec: &DataSpec,
+        input: usize,
+        ids: &Ids,
+        target: Target,
+    ) -> Result<Self> {
         let file = place.file;
         let tables = if let Ids::Tables(tables) = ids { tables.len() } else { 0 };
-        let wanted =
-            [(&spec.inputs, input > 0), (&spec.categories, tables > 0), (&spec.targets, target != Target::Unknown)];
-        if let Some((name, _)) = wanted.iter().find(|(name, is_wanted)| *is_wanted && !file.link_exists(name)) {
+        let wanted = [
+            (&spec.inputs, input > 0),
+            (&spec.categories, tables > 0),
+            (&spec.targets, target != Target::Unknown),
+        ];
+        if let Some((name, _)) =
+            wanted.iter().find(|(name, is_wanted)| *is_wanted && !file.link_exists(name))
+        {
             return Err(lacking(file, format!("has no dataset {name}")));
         }
         let kind = if let Ids::Input(_) = ids { ReadAs::Ids } else { ReadAs::Numbers };
@@ -158,11 +179,18 @@ impl ShardSchema {
             return Err(Error::input(format!("{message}, but model.input has {input} elements"))
                 .hint("set model.input to the shape of a row"));
         }
-        let categories = (tables > 0).then(|| Field::describe(place, &spec.categories, ReadAs::Ids)).transpose()?;
-        if let Some(categories) = categories.as_ref().filter(|categories| categories.row_len() != tables) {
-            let message = format!("{} has rows of {}", categories.name, shape(&categories.shape[1..]));
-            return Err(Error::input(format!("{message}, but the network has {tables} embedding tables"))
-                .hint("let `ids` of embedding_tables have a number for each category"));
+        let categories = (tables > 0)
+            .then(|| Field::describe(place, &spec.categories, ReadAs::Ids))
+            .transpose()?;
+        if let Some(categories) =
+            categories.as_ref().filter(|categories| categories.row_len() != tables)
+        {
+            let message =
+                format!("{} has rows of {}", categories.name, shape(&categories.shape[1..]));
+            return Err(Error::input(format!(
+                "{message}, but the network has {tables} embedding tables"
+            ))
+            .hint("let `ids` of embedding_tables have a number for each category"));
         }
         let targets = match target {
             Target::Unknown => None,
@@ -170,18 +198,24 @@ impl ShardSchema {
             Target::Values(width) => Some(Field::values(place, &spec.targets, width)?),
         };
         if spec.scale.is_some() && (kind == ReadAs::Ids || inputs.is_none()) {
-            return Err(Error::input("data.scale is for inputs that are numbers, but the network takes ids")
-                .hint("leave it out"));
+            return Err(Error::input(
+                "data.scale is for inputs that are numbers, but the network takes ids",
+            )
+            .hint("leave it out"));
         }
-        let (mut planes, mut standard, mut is_unscaled) = (None, None, false);
+        let mut planes = None;
+        let mut standard = None;
+        let mut is_unscaled = false;
         if let Some(inputs) = &inputs {
             if !spec.shape.is_empty() {
                 planes = Planes::check(&inputs.name, &inputs.shape[1..], &spec.shape, spec.axes)?;
             }
             if kind == ReadAs::Numbers {
                 standard = standard_of(file, inputs, planes, spec.scale)?;
-                is_unscaled =
-                    inputs.dtype.is_byte() && !inputs.is_scaled() && standard.is_none() && spec.scale.is_none();
+                is_unscaled = inputs.dtype.is_byte()
+                    && !inputs.is_scaled()
+                    && standard.is_none()
+                    && spec.scale.is_none();
             }
         }
         let rows = inputs.iter().chain(&categories).map(Field::rows).next().unwrap_or(0);
@@ -189,14 +223,25 @@ impl ShardSchema {
             Some(_) => Self::find_weights(place, spec, rows)?,
             None => None,
         };
-        let content =
-            Self::Rows(Box::new(Rows { inputs, categories, targets, weights, standard, planes, is_unscaled }));
+        let content = Self::Rows(Box::new(Rows {
+            inputs,
+            categories,
+            targets,
+            weights,
+            standard,
+            planes,
+            is_unscaled,
+        }));
         if let [first, rest @ ..] = &content.datasets()[..]
             && let Some(other) = rest.iter().find(|other| other.rows() != first.rows())
         {
-            let (a, b) = (first.rows(), other.rows());
-            return Err(Error::input(format!("{} has {a} rows, but {} has {b}", first.name, other.name))
-                .hint("all datasets need a row for each sample"));
+            let a = first.rows();
+            let b = other.rows();
+            return Err(Error::input(format!(
+                "{} has {a} rows, but {} has {b}",
+                first.name, other.name
+            ))
+            .hint("all datasets need a row for each sample"));
         }
         Ok(content)
     }
@@ -216,8 +261,10 @@ impl ShardSchema {
         }
         let weights = Field::describe(place, name, ReadAs::Numbers)?;
         if (weights.rows(), weights.row_len()) != (rows, 1) {
-            let message = format!("{name} has shape {}, but there are {rows} samples", shape(&weights.shape));
-            return Err(Error::input(message).hint("give one weight for each sample, or data.weights = \"\""));
+            let message =
+                format!("{name} has shape {}, but there are {rows} samples", shape(&weights.shape));
+            return Err(Error::input(message)
+                .hint("give one weight for each sample, or data.weights = \"\""));
         }
         Ok(Some(weights))
     }
@@ -234,9 +281,13 @@ impl ShardSchema {
         match self {
             Self::Tokens(tokens) => vec![tokens],
             Self::Samples { inputs, targets } => vec![inputs, targets],
-            Self::Rows(rows) => {
-                rows.inputs.iter().chain(&rows.categories).chain(&rows.targets).chain(&rows.weights).collect()
-            }
+            Self::Rows(rows) => rows
+                .inputs
+                .iter()
+                .chain(&rows.categories)
+                .chain(&rows.targets)
+                .chain(&rows.weights)
+                .collect(),
         }
     }
 }
@@ -255,15 +306,22 @@ fn standard_of(
             inputs.name
         ))
         .hint("leave data.scale out: the numbers are unpacked as they are read")),
-        Some(InputScale::Unit) if inputs.dtype.is_byte() => Ok(Some(MeanStd { mean: vec![0.0], std: vec![255.0] })),
+        Some(InputScale::Unit) if inputs.dtype.is_byte() => {
+            Ok(Some(MeanStd { mean: vec![0.0], std: vec![255.0] }))
+        }
         Some(InputScale::Unit) => {
-            let message = format!("data.scale = \"unit\" is for unsigned bytes, but {} is of type", inputs.name);
+            let message = format!(
+                "data.scale = \"unit\" is for unsigned bytes, but {} is of type",
+                inputs.name
+            );
             Err(Error::input(format!("{message} {}", inputs.dtype))
                 .hint("leave it out; attributes mean and std of the dataset scale any type"))
         }
         None => {
             let standard = MeanStd::read(file, &inputs.name, inputs.row_len())?;
-            let (Some(mut standard), Some(planes)) = (standard.clone(), planes) else { return Ok(standard) };
+            let (Some(mut standard), Some(planes)) = (standard.clone(), planes) else {
+                return Ok(standard);
+            };
             match standard.mean.len() {
                 places if places == inputs.row_len() => {
                     planes.to_last(&mut standard.mean);
@@ -271,9 +329,14 @@ fn standard_of(
                 }
                 places if places == 1 || places == planes.channels => {}
                 places => {
-                    let (name, channels) = (&inputs.name, planes.channels);
-                    return Err(Error::input(format!("{name} has {channels} channels and {places} means"))
-                        .hint("give one mean and one deviation for every channel, or for every element"));
+                    let name = &inputs.name;
+                    let channels = planes.channels;
+                    return Err(Error::input(format!(
+                        "{name} has {channels} channels and {places} means"
+                    ))
+                    .hint(
+                        "give one mean and one deviation for every channel, or for every element",
+                    ));
                 }
             }
             Ok(Some(standard))
@@ -281,14 +344,17 @@ fn standard_of(
     }
 }
 
-/// Elements of a row, the ids beside them and the kind of its target, if a file holds rows rather than text.
+/// Elements of a row, the ids beside them and the kind of its target, if a file holds rows rather
+/// than text.
 fn rows_of(place: Place<'_>, spec: &DataSpec) -> Result<Option<(usize, Ids, Target)>> {
     let file = place.file;
     let has = |name: &str| file.link_exists(name);
     if has(&spec.tokens) || !(has(&spec.inputs) || has(&spec.categories)) {
         return Ok(None);
     }
-    let describe = |name: &str, kind: ReadAs| has(name).then(|| Field::describe(place, name, kind)).transpose();
+    let describe = |name: &str, kind: ReadAs| {
+        has(name).then(|| Field::describe(place, name, kind)).transpose()
+    };
     let inputs = describe(&spec.inputs, ReadAs::Numbers)?;
     let ids = match describe(&spec.categories, ReadAs::Ids)? {
         Some(categories) => Ids::Tables(vec![MAX_VOCABULARY; categories.row_len()].into()),
@@ -301,12 +367,15 @@ fn rows_of(place: Place<'_>, spec: &DataSpec) -> Result<Option<(usize, Ids, Targ
     let targets = Field::describe(place, &spec.targets, ReadAs::Numbers)?;
     let is_integer = |field: &Field| field.dtype.is_integer() && !field.is_scaled();
     // Windows of text: an id to predict for each id.
-    let is_text = |inputs: &Field| is_integer(inputs) && inputs.shape.len() == 2 && inputs.shape == targets.shape;
+    let is_text = |inputs: &Field| {
+        is_integer(inputs) && inputs.shape.len() == 2 && inputs.shape == targets.shape
+    };
     if is_integer(&targets) && inputs.as_ref().is_some_and(is_text) && ids == Ids::None {
         return Ok(None);
     }
     let is_class = is_integer(&targets) && targets.row_len() == 1;
-    let target = if is_class { Target::Class(MAX_VOCABULARY) } else { Target::Values(targets.row_len()) };
+    let target =
+        if is_class { Target::Class(MAX_VOCABULARY) } else { Target::Values(targets.row_len()) };
     Ok(Some((input, ids, target)))
 }
 
@@ -327,8 +396,11 @@ impl Field {
                 [2] => "two dimensions, samples x context",
                 _ => "one dimension, or documents x ids",
             };
-            return Err(Error::input(format!("{name} has shape {}, but {want} is expected", shape(&field.shape)))
-                .hint("name another dataset, or store the ids in that shape"));
+            return Err(Error::input(format!(
+                "{name} has shape {}, but {want} is expected",
+                shape(&field.shape)
+            ))
+            .hint("name another dataset, or store the ids in that shape"));
         }
         Ok(field)
     }
@@ -366,24 +438,35 @@ impl Field {
         dtype.check(name, kind)?;
         let dims = dataset.get_shape().map_err(unreadable)?;
         if dataset.space().map_err(unreadable)?.is_null() {
-            return Err(Error::input(format!("{name} has no elements")).hint("store one row for each sample"));
+            return Err(Error::input(format!("{name} has no elements"))
+                .hint("store one row for each sample"));
         }
         if dims.is_empty() {
-            return Err(Error::input(format!("{name} is a scalar")).hint("store one row for each sample"));
+            return Err(
+                Error::input(format!("{name} is a scalar")).hint("store one row for each sample")
+            );
         }
         // Sizes are counted in bytes from here on.
-        if decompression_limit::extent(&dims).and_then(|elements| elements.checked_mul(dtype.size().max(8))).is_none() {
-            return Err(Error::input(format!("{name} has shape {}, too large for any memory", shape(&dims)))
-                .hint("write it with the shape that its data has"));
+        if decompression_limit::extent(&dims)
+            .and_then(|elements| elements.checked_mul(dtype.size().max(8)))
+            .is_none()
+        {
+            return Err(Error::input(format!(
+                "{name} has shape {}, too large for any memory",
+                shape(&dims)
+            ))
+            .hint("write it with the shape that its data has"));
         }
         storage::check(&dataset, path, name, external_files)?;
-        let native = dataset.dtype().and_then(|dtype| ElementType::of(&dtype)).map_err(unreadable)?;
+        let native =
+            dataset.dtype().and_then(|dtype| ElementType::of(&dtype)).map_err(unreadable)?;
         let (native, stored, packing) = Packing::of(&dataset, name, native, kind)?;
         let properties = dataset.create_plist().map_err(unreadable)?;
         // A link may lead into another file, and elements may lie in files without structure.
         let is_here = dataset.filename() == file.filename() && properties.external().is_empty();
         let is_virtual = dataset.layout() == Layout::Virtual;
-        let sources = if is_virtual { h5::sources(&properties).map_err(unreadable)? } else { Vec::new() };
+        let sources =
+            if is_virtual { h5::sources(&properties).map_err(unreadable)? } else { Vec::new() };
         let is_plain = dataset.layout() == Layout::Contiguous && is_here && native.is_some();
         Ok(Self {
             name: name.to_owned(),
@@ -418,8 +501,9 @@ impl Field {
 
     /// Decompressed bytes of a chunk, if there are chunks.
     pub(super) fn chunk_bytes(&self) -> Option<usize> {
-        let bytes =
-            |chunk: &Vec<usize>| chunk.iter().fold(self.dtype.size(), |bytes, extent| bytes.saturating_mul(*extent));
+        let bytes = |chunk: &Vec<usize>| {
+            chunk.iter().fold(self.dtype.size(), |bytes, extent| bytes.saturating_mul(*extent))
+        };
         self.chunk.as_ref().map(bytes)
     }
 

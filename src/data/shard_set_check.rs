@@ -58,23 +58,34 @@ impl fmt::Display for Import<'_> {
     }
 }
 
-/// Lists the faults among the shards of a directory, of the first import first: two with one number, numbers that there cannot be,
-/// and missing ones, as far as their names are `wanted`. Shards that tell nothing of others count for nothing.
+/// Lists the faults among the shards of a directory, of the first import first: two with one
+/// number, numbers that there cannot be, and missing ones, as far as their names are `wanted`.
+/// Shards that tell nothing of others count for nothing.
 pub(super) fn problems(shards: &[Shard], wanted: impl Fn(&str) -> bool) -> Vec<String> {
-    let file_name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let file_name =
+        |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let mut imports: BTreeMap<Import<'_>, BTreeMap<u64, Vec<String>>> = BTreeMap::new();
     for shard in shards {
         if let Some((import, number)) = Import::of(shard) {
-            imports.entry(import).or_default().entry(number).or_default().push(file_name(&shard.path));
+            imports
+                .entry(import)
+                .or_default()
+                .entry(number)
+                .or_default()
+                .push(file_name(&shard.path));
         }
     }
     let mut problems = Vec::new();
     for (import, numbers) in &imports {
         for (number, files) in numbers {
             if *number >= import.num_shards {
-                problems.push(format!("{} says it is number {number} of {import}, counted from 0", files[0]));
+                problems.push(format!(
+                    "{} says it is number {number} of {import}, counted from 0",
+                    files[0]
+                ));
             } else if files.len() > 1 {
-                problems.push(format!("{} are both number {number} of {import}", files.join(" and ")));
+                problems
+                    .push(format!("{} are both number {number} of {import}", files.join(" and ")));
             }
         }
         let Some((first, files)) = numbers.first_key_value() else { continue };
@@ -87,9 +98,11 @@ pub(super) fn problems(shards: &[Shard], wanted: impl Fn(&str) -> bool) -> Vec<S
                 // Perhaps the double of another, which has been told.
                 Some(Some((other, own))) if other == *import => match numbers.get(&own) {
                     Some(files) if files.len() > 1 => {}
-                    _ => problems.push(format!("{name} is number {own} and not {number} of {import}")),
+                    _ => problems
+                        .push(format!("{name} is number {own} and not {number} of {import}")),
                 },
-                Some(_) => problems.push(format!("{name} is of another import, not number {number} of {import}")),
+                Some(_) => problems
+                    .push(format!("{name} is of another import, not number {number} of {import}")),
             }
         }
         if !absent.is_empty() {

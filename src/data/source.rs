@@ -7,13 +7,14 @@ use hpctrain_base::error::Result;
 /// Numbered samples for training or evaluation. [`Dataset`] is one, of HDF5 files; a program may
 /// have others, of other files or made in code.
 ///
-/// Every rank has a source of its own and is asked for the samples of its part of each batch. Which sample stands at
-/// which position of a run follows from seed, epoch and position alone ([`Sampler`](super::Sampler)); so if a number
-/// always gives the same sample, on every rank, a run has the same bits on any number of ranks and after every restart.
-/// Random parts of a sample are therefore to be drawn from its number, as with [`random`](hpctrain_base::random).
+/// Every rank has a source of its own and is asked for the samples of its part of each batch. Which
+/// sample stands at which position of a run follows from seed, epoch and position alone
+/// ([`Sampler`](super::Sampler)); so if a number always gives the same sample, on every rank, a run
+/// has the same bits on any number of ranks and after every restart. Random parts of a sample are
+/// therefore to be drawn from its number, as with [`random`](hpctrain_base::random).
 ///
-/// A whole run looks at each sample, for ids and classes that the network does not know and numbers that are none; in a loop
-/// of one's own, `engine::Splits::checked` does.
+/// A whole run looks at each sample, for ids and classes that the network does not know and numbers
+/// that are none; in a loop of one's own, `engine::Splits::checked` does.
 ///
 /// ```
 /// use hpctrain_data::{SampleMut, Sizes, Source};
@@ -39,7 +40,8 @@ use hpctrain_base::error::Result;
 ///     }
 /// }
 ///
-/// let (mut x, mut y) = ([0.0], [0.0]);
+/// let mut x = [0.0];
+/// let mut y = [0.0];
 /// Parabola.read(750, SampleMut { features: &mut x, values: &mut y, ..SampleMut::default() })?;
 /// assert_eq!((x[0], y[0]), (0.5, 0.25));
 /// # Ok::<(), hpctrain_base::error::Error>(())
@@ -48,23 +50,31 @@ pub trait Source: Send {
     /// Number of samples; at least one.
     fn samples(&self) -> u64;
 
-    /// Elements of a sample's parts: the inputs of the network, and its targets. Of text, as many ids as
-    /// classes; of rows, ids or features, and one class or some values, and if samples are not to count alike in training, a
-    /// weight.
+    /// Elements of a sample's parts: the inputs of the network, and its targets. Of text, as many
+    /// ids as classes; of rows, ids or features, and one class or some values, and if samples are
+    /// not to count alike in training, a weight.
     fn sizes(&self) -> Sizes;
 
-    /// Overwrites `into`, whose parts have the lengths that [`Source::sizes`] gives, with sample number `sample`.
+    /// Overwrites `into`, whose parts have the lengths that [`Source::sizes`] gives, with sample
+    /// number `sample`.
     ///
     /// # Errors
     /// Any failure to read the sample: it ends the run.
     fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()>;
 
-    /// Overwrites `into` with `count` samples from number `first` on, one after the other, as pass number `epoch` over the
-    /// data sees them. Unless a source knows better, each is read by itself and every pass sees the same.
+    /// Overwrites `into` with `count` samples from number `first` on, one after the other, as pass
+    /// number `epoch` over the data sees them. Unless a source knows better, each is read by itself
+    /// and every pass sees the same.
     ///
     /// # Errors
     /// As [`Source::read`].
-    fn read_run(&mut self, first: u64, count: usize, epoch: u64, mut into: SampleMut<'_>) -> Result<()> {
+    fn read_run(
+        &mut self,
+        first: u64,
+        count: usize,
+        epoch: u64,
+        mut into: SampleMut<'_>,
+    ) -> Result<()> {
         let _ = epoch;
         let sizes = self.sizes();
         for i in 0..count {
@@ -78,8 +88,9 @@ pub trait Source: Send {
         vec![self.samples()]
     }
 
-    /// Identity of the samples: a checkpoint keeps it, and a run goes on from there only with the same ones. Unless a
-    /// source knows better, it is their number only. `None` makes no claim at all.
+    /// Identity of the samples: a checkpoint keeps it, and a run goes on from there only with the
+    /// same ones. Unless a source knows better, it is their number only. `None` makes no claim at
+    /// all.
     fn fingerprint(&self) -> Option<Fingerprint> {
         Some(Fingerprint::of_samples(self.samples()))
     }
@@ -125,13 +136,15 @@ pub trait Source: Send {
         None
     }
 
-    /// Preprocessing of samples as they are read. A program that makes its samples itself has a tokenizer at most.
+    /// Preprocessing of samples as they are read. A program that makes its samples itself has a
+    /// tokenizer at most.
     fn preprocessing(&self) -> Preprocessing {
         Preprocessing { tokenizer: self.tokenizer().cloned(), ..Preprocessing::default() }
     }
 
-    /// Converts samples from now on to the preprocessing `to` that a network was trained with. Returns a description of
-    /// each conversion. Samples that a program makes itself are left as they are.
+    /// Converts samples from now on to the preprocessing `to` that a network was trained with.
+    /// Returns a description of each conversion. Samples that a program makes itself are left as
+    /// they are.
     ///
     /// # Errors
     /// They cannot be brought to it, or the tokenizers differ.
@@ -153,7 +166,13 @@ impl Source for Dataset {
         self.read(sample, into)
     }
 
-    fn read_run(&mut self, first: u64, count: usize, epoch: u64, into: SampleMut<'_>) -> Result<()> {
+    fn read_run(
+        &mut self,
+        first: u64,
+        count: usize,
+        epoch: u64,
+        into: SampleMut<'_>,
+    ) -> Result<()> {
         self.read_run(first, count, epoch, into)
     }
 
@@ -219,7 +238,13 @@ impl<S: Source + ?Sized> Source for Box<S> {
         (**self).read(sample, into)
     }
 
-    fn read_run(&mut self, first: u64, count: usize, epoch: u64, into: SampleMut<'_>) -> Result<()> {
+    fn read_run(
+        &mut self,
+        first: u64,
+        count: usize,
+        epoch: u64,
+        into: SampleMut<'_>,
+    ) -> Result<()> {
         (**self).read_run(first, count, epoch, into)
     }
 

@@ -1,4 +1,5 @@
-//! Description of a data set: location of its files, names of their datasets, and the parts of a sample.
+//! Description of a data set: location of its files, names of their datasets, and the parts of a
+//! sample.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -35,7 +36,8 @@ pub struct DataSpec {
     /// A directory of shards, or one HDF5 file.
     #[serde(with = "raw_path")]
     pub path: PathBuf,
-    /// File names of the training shards: `*` stands for any characters, `[02-4]` for one of those in brackets.
+    /// File names of the training shards: `*` stands for any characters, `[02-4]` for one of those
+    /// in brackets.
     pub train: String,
     /// File names of the validation shards.
     pub validation: String,
@@ -47,13 +49,15 @@ pub struct DataSpec {
     pub categories: String,
     /// The dataset of target ids, of the same shape.
     pub targets: String,
-    /// The dataset with a factor of each row's loss; `/weights` if none is given and files have one, none if empty.
+    /// The dataset with a factor of each row's loss; `/weights` if none is given and files have
+    /// one, none if empty.
     pub weights: Option<String>,
     /// Shape of a row as the network takes it; empty where any with as many elements will do.
     pub shape: Vec<usize>,
     /// Order of the axes of images.
     pub axes: Axes,
-    /// The part of the samples that is kept for validation where there are no validation shards; 0 keeps none.
+    /// The part of the samples that is kept for validation where there are no validation shards; 0
+    /// keeps none.
     pub val_fraction: f64,
     /// Scaling of inputs; if left out, the mean and standard deviation in the files.
     pub scale: Option<InputScale>,
@@ -80,8 +84,8 @@ pub enum Verify {
     Always,
 }
 
-/// Treatment of external raw files of HDF5 outside the directory of the file that names them: such a file names any path, and all
-/// that the user may read would become data.
+/// Treatment of external raw files of HDF5 outside the directory of the file that names them: such
+/// a file names any path, and all that the user may read would become data.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ExternalFiles {
@@ -127,8 +131,9 @@ pub enum Ids {
     None,
     /// Inputs are ids below this.
     Input(usize),
-    /// Beside inputs, which are numbers, there is an id of each category, below its own number: rows of its table. As parts of
-    /// a sample they count through all tables, those of the second from where those of the first end.
+    /// Beside inputs, which are numbers, there is an id of each category, below its own number:
+    /// rows of its table. As parts of a sample they count through all tables, those of the second
+    /// from where those of the first end.
     Tables(#[serde(with = "tables")] Arc<[usize]>),
 }
 
@@ -159,7 +164,8 @@ pub enum Target {
 }
 
 impl SampleSpec {
-    /// Elements of a sample's parts, of `context` predictions; no weights, which rows may have or not.
+    /// Elements of a sample's parts, of `context` predictions; no weights, which rows may have or
+    /// not.
     pub fn sizes(&self, context: usize) -> Sizes {
         let Self::Rows { input, ids, target } = self else {
             return Sizes { ids: context, classes: context, ..Sizes::default() };
@@ -224,13 +230,16 @@ impl DataSpec {
     /// # Errors
     /// The data does not exist, or file names that were asked for fit none.
     pub fn held(&self) -> Result<Held> {
-        let has_shards = || Ok(file_names(&self.path)?.iter().any(|name| matches(&self.validation, name)));
+        let has_shards =
+            || Ok(file_names(&self.path)?.iter().any(|name| matches(&self.validation, name)));
         if self.path.is_dir() && has_shards()? {
             return Ok(Held::Shards);
         }
         match self.val_fraction {
             fraction if fraction > 0.0 => Ok(Held::Fraction),
-            _ if self.path.is_file() || self.path.is_dir() && self.validation == VALIDATION => Ok(Held::Nowhere),
+            _ if self.path.is_file() || self.path.is_dir() && self.validation == VALIDATION => {
+                Ok(Held::Nowhere)
+            }
             // The error names the missing files.
             _ => self.files(Split::Validation).map(|_| Held::Shards),
         }
@@ -255,8 +264,11 @@ impl DataSpec {
         }
         let (key, pattern) = self.pattern(split);
         let names = file_names(&self.path)?;
-        let shards: Vec<PathBuf> =
-            names.iter().filter(|name| matches(pattern, name)).map(|name| self.path.join(name)).collect();
+        let shards: Vec<PathBuf> = names
+            .iter()
+            .filter(|name| matches(pattern, name))
+            .map(|name| self.path.join(name))
+            .collect();
         if shards.is_empty() {
             return Err(Error::input(format!("no file in {path} matches {pattern}"))
                 .hint(format!("it holds {}; set {key} to a pattern that fits", listing(&names))));
@@ -268,8 +280,10 @@ impl DataSpec {
 /// The names of all entries of a directory, sorted.
 pub(super) fn file_names(directory: &Path) -> Result<Vec<String>> {
     let failed = |e| Error::io("list", directory, e);
-    let entries: Vec<_> = std::fs::read_dir(directory).map_err(failed)?.collect::<Result<_, _>>().map_err(failed)?;
-    let mut names: Vec<String> = entries.iter().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    let entries: Vec<_> =
+        std::fs::read_dir(directory).map_err(failed)?.collect::<Result<_, _>>().map_err(failed)?;
+    let mut names: Vec<String> =
+        entries.iter().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
     names.sort();
     Ok(names)
 }

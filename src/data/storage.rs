@@ -1,7 +1,7 @@
 //! Location of the elements of a dataset, and whether all of them are there.
 //!
-//! HDF5 opens a dataset whose elements are elsewhere, and reads fill values or zeros in the place of missing ones. So
-//! their presence is checked first, and errors name dataset and file.
+//! HDF5 opens a dataset whose elements are elsewhere, and reads fill values or zeros in the place
+//! of missing ones. So their presence is checked first, and errors name dataset and file.
 
 use std::path::{Path, PathBuf};
 
@@ -48,18 +48,30 @@ fn broken_link(file: &File, path: &Path, name: &str) -> Option<Error> {
     let mut place = String::new();
     for part in name.split('/').filter(|part| !part.is_empty()) {
         place = format!("{place}/{part}");
-        let whole = if place.trim_start_matches('/') == name.trim_start_matches('/') { name } else { &place };
+        let whole = if place.trim_start_matches('/') == name.trim_start_matches('/') {
+            name
+        } else {
+            &place
+        };
         let leads = file.dataset(&place).is_ok() || file.group(&place).is_ok();
         match link(file, &place) {
             Some(Link::Soft(target)) if !leads => {
                 let message = format!("{whole} is a soft link to {target}, which is not there");
-                return Some(Error::input(message).hint("mend the link, or name the dataset itself"));
+                return Some(
+                    Error::input(message).hint("mend the link, or name the dataset itself"),
+                );
             }
             Some(Link::External { file: other, object }) if !leads => {
                 let message = format!("{whole} is an external link to {object} of {other}");
                 let (why, hint) = match find(&other, path, PREFIX) {
-                    None => ("which does not exist", "copy that file too, or set HDF5_EXT_PREFIX to its directory"),
-                    Some(_) => ("which does not have it or cannot be opened", "mend the link, or copy that file again"),
+                    None => (
+                        "which does not exist",
+                        "copy that file too, or set HDF5_EXT_PREFIX to its directory",
+                    ),
+                    Some(_) => (
+                        "which does not have it or cannot be opened",
+                        "mend the link, or copy that file again",
+                    ),
                 };
                 return Some(Error::input(format!("{message}, {why}")).hint(hint));
             }
@@ -70,16 +82,27 @@ fn broken_link(file: &File, path: &Path, name: &str) -> Option<Error> {
     None
 }
 
-/// Refuses a dataset of the file at `path` some of whose elements are missing, cannot be decoded, or are in raw files that
-/// `external` does not allow.
+/// Refuses a dataset of the file at `path` some of whose elements are missing, cannot be decoded,
+/// or are in raw files that `external` does not allow.
 ///
 /// # Errors
 /// Returns an error if a file or dataset is missing or refused; it names it and its place.
-pub(super) fn check(dataset: &Dataset, path: &Path, name: &str, external: ExternalFiles) -> Result<()> {
+pub(super) fn check(
+    dataset: &Dataset,
+    path: &Path,
+    name: &str,
+    external: ExternalFiles,
+) -> Result<()> {
     check_to(dataset, path, name, external, DEEPEST)
 }
 
-fn check_to(dataset: &Dataset, path: &Path, name: &str, external: ExternalFiles, depth: usize) -> Result<()> {
+fn check_to(
+    dataset: &Dataset,
+    path: &Path,
+    name: &str,
+    external: ExternalFiles,
+    depth: usize,
+) -> Result<()> {
     let unreadable = |e: hdf5::Error| unreadable(name, &e);
     let properties = dataset.create_plist().map_err(unreadable)?;
     let elements = dataset.space().map_err(unreadable)?.size();
@@ -94,11 +117,14 @@ fn check_to(dataset: &Dataset, path: &Path, name: &str, external: ExternalFiles,
     check_size(dataset, name, width)
 }
 
-/// A read takes memory for whole rows and chunks: they must not be far larger than all that is stored, nor chunks hold far
-/// more than their size, which a decoder would unpack.
+/// A read takes memory for whole rows and chunks: they must not be far larger than all that is
+/// stored, nor chunks hold far more than their size, which a decoder would unpack.
 fn check_size(dataset: &Dataset, name: &str, width: usize) -> Result<()> {
-    let (shape, stored) = (dataset.shape(), dataset.storage_size());
-    let bytes = |extents: &[usize]| extents.iter().fold(width as u64, |all, extent| all.saturating_mul(*extent as u64));
+    let shape = dataset.shape();
+    let stored = dataset.storage_size();
+    let bytes = |extents: &[usize]| {
+        extents.iter().fold(width as u64, |all, extent| all.saturating_mul(*extent as u64))
+    };
     let chunk = dataset.chunk().unwrap_or_default();
     let row = bytes(shape.get(1..).unwrap_or_default());
     let of_chunk = if chunk.is_empty() { 0 } else { bytes(&chunk) };
@@ -107,7 +133,8 @@ fn check_size(dataset: &Dataset, name: &str, width: usize) -> Result<()> {
             .hint("write it again in smaller chunks, or without compression: h5repack -l CHUNK=… or -f NONE")
     })?;
     if !chunk.is_empty() && !dataset.filters().is_empty() {
-        let along = shape.iter().zip(&chunk).map(|(extent, chunk)| extent.div_ceil((*chunk).max(1)) as u64);
+        let along =
+            shape.iter().zip(&chunk).map(|(extent, chunk)| extent.div_ceil((*chunk).max(1)) as u64);
         let chunks = along.fold(1u64, u64::saturating_mul);
         // Filters may make a chunk somewhat longer.
         let most = chunks.saturating_mul((of_chunk + of_chunk / 4).saturating_add(CHUNK_ROOM));
@@ -124,7 +151,8 @@ fn check_size(dataset: &Dataset, name: &str, width: usize) -> Result<()> {
 /// Bytes that filters may add to a chunk of any size.
 const CHUNK_ROOM: u64 = 64 << 10;
 
-/// Whether a dataset has elements of its own none of which was ever written: all would be the fill value.
+/// Whether a dataset has elements of its own none of which was ever written: all would be the fill
+/// value.
 pub(super) fn is_unwritten(dataset: &Dataset) -> hdf5::Result<bool> {
     let properties = dataset.create_plist()?;
     let is_own = properties.layout() != Layout::Virtual && properties.external().is_empty();
@@ -163,7 +191,8 @@ fn check_filters(dataset: &Dataset, properties: &DatasetCreate, name: &str) -> R
     let Some(first) = missing.first() else { return Ok(()) };
     let first_element = || -> hdf5::Result<()> {
         let stored = ElementType::converted(ReadAs::Numbers);
-        let row_len = dataset.shape().iter().skip(1).fold(1usize, |row, extent| row.saturating_mul(*extent));
+        let row_len =
+            dataset.shape().iter().skip(1).fold(1usize, |row, extent| row.saturating_mul(*extent));
         if row_len > LARGEST_ROW {
             return Err("a row that is too large to be tried".into());
         }
@@ -173,7 +202,10 @@ fn check_filters(dataset: &Dataset, properties: &DatasetCreate, name: &str) -> R
     if dataset.storage_size() == 0 || first_element().is_ok() {
         return Ok(());
     }
-    let message = format!("{name} is compressed with {}, which this libhdf5 does not have", filter_name(*first));
+    let message = format!(
+        "{name} is compressed with {}, which this libhdf5 does not have",
+        filter_name(*first)
+    );
     Err(Error::input(message).hint(match first {
         32000 => {
             "LZF is h5py's own: there, write it again with compression=\"gzip\", or without compression".to_owned()
@@ -194,25 +226,35 @@ fn check_sources(
 ) -> Result<()> {
     let sources = h5::sources(properties).map_err(|e| unreadable(name, &e))?;
     let Some(depth) = depth.checked_sub(1) else {
-        return Err(Error::input(format!("{name} is one of more than {DEEPEST} virtual data sets within each other"))
-            .hint("write its data into one dataset"));
+        return Err(Error::input(format!(
+            "{name} is one of more than {DEEPEST} virtual data sets within each other"
+        ))
+        .hint("write its data into one dataset"));
     };
     let virtual_set = format!("{name} is a virtual data set, and its source");
-    let of_source = |e: Error| e.at(format_args!("{name}, a virtual data set, takes from its source"));
+    let of_source =
+        |e: Error| e.at(format_args!("{name}, a virtual data set, takes from its source"));
     for Source { file, dataset: of, gives, extents } in &sources {
         // A pattern of names stands for the files that are there.
         if [file, of].iter().any(|text| text.contains("%b")) {
             continue;
         }
-        let place = if file == "." { Some(path.to_path_buf()) } else { find(file, path, "HDF5_VDS_PREFIX") };
+        let place = if file == "." {
+            Some(path.to_path_buf())
+        } else {
+            find(file, path, "HDF5_VDS_PREFIX")
+        };
         let Some(place) = place else {
             return Err(Error::input(format!("{virtual_set} {file} does not exist"))
                 .hint("copy it too, beside the file or where HDF5_VDS_PREFIX says; or write the data into one file"));
         };
         let opened = h5::open_file(&place, None).map_err(of_source)?;
         if !opened.link_exists(of) {
-            return Err(Error::input(format!("{virtual_set} {} has no dataset {of}", place.display()))
-                .hint("copy the source again, or write the data into one file"));
+            return Err(Error::input(format!(
+                "{virtual_set} {} has no dataset {of}",
+                place.display()
+            ))
+            .hint("copy the source again, or write the data into one file"));
         }
         let source = open(&opened, &place, of).map_err(|e| of_source(e.at(place.display())))?;
         let has = source.shape();
@@ -222,24 +264,32 @@ fn check_sources(
         })? as u64;
         // All of a source has no extents: there must be as many elements.
         let missing = match (extents.as_deref(), gives) {
-            (Some([]), Some(gives)) => (*gives != elements).then(|| format!("{gives} elements of it")),
+            (Some([]), Some(gives)) => {
+                (*gives != elements).then(|| format!("{gives} elements of it"))
+            }
             (Some(needs), _) => {
-                let fits = has.len() == needs.len() && has.iter().zip(needs).all(|(has, needs)| has >= needs);
+                let fits = has.len() == needs.len()
+                    && has.iter().zip(needs).all(|(has, needs)| has >= needs);
                 (!fits).then(|| format!("{} of it", shape(needs)))
             }
             (None, _) => None,
         };
         if let Some(needs) = missing {
-            let (at, has) = (place.display(), shape(&has));
-            return Err(Error::input(format!("{virtual_set} {of} of {at} is {has}, but {needs} are needed"))
-                .hint("copy or write the source again: it does not have the shape that it had"));
+            let at = place.display();
+            let has = shape(&has);
+            return Err(Error::input(format!(
+                "{virtual_set} {of} of {at} is {has}, but {needs} are needed"
+            ))
+            .hint("copy or write the source again: it does not have the shape that it had"));
         }
-        check_to(&source, &place, of, external, depth).map_err(|e| of_source(e.at(place.display())))?;
+        check_to(&source, &place, of, external, depth)
+            .map_err(|e| of_source(e.at(place.display())))?;
         if is_unwritten(&source).map_err(|e| unreadable(name, &e))? {
             return Err(of_source(unwritten(of).at(place.display())));
         }
     }
-    let given = sources.iter().try_fold(0u64, |all, source| Some(all.saturating_add(source.gives?)));
+    let given =
+        sources.iter().try_fold(0u64, |all, source| Some(all.saturating_add(source.gives?)));
     match given {
         Some(given) if given < elements as u64 => {
             let without = elements as u64 - given;
@@ -252,8 +302,15 @@ fn check_sources(
     }
 }
 
-/// Files without structure must be there, where they are allowed to be, and as long as the dataset needs.
-fn check_raw(properties: &DatasetCreate, path: &Path, name: &str, bytes: usize, external: ExternalFiles) -> Result<()> {
+/// Files without structure must be there, where they are allowed to be, and as long as the dataset
+/// needs.
+fn check_raw(
+    properties: &DatasetCreate,
+    path: &Path,
+    name: &str,
+    bytes: usize,
+    external: ExternalFiles,
+) -> Result<()> {
     let mut left = bytes as u64;
     for raw in properties.external() {
         // A size of 0 is no limit.
@@ -282,8 +339,10 @@ fn check_raw(properties: &DatasetCreate, path: &Path, name: &str, bytes: usize, 
         };
         let needed = (raw.offset as u64).saturating_add(here);
         if length < needed {
-            return Err(Error::input(format!("{what}, which has {length} bytes, but {needed} are needed"))
-                .hint("copy or write it again: HDF5 would read zeros"));
+            return Err(Error::input(format!(
+                "{what}, which has {length} bytes, but {needed} are needed"
+            ))
+            .hint("copy or write it again: HDF5 would read zeros"));
         }
     }
     Ok(())
@@ -297,16 +356,18 @@ fn folder(path: &Path) -> &Path {
     }
 }
 
-/// Whether a raw file is below the directory of the HDF5 file at `path`, or below the one that a link there leads to. One that
-/// cannot be found counts as beside: its absence is the error.
+/// Whether a raw file is below the directory of the HDF5 file at `path`, or below the one that a
+/// link there leads to. One that cannot be found counts as beside: its absence is the error.
 fn is_beside(raw: &Path, path: &Path) -> bool {
     let Ok(raw) = raw.canonicalize() else { return true };
     let of_target = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-    let is_below = |folder: &Path| folder.canonicalize().is_ok_and(|folder| raw.starts_with(folder));
+    let is_below =
+        |folder: &Path| folder.canonicalize().is_ok_and(|folder| raw.starts_with(folder));
     is_below(folder(path)) || is_below(folder(&of_target))
 }
 
-/// Path at which HDF5 looks for an external raw file: below `HDF5_EXTFILE_PREFIX`, else the current directory.
+/// Path at which HDF5 looks for an external raw file: below `HDF5_EXTFILE_PREFIX`, else the current
+/// directory.
 fn raw_path(name: &str, path: &Path) -> PathBuf {
     let prefix = std::env::var("HDF5_EXTFILE_PREFIX").unwrap_or_default();
     Path::new(&prefix.replace("${ORIGIN}", &folder(path).to_string_lossy())).join(name)

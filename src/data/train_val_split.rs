@@ -1,9 +1,10 @@
-//! One data set cut into samples to learn from and samples to be measured on, where it has no shards for the latter.
+//! One data set cut into samples to learn from and samples to be measured on, where it has no
+//! shards for the latter.
 //!
-//! The split follows from the samples' numbers and the fraction alone: not from a seed, the number of ranks, or the
-//! content of the samples. Of text the last windows are kept for validation; of rows one of every 1 / fraction that
-//! follow one another, at a place that a hash of their number gives, so that data in a repeating order is not cut along
-//! its period.
+//! The split follows from the samples' numbers and the fraction alone: not from a seed, the number
+//! of ranks, or the content of the samples. Of text the last windows are kept for validation; of
+//! rows one of every 1 / fraction that follow one another, at a place that a hash of their number
+//! gives, so that data in a repeating order is not cut along its period.
 
 use super::spec::Split;
 use hpctrain_base::error::{Error, Result};
@@ -47,20 +48,32 @@ impl TrainValSplit {
         Self { samples, part: Part::All }
     }
 
-    /// Samples of `path` that belong to `split`, if `fraction` of them are kept for validation: of text its end, of rows some
-    /// everywhere.
+    /// Samples of `path` that belong to `split`, if `fraction` of them are kept for validation: of
+    /// text its end, of rows some everywhere.
     ///
     /// # Errors
     /// Nothing would be left for one of both.
-    pub(super) fn new(samples: u64, fraction: f64, is_text: bool, split: Split, path: &str) -> Result<Self> {
+    pub(super) fn new(
+        samples: u64,
+        fraction: f64,
+        is_text: bool,
+        split: Split,
+        path: &str,
+    ) -> Result<Self> {
         let parts = millionths(fraction);
         let validation = (u128::from(samples) * u128::from(parts) / u128::from(WHOLE)) as u64;
         if validation == 0 || validation >= samples {
-            let message = format!("data.val_fraction = {fraction} of {samples} samples in {path} keeps {validation}");
+            let message = format!(
+                "data.val_fraction = {fraction} of {samples} samples in {path} keeps {validation}"
+            );
             return Err(Error::input(format!("{message} for validation"))
                 .hint("give a fraction that leaves at least one sample for training and one for validation"));
         }
-        let part = if is_text { Part::Ends { validation, split } } else { Part::Scattered { parts, split } };
+        let part = if is_text {
+            Part::Ends { validation, split }
+        } else {
+            Part::Scattered { parts, split }
+        };
         Ok(Self { samples, part })
     }
 
@@ -71,8 +84,9 @@ impl TrainValSplit {
 
     /// Number of samples of the split.
     pub(super) fn count(&self) -> u64 {
-        let of =
-            |validation: u64, split| if split == Split::Validation { validation } else { self.samples - validation };
+        let of = |validation: u64, split| {
+            if split == Split::Validation { validation } else { self.samples - validation }
+        };
         match self.part {
             Part::All => self.samples,
             Part::Ends { validation, split } => of(validation, split),
@@ -80,12 +94,14 @@ impl TrainValSplit {
         }
     }
 
-    /// Stored index of sample `number` of the split, and the number of consecutive stored samples of the split from
-    /// there on.
+    /// Stored index of sample `number` of the split, and the number of consecutive stored samples
+    /// of the split from there on.
     pub(super) fn run(&self, number: u64) -> (u64, u64) {
         match self.part {
             Part::All => (number, self.samples - number),
-            Part::Ends { validation, split: Split::Train } => (number, self.samples - validation - number),
+            Part::Ends { validation, split: Split::Train } => {
+                (number, self.samples - validation - number)
+            }
             Part::Ends { validation, split: Split::Validation } => {
                 (self.samples - validation + number, validation - number)
             }
@@ -93,10 +109,15 @@ impl TrainValSplit {
             Part::Scattered { parts, split: Split::Train } => {
                 let groups = self.groups(parts);
                 // The last group before which no more than `number` samples are for training.
-                let (mut group, mut beyond) = (0, groups + 1);
+                let mut group = 0;
+                let mut beyond = groups + 1;
                 while beyond - group > 1 {
                     let middle = group + (beyond - group) / 2;
-                    if start(middle, parts) - middle <= number { group = middle } else { beyond = middle }
+                    if start(middle, parts) - middle <= number {
+                        group = middle
+                    } else {
+                        beyond = middle
+                    }
                 }
                 let mut sample = number + group;
                 if group < groups && sample >= kept(group, parts) {
@@ -122,7 +143,8 @@ fn start(group: u64, parts: u64) -> u64 {
 
 /// The sample of a group that is kept for validation.
 fn kept(group: u64, parts: u64) -> u64 {
-    let (first, end) = (start(group, parts), start(group + 1, parts));
+    let first = start(group, parts);
+    let end = start(group + 1, parts);
     let random = derive(0, &[name("validation"), group]);
     first + ((u128::from(random) * u128::from(end - first)) >> u64::BITS) as u64
 }
@@ -134,7 +156,8 @@ mod tests {
     /// The stored samples of a split, by its numbers and by its runs.
     fn stored(samples: u64, fraction: f64, is_text: bool, split: Split) -> Vec<u64> {
         let division = TrainValSplit::new(samples, fraction, is_text, split, "x").unwrap();
-        let one_by_one: Vec<u64> = (0..division.count()).map(|number| division.run(number).0).collect();
+        let one_by_one: Vec<u64> =
+            (0..division.count()).map(|number| division.run(number).0).collect();
         let mut by_runs = Vec::new();
         while (by_runs.len() as u64) < division.count() {
             let (first, length) = division.run(by_runs.len() as u64);
@@ -147,19 +170,34 @@ mod tests {
 
     #[test]
     fn every_sample_is_in_one_split() {
-        for (samples, fraction) in
-            [(10, 0.1), (11, 0.1), (1003, 0.1), (997, 0.3), (64, 0.5), (50, 0.75), (20, 0.95), (333, 0.333333)]
-        {
+        for (samples, fraction) in [
+            (10, 0.1),
+            (11, 0.1),
+            (1003, 0.1),
+            (997, 0.3),
+            (64, 0.5),
+            (50, 0.75),
+            (20, 0.95),
+            (333, 0.333333),
+        ] {
             for is_text in [false, true] {
-                let [train, validation] =
-                    [Split::Train, Split::Validation].map(|split| stored(samples, fraction, is_text, split));
+                let [train, validation] = [Split::Train, Split::Validation]
+                    .map(|split| stored(samples, fraction, is_text, split));
                 assert!(train.is_sorted() && validation.is_sorted());
-                assert_eq!(validation.len() as u64, (samples as f64 * fraction + 1e-6) as u64, "{samples} {fraction}");
+                assert_eq!(
+                    validation.len() as u64,
+                    (samples as f64 * fraction + 1e-6) as u64,
+                    "{samples} {fraction}"
+                );
                 let mut both = [train, validation.clone()].concat();
                 both.sort_unstable();
                 assert!(both.into_iter().eq(0..samples), "{samples} {fraction} {is_text}");
                 if is_text {
-                    assert!(validation.into_iter().eq(samples - (samples as f64 * fraction + 1e-6) as u64..samples));
+                    assert!(
+                        validation
+                            .into_iter()
+                            .eq(samples - (samples as f64 * fraction + 1e-6) as u64..samples)
+                    );
                 }
             }
         }
@@ -180,8 +218,15 @@ mod tests {
     #[test]
     fn both_must_have_samples() {
         for (samples, fraction) in [(9, 0.1), (10, 1e-7), (1, 0.5)] {
-            let e = TrainValSplit::new(samples, fraction, false, Split::Train, "a.h5").unwrap_err().to_string();
-            assert!(e.contains(&format!("data.val_fraction = {fraction} of {samples} samples in a.h5 keeps 0")), "{e}");
+            let e = TrainValSplit::new(samples, fraction, false, Split::Train, "a.h5")
+                .unwrap_err()
+                .to_string();
+            assert!(
+                e.contains(&format!(
+                    "data.val_fraction = {fraction} of {samples} samples in a.h5 keeps 0"
+                )),
+                "{e}"
+            );
         }
     }
 }

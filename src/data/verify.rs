@@ -74,7 +74,10 @@ pub fn verify(path: &Path) -> Result<Report> {
                 check.note_failure(sibling);
                 // Evaluations go without.
                 let is_train = |shard: &Shard| {
-                    shard.path.file_name().is_some_and(|name| matches(&spec.train, &name.to_string_lossy()))
+                    shard
+                        .path
+                        .file_name()
+                        .is_some_and(|name| matches(&spec.train, &name.to_string_lossy()))
                 };
                 let of_split = shards.iter().find(|other| is_train(other) == is_train(&shard));
                 check.note_failure(of_split.map_or(Ok(()), |first| shard.check_weights(first)));
@@ -136,55 +139,89 @@ impl Check {
             Err(e) => return self.problem(e.at(path)),
         };
         match (&checksums, &shard.header.format) {
-            (None, _) if shard.header.has_checksums() => self.problem(format!("{path}: has no checksums")),
-            (None, Some(_)) => self.report.notes.push(format!("{path} has no checksums: it is of an older format")),
+            (None, _) if shard.header.has_checksums() => {
+                self.problem(format!("{path}: has no checksums"))
+            }
+            (None, Some(_)) => {
+                self.report.notes.push(format!("{path} has no checksums: it is of an older format"))
+            }
             (None, None) => self.report.notes.push(format!("{path} has no checksums")),
             (Some(_), _) => {}
         }
         let vocabulary = shard.header.vocabulary_size.map(|size| size as usize);
         let has_ids = shard.content.datasets().iter().any(|field| field.kind == ReadAs::Ids);
         if vocabulary.is_none() && has_ids {
-            self.report.notes.push(format!("{path} has no vocabulary_size: only negative ids are found"));
+            self.report
+                .notes
+                .push(format!("{path} has no vocabulary_size: only negative ids are found"));
         }
         // All blocks are compared below, and a wrong one is not the end.
-        let result = shard.readers(CACHE_BYTES, Verify::Off, &Scratch::default()).map(|mut readers| {
-            for (field, reader) in shard.content.datasets().into_iter().zip(&mut readers) {
-                let sums = checksums.as_ref().and_then(|checksums| checksums.of(&field.name));
-                if sums.is_some() && !field.is_native() {
-                    self.report.notes.push(format!("{path}: {} was converted, its checksums do not tell", field.name));
+        let result =
+            shard.readers(CACHE_BYTES, Verify::Off, &Scratch::default()).map(|mut readers| {
+                for (field, reader) in shard.content.datasets().into_iter().zip(&mut readers) {
+                    let sums = checksums.as_ref().and_then(|checksums| checksums.of(&field.name));
+                    if sums.is_some() && !field.is_native() {
+                        self.report.notes.push(format!(
+                            "{path}: {} was converted, its checksums do not tell",
+                            field.name
+                        ));
+                    }
+                    let sums = sums.filter(|_| field.is_native());
+                    match (sums, &checksums) {
+                        (Some(sums), _) if sums.crc32.len() != sums.needed(field.rows()) => {
+                            let has = sums.crc32.len();
+                            let wants = sums.needed(field.rows());
+                            self.problem(format!(
+                                "{path}: {} has {has} checksums for {wants} blocks",
+                                field.name
+                            ));
+                        }
+                        (None, Some(_)) if field.is_native() => {
+                            self.problem(format!("{path}: {} has no checksums", field.name));
+                        }
+                        _ => {}
+                    }
+                    match field.kind {
+                        ReadAs::Ids => {
+                            let below = vocabulary.unwrap_or(i32::MAX as usize);
+                            self.ids(shard, field, reader, sums, below);
+                        }
+                        ReadAs::Numbers => {
+                            let of_weights = shard
+                                .content
+                                .weights()
+                                .is_some_and(|weights| weights.name == field.name);
+                            self.numbers(
+                                shard,
+                                field,
+                                reader,
+                                sums,
+                                if of_weights { is_weight } else { f32::is_finite },
+                            );
+                        }
+                    }
                 }
-                let sums = sums.filter(|_| field.is_native());
-                match (sums, &checksums) {
-                    (Some(sums), _) if sums.crc32.len() != sums.needed(field.rows()) => {
-                        let (has, wants) = (sums.crc32.len(), sums.needed(field.rows()));
-                        self.problem(format!("{path}: {} has {has} checksums for {wants} blocks", field.name));
-                    }
-                    (None, Some(_)) if field.is_native() => {
-                        self.problem(format!("{path}: {} has no checksums", field.name));
-                    }
-                    _ => {}
-                }
-                match field.kind {
-                    ReadAs::Ids => {
-                        let below = vocabulary.unwrap_or(i32::MAX as usize);
-                        self.ids(shard, field, reader, sums, below);
-                    }
-                    ReadAs::Numbers => {
-                        let of_weights = shard.content.weights().is_some_and(|weights| weights.name == field.name);
-                        self.numbers(shard, field, reader, sums, if of_weights { is_weight } else { f32::is_finite });
-                    }
-                }
-            }
-        });
+            });
         self.note_failure(result);
     }
 
-    /// Reads a dataset of ids block by block. A block that cannot be read is one problem, not the end.
-    fn ids(&mut self, shard: &Shard, ids: &Field, reader: &mut RowReader, sums: Option<&BlockSums>, vocabulary: usize) {
+    /// Reads a dataset of ids block by block. A block that cannot be read is one problem, not the
+    /// end.
+    fn ids(
+        &mut self,
+        shard: &Shard,
+        ids: &Field,
+        reader: &mut RowReader,
+        sums: Option<&BlockSums>,
+        vocabulary: usize,
+    ) {
         let path = shard.path.display();
-        let (mut buffer, mut invalid) = (Vec::new(), 0);
+        let mut buffer = Vec::new();
+        let mut invalid = 0;
         for rows in blocks(ids, sums) {
-            let Some((stored, bytes)) = self.block(shard, ids, reader, sums, rows.clone()) else { continue };
+            let Some((stored, bytes)) = self.block(shard, ids, reader, sums, rows.clone()) else {
+                continue;
+            };
             let absent = missing_in(ids, stored, bytes, &rows);
             buffer.resize(rows.len() * ids.row_len(), 0);
             stored.to_ids(bytes, &mut buffer);
@@ -194,18 +231,25 @@ impl Check {
             self.report.ids += buffer.len() as u64;
             if let Some(at) = first_invalid(&buffer, vocabulary) {
                 if invalid == 0 {
-                    let (element, id) = (ids.element(rows.start * ids.row_len() + at), buffer[at] as i32);
-                    self.problem(format!("{path}: {element} is token id {id}, outside the vocabulary of {vocabulary}"));
+                    let element = ids.element(rows.start * ids.row_len() + at);
+                    let id = buffer[at] as i32;
+                    self.problem(format!(
+                        "{path}: {element} is token id {id}, outside the vocabulary of {vocabulary}"
+                    ));
                 }
                 invalid += buffer.iter().filter(|&&id| id as usize >= vocabulary).count();
             }
         }
         if invalid > 1 {
-            self.problem(format!("{path}: {} has {invalid} ids outside the vocabulary in all", ids.name));
+            self.problem(format!(
+                "{path}: {} has {invalid} ids outside the vocabulary in all",
+                ids.name
+            ));
         }
     }
 
-    /// Reads a dataset of numbers block by block. Numbers that are not `right` are counted, and the first is named.
+    /// Reads a dataset of numbers block by block. Numbers that are not `right` are counted, and the
+    /// first is named.
     fn numbers(
         &mut self,
         shard: &Shard,
@@ -215,9 +259,12 @@ impl Check {
         right: fn(f32) -> bool,
     ) {
         let path = shard.path.display();
-        let (mut buffer, mut wrong) = (Vec::new(), 0);
+        let mut buffer = Vec::new();
+        let mut wrong = 0;
         for rows in blocks(field, sums) {
-            let Some((stored, bytes)) = self.block(shard, field, reader, sums, rows.clone()) else { continue };
+            let Some((stored, bytes)) = self.block(shard, field, reader, sums, rows.clone()) else {
+                continue;
+            };
             let absent = missing_in(field, stored, bytes, &rows);
             buffer.resize(rows.len() * field.row_len(), 0.0);
             match &field.packing {
@@ -230,18 +277,25 @@ impl Check {
             self.report.numbers += buffer.len() as u64;
             for (at, x) in buffer.iter().enumerate().filter(|(_, x)| !right(**x)) {
                 if wrong == 0 {
-                    self.problem(format!("{path}: {} is {x}", field.element(rows.start * field.row_len() + at)));
+                    self.problem(format!(
+                        "{path}: {} is {x}",
+                        field.element(rows.start * field.row_len() + at)
+                    ));
                 }
                 wrong += 1;
             }
         }
         if wrong > 1 {
             let what = if right(-1.0) { "no numbers" } else { "no weights" };
-            self.problem(format!("{path}: {} has {wrong} elements that are {what} in all", field.name));
+            self.problem(format!(
+                "{path}: {} has {wrong} elements that are {what} in all",
+                field.name
+            ));
         }
     }
 
-    /// The bytes of a block of rows, compared with their checksum if there is one; none if they cannot be read.
+    /// The bytes of a block of rows, compared with their checksum if there is one; none if they
+    /// cannot be read.
     fn block<'r>(
         &mut self,
         shard: &Shard,
@@ -250,18 +304,23 @@ impl Check {
         sums: Option<&BlockSums>,
         rows: Range<usize>,
     ) -> Option<(ElementType, &'r [u8])> {
-        let place = format!("{}: {}[{}..{}]", shard.path.display(), field.name, rows.start, rows.end);
+        let place =
+            format!("{}: {}[{}..{}]", shard.path.display(), field.name, rows.start, rows.end);
         match reader.read_bytes(rows.start as u64, rows.len()) {
             Err(e) => {
                 self.problem(format!("{place} cannot be read: {e}"));
                 None
             }
             Ok((stored, bytes)) => {
-                if let Some(&written) = sums.and_then(|sums| sums.crc32.get(rows.start / sums.block)) {
+                if let Some(&written) =
+                    sums.and_then(|sums| sums.crc32.get(rows.start / sums.block))
+                {
                     self.report.checksums += 1;
                     let found = crc32fast::hash(bytes);
                     if found != written {
-                        self.problem(format!("{place} has checksum {found:08x}, but {written:08x} was written"));
+                        self.problem(format!(
+                            "{place} has checksum {found:08x}, but {written:08x} was written"
+                        ));
                     }
                 }
                 Some((stored, bytes))
@@ -271,7 +330,12 @@ impl Check {
 }
 
 /// Names the first missing element of a block of rows, if there is one.
-fn missing_in(field: &Field, stored: ElementType, bytes: &[u8], rows: &Range<usize>) -> Option<String> {
+fn missing_in(
+    field: &Field,
+    stored: ElementType,
+    bytes: &[u8],
+    rows: &Range<usize>,
+) -> Option<String> {
     let packing = field.packing.as_ref()?;
     let (place, missing) = packing.first_missing(stored.doubles(bytes))?;
     let first = rows.start * field.row_len() + place;
@@ -280,6 +344,7 @@ fn missing_in(field: &Field, stored: ElementType, bytes: &[u8], rows: &Range<usi
 
 /// Rows of a dataset in the blocks of its checksums, if it has any.
 fn blocks(field: &Field, sums: Option<&BlockSums>) -> impl Iterator<Item = Range<usize>> + use<> {
-    let (all, rows) = (field.rows(), sums.map_or(BLOCK.div_ceil(field.row_len().max(1)), |sums| sums.block));
+    let all = field.rows();
+    let rows = sums.map_or(BLOCK.div_ceil(field.row_len().max(1)), |sums| sums.block);
     (0..all).step_by(rows).map(move |first| first..(first + rows).min(all))
 }

@@ -1,7 +1,8 @@
 //! The groups of an HDF5 file, each visited once.
 //!
-//! Links may lead back to a group above, and groups of foreign files nest as deep as their writer likes. So the walk keeps a list
-//! instead of calling itself, remembers the objects that it has seen, and stops at a depth.
+//! Links may lead back to a group above, and groups of foreign files nest as deep as their writer
+//! likes. So the walk keeps a list instead of calling itself, remembers the objects that it has
+//! seen, and stops at a depth.
 
 use std::collections::HashSet;
 
@@ -57,7 +58,8 @@ impl<'a> Walk<'a> {
         None
     }
 
-    /// Follows the link `name` of a group that is visited. HDF5 opens the file that an external link leads to.
+    /// Follows the link `name` of a group that is visited. HDF5 opens the file that an external
+    /// link leads to.
     pub(super) fn follow(&mut self, from: &Visited, name: &str) -> Target {
         let Ok(info) = from.group.loc_info_by_name(name) else { return Target::Other };
         match info.loc_type {
@@ -78,12 +80,14 @@ fn identity(info: &LocationInfo) -> String {
     format!("{} {:?}", info.fileno, info.token)
 }
 
-/// Returns the paths of all datasets, sorted: those of groups and behind links included, each group's once.
+/// Returns the paths of all datasets, sorted: those of groups and behind links included, each
+/// group's once.
 ///
 /// # Errors
 /// Returns HDF5's own error if a group cannot be listed.
 pub(super) fn dataset_names(root: &Group) -> hdf5::Result<Vec<String>> {
-    let (mut names, mut walk) = (Vec::new(), Walk::new(root));
+    let mut names = Vec::new();
+    let mut walk = Walk::new(root);
     while let Some(visited) = walk.next() {
         for name in visited.group.member_names()? {
             if walk.follow(&visited, &name) == Target::Dataset {

@@ -1,9 +1,10 @@
 //! Access of messages to the memory of a device.
 //!
-//! The communication thread knows nothing of devices. [`Backend::comm_buffer`](super::Backend::comm_buffer) gives it a buffer as a
-//! [`Span`], which it cannot look into, and the [`DeviceCopies`] that copies and adds spans: a stream of the device that compute
-//! does not use. Memory is counted in **words** of four bytes: a pair of bf16 travels as one word, and only f32 is ever
-//! added.
+//! The communication thread knows nothing of devices.
+//! [`Backend::comm_buffer`](super::Backend::comm_buffer) gives it a buffer as a [`Span`], which it
+//! cannot look into, and the [`DeviceCopies`] that copies and adds spans: a stream of the device
+//! that compute does not use. Memory is counted in **words** of four bytes: a pair of bf16 travels
+//! as one word, and only f32 is ever added.
 //!
 //! All of it is asynchronous. A caller that needs a result waits for an [`Event`].
 
@@ -36,7 +37,8 @@ pub trait Event: Send {
     fn wait(&self) -> Result<()>;
 }
 
-/// Words of device memory that live for `'a`. The host cannot look into them: copies of a span are addresses.
+/// Words of device memory that live for `'a`. The host cannot look into them: copies of a span are
+/// addresses.
 #[derive(Debug, Clone, Copy)]
 pub struct Span<'a> {
     address: usize,
@@ -48,7 +50,8 @@ impl<'a> Span<'a> {
     /// The words at an address.
     ///
     /// # Safety
-    /// They are memory of a device, aligned to words, and live for `'a`. MPI may be given the address.
+    /// They are memory of a device, aligned to words, and live for `'a`. MPI may be given the
+    /// address.
     pub unsafe fn new(address: usize, words: usize) -> Self {
         Self { address, words, memory: PhantomData }
     }
@@ -66,8 +69,16 @@ impl<'a> Span<'a> {
     /// The words of a range, which lies within.
     #[must_use]
     pub fn part(self, range: Range<usize>) -> Self {
-        assert!(range.start <= range.end && range.end <= self.words, "{range:?} of {} words", self.words);
-        Self { address: self.address + range.start * size_of::<f32>(), words: range.len(), memory: PhantomData }
+        assert!(
+            range.start <= range.end && range.end <= self.words,
+            "{range:?} of {} words",
+            self.words
+        );
+        Self {
+            address: self.address + range.start * size_of::<f32>(),
+            words: range.len(),
+            memory: PhantomData,
+        }
     }
 }
 
@@ -101,14 +112,15 @@ pub enum DeviceCollective {
     },
 }
 
-/// The identifier of a communicator: one rank makes it, and all of them need it to create their [`DeviceComm`].
+/// The identifier of a communicator: one rank makes it, and all of them need it to create their
+/// [`DeviceComm`].
 pub type CommId = [u8; 128];
 
 /// The most terms that a [`OrderedSum`] adds.
 pub const FOLDED: usize = 255;
 
-/// A sum of terms in f32, each addition rounded as in [`DeviceCopies::add`]: of term 2k + 1 to term 2k, then of each second sum to
-/// the one before it, and so on.
+/// A sum of terms in f32, each addition rounded as in [`DeviceCopies::add`]: of term 2k + 1 to term
+/// 2k, then of each second sum to the one before it, and so on.
 #[derive(Debug, Clone, Copy)]
 pub struct OrderedSum<'a> {
     /// One term, which becomes the sum.
@@ -121,24 +133,26 @@ pub struct OrderedSum<'a> {
 
 /// Ranks with a device each, which exchange memory by a library of the device's vendor.
 ///
-/// One thing is started at a time: the device runs all in this order but for folds, and the [`queued`](DeviceComm::queued) of one is
-/// done before the next. It may wait for the other ranks to start theirs. Dropping one without [`part`](DeviceComm::part) aborts the
-/// communicator.
+/// One thing is started at a time: the device runs all in this order but for folds, and the
+/// [`queued`](DeviceComm::queued) of one is done before the next. It may wait for the other ranks
+/// to start theirs. Dropping one without [`part`](DeviceComm::part) aborts the communicator.
 pub trait DeviceComm: Send {
-    /// Starts to send to some ranks and to receive from some at once. A sender may wait for its receiver. Messages between two
-    /// ranks arrive in the order of the slices.
+    /// Starts to send to some ranks and to receive from some at once. A sender may wait for its
+    /// receiver. Messages between two ranks arrive in the order of the slices.
     ///
     /// # Errors
     /// The library failed.
     fn exchange(&self, sends: &[(usize, Span<'_>)], receives: &[(usize, Span<'_>)]) -> Result<()>;
 
-    /// Starts sums, if there are any, behind all messages that were started, and beside those that will be.
+    /// Starts sums, if there are any, behind all messages that were started, and beside those that
+    /// will be.
     ///
     /// # Errors
     /// The device failed, or one has more than [`FOLDED`] terms.
     fn fold(&self, folds: &[OrderedSum<'_>]) -> Result<()>;
 
-    /// Messages that are started from now on come behind the sums of all calls of [`fold`](DeviceComm::fold) but the last `but`.
+    /// Messages that are started from now on come behind the sums of all calls of
+    /// [`fold`](DeviceComm::fold) but the last `but`.
     ///
     /// # Errors
     /// The device failed.
@@ -162,10 +176,12 @@ pub trait DeviceComm: Send {
     /// The library failed.
     fn mark(&self) -> Result<Box<dyn Event>>;
 
-    /// An event that is done when the device has the operation started last among its work, which it need not have begun.
+    /// An event that is done when the device has the operation started last among its work, which
+    /// it need not have begun.
     fn queued(&self) -> Box<dyn Event>;
 
-    /// Stops the operations under way here, at once. Nothing more can be started; the other ranks may wait for ever.
+    /// Stops the operations under way here, at once. Nothing more can be started; the other ranks
+    /// may wait for ever.
     fn tear(&self);
 }
 
@@ -177,8 +193,9 @@ pub(super) fn no_device_comm() -> Error {
 /// Device words, and the place of their first one in a piece of host memory.
 pub type AllocatedOn<'a> = (Span<'a>, usize);
 
-/// The communication thread's access to a device. Operations run in the order they were started, apart from compute,
-/// save that copies in one direction may run beside all else. A call that returns an error has nothing left running.
+/// The communication thread's access to a device. Operations run in the order they were started,
+/// apart from compute, save that copies in one direction may run beside all else. A call that
+/// returns an error has nothing left running.
 pub trait DeviceCopies: Send + Sync {
     /// So many words of page-locked memory, with unspecified contents. The caller counts them.
     ///
@@ -195,22 +212,27 @@ pub trait DeviceCopies: Send + Sync {
     /// Starts copies from the device to the host memory that begins at `host`.
     ///
     /// # Safety
-    /// Every piece has its place in page-locked memory that nobody touches and that lives until the event is done.
+    /// Every piece has its place in page-locked memory that nobody touches and that lives until the
+    /// event is done.
     ///
     /// # Errors
     /// The device failed.
-    unsafe fn download(&self, pieces: &[AllocatedOn<'_>], host: *mut f32) -> Result<Box<dyn Event>>;
+    unsafe fn download(&self, pieces: &[AllocatedOn<'_>], host: *mut f32)
+    -> Result<Box<dyn Event>>;
 
     /// Starts copies to the device from the host memory that begins at `host`.
     ///
     /// # Safety
-    /// Every piece has its place in page-locked memory that nobody writes and that lives until the event is done.
+    /// Every piece has its place in page-locked memory that nobody writes and that lives until the
+    /// event is done.
     ///
     /// # Errors
     /// The device failed.
-    unsafe fn upload(&self, host: *const f32, pieces: &[AllocatedOn<'_>]) -> Result<Box<dyn Event>>;
+    unsafe fn upload(&self, host: *const f32, pieces: &[AllocatedOn<'_>])
+    -> Result<Box<dyn Event>>;
 
-    /// Starts `to += from`, in f32, each element rounded once and as it is, denormal or not: the sums of the CPU.
+    /// Starts `to += from`, in f32, each element rounded once and as it is, denormal or not: the
+    /// sums of the CPU.
     ///
     /// # Errors
     /// The device failed.
@@ -222,7 +244,8 @@ pub trait DeviceCopies: Send + Sync {
     /// The device failed.
     fn copy(&self, from: Span<'_>, to: Span<'_>) -> Result<()>;
 
-    /// An event that is done when every addition and copy within the device that was started before is.
+    /// An event that is done when every addition and copy within the device that was started before
+    /// is.
     ///
     /// # Errors
     /// The device failed.
@@ -236,8 +259,8 @@ pub trait DeviceCopies: Send + Sync {
         Err(no_device_comm())
     }
 
-    /// Starts to create the communicator of the `size` ranks that have the same identifier, as number `rank` of them. It is there when the
-    /// first mark is done.
+    /// Starts to create the communicator of the `size` ranks that have the same identifier, as
+    /// number `rank` of them. It is there when the first mark is done.
     ///
     /// # Errors
     /// There is no library for it, or it failed.
@@ -246,7 +269,8 @@ pub trait DeviceCopies: Send + Sync {
     }
 }
 
-/// Copies in an order with compute that the device keeps: the host does not wait to start them. Messages use other streams.
+/// Copies in an order with compute that the device keeps: the host does not wait to start them.
+/// Messages use other streams.
 pub trait ComputeOrderedCopies: DeviceCopies {
     /// Copies started from now on run after all work that compute has requested so far.
     ///
@@ -254,7 +278,8 @@ pub trait ComputeOrderedCopies: DeviceCopies {
     /// The device failed.
     fn after_compute(&self) -> Result<()>;
 
-    /// Work that compute requests from now on runs after all copies to the device that were started so far.
+    /// Work that compute requests from now on runs after all copies to the device that were started
+    /// so far.
     ///
     /// # Errors
     /// The device failed.
@@ -276,7 +301,8 @@ impl Pinned for Vec<f32> {
 
 /// Page-locked memory that goes to the device or comes from it, and the copy that uses it.
 ///
-/// It gives no access while a copy is under way, and waits for the copy before it gives the memory back.
+/// It gives no access while a copy is under way, and waits for the copy before it gives the memory
+/// back.
 pub struct Slot {
     /// Taken on drop only.
     memory: Option<Box<dyn Pinned>>,
@@ -311,16 +337,24 @@ impl Slot {
             copy.wait()?;
         }
         self.copy = None;
-        self.memory.as_mut().map(|memory| memory.words()).ok_or_else(|| Error::internal("a slot without memory"))
+        self.memory
+            .as_mut()
+            .map(|memory| memory.words())
+            .ok_or_else(|| Error::internal("a slot without memory"))
     }
 
     /// Starts to fill the slot from the device.
     ///
     /// # Errors
     /// The device failed.
-    pub fn download(&mut self, copies: &dyn DeviceCopies, pieces: &[AllocatedOn<'_>]) -> Result<()> {
+    pub fn download(
+        &mut self,
+        copies: &dyn DeviceCopies,
+        pieces: &[AllocatedOn<'_>],
+    ) -> Result<()> {
         let memory = self.holding(pieces)?;
-        // SAFETY: all pieces lie in the memory, as `holding` has checked; `copy` keeps everyone away until it is done.
+        // SAFETY: all pieces lie in the memory, as `holding` has checked; `copy` keeps everyone
+        // away until it is done.
         self.copy = Some(unsafe { copies.download(pieces, memory)? });
         Ok(())
     }

@@ -1,8 +1,9 @@
-//! Operations and bytes of every kernel, from its shape alone: profiles and benchmarks divide them by time.
+//! Operations and bytes of every kernel, from its shape alone: profiles and benchmarks divide them
+//! by time.
 //!
-//! Floating-point operations are those of products and attention; kernels that only move memory have none. Bytes are
-//! those of every operand once (twice, where it is changed in place), as if nothing were in a cache; indices are not
-//! counted.
+//! Floating-point operations are those of products and attention; kernels that only move memory
+//! have none. Bytes are those of every operand once (twice, where it is changed in place), as if
+//! nothing were in a cache; indices are not counted.
 
 /// One launch of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -15,14 +16,21 @@ pub struct KernelCost {
     pub flops: f64,
     /// Elements of the compute type that are read or written: parameters and activations.
     pub elements: f64,
-    /// As `elements`, of those that are f32 for every compute type: statistics, gradients of parameters, masters.
+    /// As `elements`, of those that are f32 for every compute type: statistics, gradients of
+    /// parameters, masters.
     pub exact: f64,
 }
 
 impl KernelCost {
     /// Moves so many elements, which are its whole shape.
     pub(super) fn moves(kernel: &'static str, elements: usize) -> Self {
-        Self { kernel, shape: [elements, 0, 0, 0], flops: 0.0, elements: elements as f64, exact: 0.0 }
+        Self {
+            kernel,
+            shape: [elements, 0, 0, 0],
+            flops: 0.0,
+            elements: elements as f64,
+            exact: 0.0,
+        }
     }
 
     pub(super) fn on<const N: usize>(self, sizes: [usize; N]) -> Self {
@@ -62,10 +70,14 @@ mod tests {
         assert_eq!((work.flops, work.bytes(4), work.bytes(2)), (240.0, 4.0 * 86.0, 2.0 * 86.0));
         let work = KernelCost::linear_backward_weight(linear, 4, true);
         assert_eq!((work.flops, work.bytes(2)), (240.0, 2.0 * 70.0 + 4.0 * 32.0));
-        assert_eq!(KernelCost::linear_backward_weight(linear, 4, false).bytes(2), 2.0 * 70.0 + 4.0 * 20.0);
+        assert_eq!(
+            KernelCost::linear_backward_weight(linear, 4, false).bytes(2),
+            2.0 * 70.0 + 4.0 * 20.0
+        );
         let attention = Attention { batch: 2, time: 8, heads: 4, kv_heads: 2, head_width: 16 };
         let work = KernelCost::attention(attention);
-        // 8 · 8 / 2 pairs of positions, 16 numbers each, 2 operations, 2 products, 4 heads, 2 sequences.
+        // 8 · 8 / 2 pairs of positions, 16 numbers each, 2 operations, 2 products, 4 heads, 2
+        // sequences.
         assert_eq!(work.flops, 32.0 * 16.0 * 2.0 * 2.0 * 4.0 * 2.0);
         assert_eq!(work.bytes(4), 4.0 * (16.0 * (128.0 + 64.0) + 64.0));
         assert_eq!(KernelCost::attention_backward(attention).flops, 2.5 * work.flops);

@@ -18,13 +18,18 @@ pub unsafe fn open(files: &[&CStr]) -> Option<*mut c_void> {
 ///
 /// # Safety
 /// `file` is an open library.
-pub unsafe fn symbol(file: *mut c_void, name: &CStr, missing: impl FnOnce(&str) -> Error) -> Result<*mut c_void> {
+pub unsafe fn symbol(
+    file: *mut c_void,
+    name: &CStr,
+    missing: impl FnOnce(&str) -> Error,
+) -> Result<*mut c_void> {
     // SAFETY: the caller's promise, and a name that ends in a zero.
     let found = unsafe { libc::dlsym(file, name.as_ptr()) };
     if found.is_null() { Err(missing(&name.to_string_lossy())) } else { Ok(found) }
 }
 
-/// A table of functions, each by its name in the library and its type there, and as visible as the table.
+/// A table of functions, each by its name in the library and its type there, and as visible as the
+/// table.
 #[macro_export]
 #[doc(hidden)]
 macro_rules! library_functions {

@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use hpctrain_base::error::Result;
 
-/// All that the choice of an algorithm for a product on one kind of device depends on. The letters are those of
-/// [`Gemm`](super::Gemm).
+/// All that the choice of an algorithm for a product on one kind of device depends on. The letters
+/// are those of [`Gemm`](super::Gemm).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ProductKind {
@@ -33,13 +33,14 @@ pub struct ProductKind {
 
 impl fmt::Display for ProductKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ([m, n, k], [a, b, c]) = (self.sizes, self.bytes.map(|bytes| if bytes == 2 { "bf16" } else { "f32" }));
+        let ([m, n, k], [a, b, c]) =
+            (self.sizes, self.bytes.map(|bytes| if bytes == 2 { "bf16" } else { "f32" }));
         write!(f, "{m}×{n}×{k} of {a} and {b} in {c}")
     }
 }
 
-/// An algorithm as its library describes it, for the same version of the library on the same kind of device. Written as 128
-/// hexadecimal digits.
+/// An algorithm as its library describes it, for the same version of the library on the same kind
+/// of device. Written as 128 hexadecimal digits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Algorithm(pub [u64; 8]);
@@ -58,7 +59,11 @@ impl TryFrom<String> for Algorithm {
         let words: Vec<u64> = text
             .as_bytes()
             .chunks(16)
-            .map(|digits| std::str::from_utf8(digits).ok().and_then(|digits| u64::from_str_radix(digits, 16).ok()))
+            .map(|digits| {
+                std::str::from_utf8(digits)
+                    .ok()
+                    .and_then(|digits| u64::from_str_radix(digits, 16).ok())
+            })
             .collect::<Option<_>>()
             .filter(|_| text.len() == 128)
             .ok_or_else(wrong)?;
@@ -78,7 +83,8 @@ pub struct Chosen {
     pub place: usize,
 }
 
-/// A device whose library of matrix products proposes several algorithms, with other last bits each.
+/// A device whose library of matrix products proposes several algorithms, with other last bits
+/// each.
 pub trait ProductAlgorithms: Sync {
     /// The kind of device and the version of the library, for which alone a choice holds.
     fn kind(&self) -> String;
@@ -98,7 +104,8 @@ pub trait ProductAlgorithms: Sync {
     /// The library or the device failed.
     fn guess(&self, product: &ProductKind) -> Result<Option<Chosen>>;
 
-    /// Measures the algorithms that the library proposes for a product, on operands of its own; none if it knows none.
+    /// Measures the algorithms that the library proposes for a product, on operands of its own;
+    /// none if it knows none.
     ///
     /// # Errors
     /// The library or the device failed.
@@ -111,8 +118,8 @@ pub trait ProductAlgorithms: Sync {
 /// A part of the time of the library's best guess that another algorithm must save: less is noise.
 const WORTH: f64 = 0.02;
 
-/// The place of the algorithm to take, of those that took so many seconds: the fastest, or the library's best guess, which is
-/// the first, if none is faster by 2 % or more.
+/// The place of the algorithm to take, of those that took so many seconds: the fastest, or the
+/// library's best guess, which is the first, if none is faster by 2 % or more.
 pub fn fastest(seconds: &[f64]) -> usize {
     let (place, least) = seconds
         .iter()
@@ -150,7 +157,9 @@ mod tests {
         assert_eq!(text.len(), 130);
         assert!(text.contains("0123456789abcdef"), "{text}");
         assert_eq!(serde_json::from_str::<Algorithm>(&text).unwrap(), algorithm);
-        for damaged in ["\"\"", "\"12\"", &text.replace("ffff", "fffg"), &text.replace("ffff", "fff")] {
+        for damaged in
+            ["\"\"", "\"12\"", &text.replace("ffff", "fffg"), &text.replace("ffff", "fff")]
+        {
             assert!(serde_json::from_str::<Algorithm>(damaged).is_err(), "{damaged}");
         }
     }

@@ -116,7 +116,8 @@ impl MemoryStats {
     /// Live bytes by category, for reports: `parameters 3.1 MiB, gradients 3.1 MiB`.
     pub fn live_by_category(&self) -> String {
         let parts = MemoryKind::ALL.iter().filter(|what| self.live(**what) > 0);
-        let parts: Vec<String> = parts.map(|what| format!("{} {}", what.name(), readable(self.live(*what)))).collect();
+        let parts: Vec<String> =
+            parts.map(|what| format!("{} {}", what.name(), readable(self.live(*what)))).collect();
         if parts.is_empty() { "nothing".into() } else { parts.join(", ") }
     }
 }
@@ -153,6 +154,9 @@ mod tests {
 
     #[test]
     fn sizes_read_well() {
-        assert_eq!([0, 1023, 1024, 13_107_200].map(readable), ["0 B", "1023 B", "1.0 KiB", "12.5 MiB"]);
+        assert_eq!(
+            [0, 1023, 1024, 13_107_200].map(readable),
+            ["0 B", "1023 B", "1.0 KiB", "12.5 MiB"]
+        );
     }
 }

@@ -19,17 +19,18 @@ use std::sync::Arc;
 use hpctrain_base::error::Result;
 
 pub use device_memcpy::{
-    AllocatedOn, CommBuffer, CommId, ComputeOrderedCopies, DeviceCollective, DeviceComm, DeviceCopies, Event, FOLDED,
-    OrderedSum, Pinned, Scratch, Slot, Span,
+    AllocatedOn, CommBuffer, CommId, ComputeOrderedCopies, DeviceCollective, DeviceComm,
+    DeviceCopies, Event, FOLDED, OrderedSum, Pinned, Scratch, Slot, Span,
 };
 pub use kernel_cost::KernelCost;
 pub use matmul_algo::{Algorithm, Chosen, ProductAlgorithms, ProductKind};
 pub use memory::{MemoryKind, MemoryStats, readable};
 pub use ops::{
-    Activation, ActivationOps, AdamW, Attention, AttentionOps, Audit, ChannelNormShape, ChannelOps, ClassifierOps,
-    ColumnsOps, Convolution, ConvolutionOps, CrossEntropy, CrossEntropyPart, Deviation, DigestOps, DotInteraction,
-    Dropout, DropoutOps, Elements, Elementwise, ElementwiseOps, EmbeddingOps, Gemm, Im2colShape, Kernels, Linear,
-    LinearOps, LogitsPart, LossWeights, Norm, NormOps, OptimizerOps, PairsOps, Regression, RegressionOps, Rotary,
+    Activation, ActivationOps, AdamW, Attention, AttentionOps, Audit, ChannelNormShape, ChannelOps,
+    ClassifierOps, ColumnsOps, Convolution, ConvolutionOps, CrossEntropy, CrossEntropyPart,
+    Deviation, DigestOps, DotInteraction, Dropout, DropoutOps, Elements, Elementwise,
+    ElementwiseOps, EmbeddingOps, Gemm, Im2colShape, Kernels, Linear, LinearOps, LogitsPart,
+    LossWeights, Norm, NormOps, OptimizerOps, PairsOps, Regression, RegressionOps, Rotary,
     RotaryOps, Sgd, SoftmaxOps, StridedCopy, SwigluOps, WindowOps,
 };
 pub use profile::{KernelStats, Launch, Profile, Tallies};
@@ -49,7 +50,8 @@ pub trait Backend: Clone + Send + Sync + 'static {
     type Buf: Send + Sync + 'static;
     /// Token ids, class labels: indices on the device.
     type IndexBuf: Send + Sync + 'static;
-    /// A number that the device computes, to be read later: asking for it at once would stop the device.
+    /// A number that the device computes, to be read later: asking for it at once would stop the
+    /// device.
     type Scalar: Send + Sync + 'static;
     /// A shared window into a buffer.
     type View<'a>: Copy + Send;
@@ -68,7 +70,8 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// As [`Backend::alloc`].
     fn alloc_f32(&self, what: MemoryKind, len: usize) -> Result<Self::Buf>;
 
-    /// Whether parameters are kept in a narrower type than f32, so that updates need f32 masters besides.
+    /// Whether parameters are kept in a narrower type than f32, so that updates need f32 masters
+    /// besides.
     fn has_master_weights(&self) -> bool;
 
     /// Copies `host` into a window of its length, rounded to the window's type.
@@ -142,22 +145,24 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// Splits an exclusive window in two at element `at`.
     fn cut_mut(view: Self::ViewMut<'_>, at: usize) -> (Self::ViewMut<'_>, Self::ViewMut<'_>);
 
-    /// The elements `range` of a buffer, as messages reach them. On a device with several elements in a word the range
-    /// is one of whole words, except at the end of the buffer: the padding of its last word travels along.
+    /// The elements `range` of a buffer, as messages reach them. On a device with several elements
+    /// in a word the range is one of whole words, except at the end of the buffer: the padding of
+    /// its last word travels along.
     ///
     /// # Errors
     /// The range cuts a word.
     fn comm_buffer(buf: &mut Self::Buf, range: Range<usize>) -> Result<CommBuffer<'_>>;
 
-    /// An event that is done when all work on `buf` that compute has requested so far is: the communication thread
-    /// waits for it before it reaches the buffer. None if all is done already. When a message is done with the buffer,
-    /// any stream may use it.
+    /// An event that is done when all work on `buf` that compute has requested so far is: the
+    /// communication thread waits for it before it reaches the buffer. None if all is done already.
+    /// When a message is done with the buffer, any stream may use it.
     ///
     /// # Errors
     /// The device failed.
     fn record_event(buf: &Self::Buf) -> Result<Option<Box<dyn Event>>>;
 
-    /// The copies between the device and the host beside compute; none where buffers are host memory.
+    /// The copies between the device and the host beside compute; none where buffers are host
+    /// memory.
     ///
     /// # Errors
     /// The device failed.
@@ -165,7 +170,8 @@ pub trait Backend: Clone + Send + Sync + 'static {
         Ok(None)
     }
 
-    /// The library by which the devices of ranks can exchange memory as [`DeviceComm`], and its version.
+    /// The library by which the devices of ranks can exchange memory as [`DeviceComm`], and its
+    /// version.
     ///
     /// # Errors
     /// There is none.
@@ -173,20 +179,23 @@ pub trait Backend: Clone + Send + Sync + 'static {
         Err(device_memcpy::no_device_comm())
     }
 
-    /// Announces that these parameters stay as they are until [`Backend::end_weight_reuse`] and will be multiplied several times:
-    /// a backend may also keep forms of them that multiply faster. Announced again, they are as before.
+    /// Announces that these parameters stay as they are until [`Backend::end_weight_reuse`] and
+    /// will be multiplied several times: a backend may also keep forms of them that multiply
+    /// faster. Announced again, they are as before.
     fn begin_weight_reuse(&self, _parameters: Self::View<'_>) {}
 
     /// Parameters may change from here on.
     fn end_weight_reuse(&self) {}
 
-    /// Bytes that [`Backend::begin_weight_reuse`] may take, for so many elements of parameters and rows of a micro-batch.
+    /// Bytes that [`Backend::begin_weight_reuse`] may take, for so many elements of parameters and
+    /// rows of a micro-batch.
     fn reuse_bytes(_elements: usize, _rows: usize) -> usize {
         0
     }
 
-    /// Elements from one row to the next in a matrix of so many columns that products and kernels of classes alone read: no fewer
-    /// than its columns, and more where products are faster in aligned rows.
+    /// Elements from one row to the next in a matrix of so many columns that products and kernels
+    /// of classes alone read: no fewer than its columns, and more where products are faster in
+    /// aligned rows.
     fn row_stride(columns: usize) -> usize {
         columns
     }
@@ -205,12 +214,14 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// The times of its kernels.
     fn profile(&self) -> &Profile;
 
-    /// The most bytes of a memory of its own that were taken at once; none where buffers are host memory.
+    /// The most bytes of a memory of its own that were taken at once; none where buffers are host
+    /// memory.
     fn device_peak(&self) -> Option<usize> {
         None
     }
 
-    /// Peak FLOP/s of a rank's device in the number format of its matmuls, dense; none if it is unknown.
+    /// Peak FLOP/s of a rank's device in the number format of its matmuls, dense; none if it is
+    /// unknown.
     fn peak_flops(&self) -> Option<f64> {
         None
     }
@@ -228,7 +239,10 @@ pub trait Backend: Clone + Send + Sync + 'static {
 }
 
 /// Cuts a window into consecutive parts of the given lengths; the rest is padding.
-pub fn split<'a, B: Backend, const N: usize>(mut view: B::View<'a>, lens: [usize; N]) -> [B::View<'a>; N] {
+pub fn split<'a, B: Backend, const N: usize>(
+    mut view: B::View<'a>,
+    lens: [usize; N],
+) -> [B::View<'a>; N] {
     lens.map(|len| {
         let (head, rest) = B::split_at(view, len);
         view = rest;
@@ -237,7 +251,10 @@ pub fn split<'a, B: Backend, const N: usize>(mut view: B::View<'a>, lens: [usize
 }
 
 /// As [`split`], for an exclusive window.
-pub fn split_mut<'a, B: Backend, const N: usize>(view: B::ViewMut<'a>, lens: [usize; N]) -> [B::ViewMut<'a>; N] {
+pub fn split_mut<'a, B: Backend, const N: usize>(
+    view: B::ViewMut<'a>,
+    lens: [usize; N],
+) -> [B::ViewMut<'a>; N] {
     let mut rest = Some(view);
     lens.map(|len| {
         // `rest` is always refilled below; the option only lets the exclusive window move.

@@ -1,10 +1,10 @@
 //! Profile of the kernels: counts of launches, seconds, and the work that was done in them.
 //!
-//! Off, a kernel costs the reading of one flag. On, a device that computes beside the host is waited for after every
-//! kernel, so that its time is its own; the run is slower for it.
+//! Off, a kernel costs the reading of one flag. On, a device that computes beside the host is
+//! waited for after every kernel, so that its time is its own; the run is slower for it.
 //!
-//! Every kernel begins with a `KernelCost`, and the guard that it returns ends the measurement when it is dropped. A kernel
-//! that is a default of `Kernels`, composed of others, counts as those.
+//! Every kernel begins with a `KernelCost`, and the guard that it returns ends the measurement when
+//! it is dropped. A kernel that is a default of `Kernels`, composed of others, counts as those.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,7 +30,8 @@ pub struct KernelStats {
 
 impl KernelStats {
     /// Nothing yet.
-    const NONE: Self = Self { calls: 0, seconds: 0.0, fastest: f64::INFINITY, flops: 0.0, bytes: 0.0 };
+    const NONE: Self =
+        Self { calls: 0, seconds: 0.0, fastest: f64::INFINITY, flops: 0.0, bytes: 0.0 };
 
     /// Both together.
     pub fn plus(self, other: Self) -> Self {
@@ -68,8 +69,8 @@ impl Profile {
         std::mem::take(&mut *self.0.tallies.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// A kernel begins; it ends where the returned value is dropped. Elements of the compute type have `width` bytes;
-    /// `settle` waits until the device is done.
+    /// A kernel begins; it ends where the returned value is dropped. Elements of the compute type
+    /// have `width` bytes; `settle` waits until the device is done.
     pub fn launch<S: Fn()>(&self, width: usize, settle: S, work: KernelCost) -> Launch<'_, S> {
         let open = self.0.on.load(Ordering::Relaxed).then(|| {
             // Work queued before is not this kernel's.
@@ -82,8 +83,15 @@ impl Profile {
     fn count(&self, work: &KernelCost, width: usize, took: Duration) {
         let mut tallies = self.0.tallies.lock().unwrap_or_else(PoisonError::into_inner);
         let tally = tallies.entry((work.kernel, work.shape)).or_insert(KernelStats::NONE);
-        let (seconds, bytes) = (took.as_secs_f64(), work.bytes(width));
-        *tally = tally.plus(KernelStats { calls: 1, seconds, fastest: seconds, flops: work.flops, bytes });
+        let seconds = took.as_secs_f64();
+        let bytes = work.bytes(width);
+        *tally = tally.plus(KernelStats {
+            calls: 1,
+            seconds,
+            fastest: seconds,
+            flops: work.flops,
+            bytes,
+        });
     }
 }
 
@@ -113,7 +121,8 @@ mod tests {
 
     #[test]
     fn a_device_is_waited_for_before_and_after() {
-        let (profile, waits) = (Profile::default(), std::cell::Cell::new(0));
+        let profile = Profile::default();
+        let waits = std::cell::Cell::new(0);
         let settle = || waits.set(waits.get() + 1);
         drop(profile.launch(4, settle, KernelCost::zero(1)));
         assert_eq!(waits.get(), 0);

@@ -5,7 +5,9 @@ use hpctrain_device::{Activation, Kernels};
 
 pub fn activations<B: Kernels>(b: &B) -> Results {
     let logistic = |x: f64| 1.0 / (1.0 + (-x).exp());
-    let gelu = |x: f64| 0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh());
+    let gelu = |x: f64| {
+        0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh())
+    };
     type Function<'a> = (Activation, &'a dyn Fn(f64) -> f64);
     let all: [Function<'_>; 6] = [
         (Activation::Relu, &|x| x.max(0.0)),
@@ -16,11 +18,18 @@ pub fn activations<B: Kernels>(b: &B) -> Results {
         (Activation::Sigmoid, &logistic),
     ];
     let mut results = Vec::new();
-    for ((f, want), len) in all.into_iter().flat_map(|one| [0, 1, 31, 1023, 40_001].map(|len| (one, len))) {
-        // Small numbers too, where functions that are nearly linear lose digits if they are computed badly.
-        let x: Vec<f32> = random(b, 1, len).iter().enumerate().map(|(i, x)| x * [3.0, 0.01][i % 2]).collect();
-        let (x, g) = (rounded(b, &x), random(b, 2, len));
-        let (xb, mut y, mut dy) = (up(b, &x), up(b, &g), up(b, &g));
+    for ((f, want), len) in
+        all.into_iter().flat_map(|one| [0, 1, 31, 1023, 40_001].map(|len| (one, len)))
+    {
+        // Small numbers too, where functions that are nearly linear lose digits if they are
+        // computed badly.
+        let x: Vec<f32> =
+            random(b, 1, len).iter().enumerate().map(|(i, x)| x * [3.0, 0.01][i % 2]).collect();
+        let x = rounded(b, &x);
+        let g = random(b, 2, len);
+        let xb = up(b, &x);
+        let mut y = up(b, &g);
+        let mut dy = up(b, &g);
         b.activation(f, B::all(&xb), B::all_mut(&mut y)).unwrap();
         let values: Vec<f64> = wide(&x).into_iter().map(want).collect();
         close(b, &y, &values, &format!("{f:?}"));
@@ -37,7 +46,8 @@ pub fn activations<B: Kernels>(b: &B) -> Results {
             }
             _ => (want(x + 1e-5) - want(x - 1e-5)) / 2e-5,
         };
-        let slopes: Vec<f64> = wide(&x).into_iter().zip(wide(&g)).map(|(x, g)| slope(x) * g).collect();
+        let slopes: Vec<f64> =
+            wide(&x).into_iter().zip(wide(&g)).map(|(x, g)| slope(x) * g).collect();
         close(b, &dy, &slopes, &format!("{f:?} backward"));
         results.extend([down(b, &y), down(b, &dy)]);
     }
@@ -50,7 +60,8 @@ pub fn activations<B: Kernels>(b: &B) -> Results {
         (Activation::Sigmoid, 0.0, [1.0, 1.0]),
     ] {
         let far = up(b, &[-1e4, -100.0, 100.0, 1e4]);
-        let (mut y, mut dy) = (up(b, &[0.0; 4]), up(b, &[1.0; 4]));
+        let mut y = up(b, &[0.0; 4]);
+        let mut dy = up(b, &[1.0; 4]);
         b.activation(f, B::all(&far), B::all_mut(&mut y)).unwrap();
         let y = down(b, &y);
         assert!((y[0] - low).abs() < 1e-30 && (y[1] - low).abs() < 1e-30, "{f:?}: {y:?}");

@@ -6,7 +6,8 @@ use hpctrain_device::{AdamW, Audit, Elements, Elementwise, Kernels, Sgd};
 
 fn digest_of(x: &[f32]) -> f64 {
     let of_chunk = |(number, chunk): (usize, &[f32])| {
-        let term = |(i, x): (usize, &f32)| x.to_bits().wrapping_mul(weight((number * CHUNK + i) as u32));
+        let term =
+            |(i, x): (usize, &f32)| x.to_bits().wrapping_mul(weight((number * CHUNK + i) as u32));
         f64::from(chunk.iter().enumerate().map(term).fold(0, u32::wrapping_add))
     };
     x.chunks(CHUNK).enumerate().map(of_chunk).sum()
@@ -25,24 +26,35 @@ pub fn digests<B: Kernels>(b: &B) -> Results {
             assert_ne!(other, found, "bit {bit} of element {at} of {len}");
         }
         let swapped: Vec<f32> = x.iter().rev().copied().collect();
-        assert!(len < 2 || digest_of(&swapped) != digest_of(&x), "{len} elements the other way round");
+        assert!(
+            len < 2 || digest_of(&swapped) != digest_of(&x),
+            "{len} elements the other way round"
+        );
     }
     updates(b)
 }
 
-/// Updates leave the same elements with an audit, whose digests are those of the buffers before and after.
+/// Updates leave the same elements with an audit, whose digests are those of the buffers before and
+/// after.
 fn updates<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     let len = CHUNK + 77;
-    let (g, p) = (up_f32(b, &random(b, 1, len)), random(b, 2, len));
+    let g = up_f32(b, &random(b, 1, len));
+    let p = random(b, 2, len);
     let state: Vec<f32> = random(b, 3, len).iter().map(|x| x * x).collect();
-    let adamw = AdamW { lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.2, step: 3, grad_scale: 0.5 };
+    let adamw = AdamW {
+        lr: 0.1,
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.2,
+        step: 3,
+        grad_scale: 0.5,
+    };
     let sgd = Sgd { lr: 0.1, momentum: 0.9, nesterov: true, weight_decay: 0.2, grad_scale: 0.5 };
     let of = |rule| Elements { rule, lr: 0.1, weight_decay: 0.2, step: 3, grad_scale: 0.5 };
-    let (two, one) = (
-        of(Elementwise::Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 }),
-        of(Elementwise::Lion { beta1: 0.9, beta2: 0.99 }),
-    );
+    let two = of(Elementwise::Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 });
+    let one = of(Elementwise::Lion { beta1: 0.9, beta2: 0.99 });
     for rule in 0..5 {
         let update = |audit: Option<&mut Audit<B::Scalar>>| {
             let second = if rule == 3 { &[][..] } else { &state };
@@ -50,8 +62,11 @@ fn updates<B: Kernels>(b: &B) -> Results {
             let mut copy = up(b, &p);
             {
                 let [first, second, to] = &mut bufs;
-                let (first, second, to) = (B::all_mut(first), B::all_mut(second), B::all_mut(to));
-                let (g, copy) = (B::all(&g), Some(B::all_mut(&mut copy)));
+                let first = B::all_mut(first);
+                let second = B::all_mut(second);
+                let to = B::all_mut(to);
+                let g = B::all(&g);
+                let copy = Some(B::all_mut(&mut copy));
                 match rule {
                     0 => b.adamw(adamw, g, first, second, to, copy, audit),
                     1 => b.sgd(sgd, g, first, to, copy, audit),
@@ -73,7 +88,9 @@ fn updates<B: Kernels>(b: &B) -> Results {
             _ => &[0, 2],
         };
         let before = [&state[..], &state, &p];
-        let sum = |digests: Vec<B::Scalar>| digests.into_iter().map(|one| b.read(one).unwrap()).sum::<f64>();
+        let sum = |digests: Vec<B::Scalar>| {
+            digests.into_iter().map(|one| b.read(one).unwrap()).sum::<f64>()
+        };
         let found: f64 = changed.iter().map(|&i| digest_of(before[i])).sum();
         let left: f64 = changed.iter().map(|&i| digest_of(&audited[i])).sum();
         assert_eq!((sum(audit.found), sum(audit.left)), (found, left), "rule {rule}");

@@ -43,7 +43,11 @@ pub fn close<B: Kernels>(b: &B, got: &B::Buf, want: &[f64], what: &str) {
     }
     // Rounding goes up as often as down.
     let count = got.len() as f64;
-    assert!(bias.abs() <= tolerance(b) * (count.sqrt() + 0.01 * count), "{what} is off by {} on average", bias / count);
+    assert!(
+        bias.abs() <= tolerance(b) * (count.sqrt() + 0.01 * count),
+        "{what} is off by {} on average",
+        bias / count
+    );
 }
 
 /// In the compute type: parameters, activations.
@@ -62,7 +66,8 @@ pub fn down<B: Kernels>(b: &B, x: &B::Buf) -> Vec<f32> {
     host
 }
 
-/// Elements from a row of so many columns to the next that a device takes: none between them, and its own padding.
+/// Elements from a row of so many columns to the next that a device takes: none between them, and
+/// its own padding.
 pub fn strides<B: Kernels>(columns: usize) -> Vec<usize> {
     let mut all = vec![columns, B::row_stride(columns)];
     all.dedup();
@@ -78,7 +83,10 @@ pub fn apart(rows: &[f32], columns: usize, stride: usize) -> Vec<f32> {
 /// The rows of [`apart`] again. Panics if anything but NaN is between them.
 pub fn together<B: Kernels>(b: &B, buf: &B::Buf, columns: usize, stride: usize) -> Vec<f32> {
     let all = down(b, buf);
-    assert!(all.chunks(stride).all(|row| row[columns..].iter().all(|x| x.is_nan())), "padding was written");
+    assert!(
+        all.chunks(stride).all(|row| row[columns..].iter().all(|x| x.is_nan())),
+        "padding was written"
+    );
     all.chunks(stride).flat_map(|row| row[..columns].iter().copied()).collect()
 }
 

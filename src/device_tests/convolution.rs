@@ -19,18 +19,25 @@ pub fn convolutions<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -
     ] {
         let window = Im2colShape { batch, height, width, channels: all, size, stride, padding };
         let s = Convolution { window, first, channels, filters };
-        let (rows, seen) = (window.rows(), s.seen());
-        let (x, weight, bias) =
-            (random(b, 70, window.elements()), random(b, 71, filters * seen), random(b, 72, filters));
-        let (dy, dx) = (random(b, 73, rows * filters), random(b, 74, window.elements()));
+        let rows = window.rows();
+        let seen = s.seen();
+        let x = random(b, 70, window.elements());
+        let weight = random(b, 71, filters * seen);
+        let bias = random(b, 72, filters);
+        let dy = random(b, 73, rows * filters);
+        let dx = random(b, 74, window.elements());
         let mut want_y: Vec<f64> = (0..rows).flat_map(|_| wide(&bias)).collect();
-        let (mut want_dw, mut want_db, mut want_dx) = (vec![0.0; filters * seen], vec![0.0; filters], wide(&dx));
+        let mut want_dw = vec![0.0; filters * seen];
+        let mut want_db = vec![0.0; filters];
+        let mut want_dx = wide(&dx);
         for channel in 0..channels {
             each_seen(window, first + channel, |place, [i, j], element| {
                 let Some(element) = element else { return };
                 for filter in 0..filters {
                     let at = filter * seen + (i * size[1] + j) * channels + channel;
-                    let (y, w, x) = (place * filters + filter, f64::from(weight[at]), f64::from(x[element]));
+                    let y = place * filters + filter;
+                    let w = f64::from(weight[at]);
+                    let x = f64::from(x[element]);
                     want_y[y] += w * x;
                     want_dw[at] += f64::from(dy[y]) * x;
                     want_dx[element] += f64::from(dy[y]) * w;
@@ -42,8 +49,10 @@ pub fn convolutions<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -
         let mut y = up(b, &vec![0.0; rows * filters]);
         b.convolve(s, B::all(&xb), B::all(&wb), B::all(&bb), B::all_mut(&mut y)).unwrap();
         close(b, &y, &want_y, "convolution");
-        let (mut dw, mut db) = (up_f32(b, &vec![0.0; filters * seen]), up_f32(b, &vec![0.0; filters]));
-        let (to_weight, to_bias) = (B::all_mut(&mut dw), B::all_mut(&mut db));
+        let mut dw = up_f32(b, &vec![0.0; filters * seen]);
+        let mut db = up_f32(b, &vec![0.0; filters]);
+        let to_weight = B::all_mut(&mut dw);
+        let to_bias = B::all_mut(&mut db);
         b.convolve_backward_weight(s, B::all(&dyb), B::all(&xb), to_weight, to_bias).unwrap();
         close(b, &dw, &want_dw, "convolution, weight's gradient");
         close(b, &db, &want_db, "convolution, bias's gradient");

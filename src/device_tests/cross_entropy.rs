@@ -1,27 +1,39 @@
 //! Operations of `hpctrain_device::ops`, file `classifier.rs`.
 
 use crate::common::{
-    Results, apart, close, down, ids, random, rounded, strides, together, tolerance, up, up_f32, wide,
+    Results, apart, close, down, ids, random, rounded, strides, together, tolerance, up, up_f32,
+    wide,
 };
 use hpctrain_device::{CrossEntropy, CrossEntropyPart, Kernels, LogitsPart, LossWeights};
 
 /// Losses and gradients of logits.
-fn in_f64(s: CrossEntropy, logits: &[f32], targets: &[u32], weights: LossWeights<&[f32]>) -> (Vec<f64>, Vec<f64>) {
-    let (mut losses, mut gradients) = (vec![], vec![]);
+fn in_f64(
+    s: CrossEntropy,
+    logits: &[f32],
+    targets: &[u32],
+    weights: LossWeights<&[f32]>,
+) -> (Vec<f64>, Vec<f64>) {
+    let mut losses = vec![];
+    let mut gradients = vec![];
     let smoothing = f64::from(s.smoothing);
     for (row, &target) in targets.iter().enumerate() {
         let x = wide(&logits[row * s.classes..][..s.classes]);
         let top = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let log_total = x.iter().map(|x| (x - top).exp()).sum::<f64>().ln() + top;
-        let factor = |weights: &[f32], at: usize| weights.get(at).map_or(1.0, |weight| f64::from(*weight));
+        let factor =
+            |weights: &[f32], at: usize| weights.get(at).map_or(1.0, |weight| f64::from(*weight));
         let weight = factor(weights.classes, target as usize) * factor(weights.rows, row);
-        let wanted =
-            |class: usize| smoothing / s.classes as f64 + if class == target as usize { 1.0 - smoothing } else { 0.0 };
+        let wanted = |class: usize| {
+            smoothing / s.classes as f64
+                + if class == target as usize { 1.0 - smoothing } else { 0.0 }
+        };
         // A class that is ruled out by -∞ costs nothing where nobody wants it.
         let counted = x.iter().enumerate().filter(|(class, _)| wanted(*class) > 0.0);
-        losses.push(weight * counted.map(|(class, x)| wanted(class) * (log_total - x)).sum::<f64>());
+        losses
+            .push(weight * counted.map(|(class, x)| wanted(class) * (log_total - x)).sum::<f64>());
         let gradient = |(class, x): (usize, &f64)| (x - log_total).exp() - wanted(class);
-        gradients.extend(x.iter().enumerate().map(|one| f64::from(s.scale) * weight * gradient(one)));
+        gradients
+            .extend(x.iter().enumerate().map(|one| f64::from(s.scale) * weight * gradient(one)));
     }
     (losses, gradients)
 }
@@ -29,7 +41,8 @@ fn in_f64(s: CrossEntropy, logits: &[f32], targets: &[u32], weights: LossWeights
 pub fn classifiers<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     for (rows, classes) in [(1, 1), (31, 65), (3, 50_257), (600, 33)] {
-        let logits: Vec<f32> = random(b, 29, rows * classes).iter().map(|x| 4.0 * x + 100.0).collect();
+        let logits: Vec<f32> =
+            random(b, 29, rows * classes).iter().map(|x| 4.0 * x + 100.0).collect();
         let logits = rounded(b, &logits);
         let targets = ids(30, rows, classes);
         let tb = b.upload_ints(&targets).unwrap();
@@ -37,16 +50,24 @@ pub fn classifiers<B: Kernels>(b: &B) -> Results {
         let some: Vec<f32> = (0..classes).map(|class| 0.5 + (class % 3) as f32).collect();
         // Among them a row that does not count.
         let of_rows: Vec<f32> = (0..rows).map(|row| (row % 4) as f32 * 0.7).collect();
-        for (smoothing, weights, of_rows) in [(0.0, &[][..], &[][..]), (0.2, &some, &of_rows), (0.0, &[], &of_rows)] {
-            let (wb, rb) = (up_f32(b, weights), up_f32(b, of_rows));
-            let shape = CrossEntropy { rows, classes, stride: classes, scale, gradient: true, smoothing };
-            let (want_loss, want_d) = in_f64(shape, &logits, &targets, LossWeights { classes: weights, rows: of_rows });
-            for (stride, gradient) in strides::<B>(classes).into_iter().flat_map(|s| [(s, false), (s, true)]) {
+        for (smoothing, weights, of_rows) in
+            [(0.0, &[][..], &[][..]), (0.2, &some, &of_rows), (0.0, &[], &of_rows)]
+        {
+            let wb = up_f32(b, weights);
+            let rb = up_f32(b, of_rows);
+            let shape =
+                CrossEntropy { rows, classes, stride: classes, scale, gradient: true, smoothing };
+            let (want_loss, want_d) =
+                in_f64(shape, &logits, &targets, LossWeights { classes: weights, rows: of_rows });
+            for (stride, gradient) in
+                strides::<B>(classes).into_iter().flat_map(|s| [(s, false), (s, true)])
+            {
                 let mut lb = up(b, &apart(&logits, classes, stride));
                 let mut losses = up_f32(b, &vec![0.0; rows]);
                 let shape = CrossEntropy { stride, gradient, ..shape };
                 let weights = LossWeights { classes: B::all(&wb), rows: B::all(&rb) };
-                b.cross_entropy(shape, B::all_mut(&mut lb), &tb, weights, B::all_mut(&mut losses)).unwrap();
+                b.cross_entropy(shape, B::all_mut(&mut lb), &tb, weights, B::all_mut(&mut losses))
+                    .unwrap();
                 close(b, &losses, &want_loss, "cross-entropy");
                 let after = together(b, &lb, classes, stride);
                 if gradient {
@@ -70,18 +91,24 @@ pub fn classifiers<B: Kernels>(b: &B) -> Results {
                 order.sort_by(|one, other| row[*other].total_cmp(&row[*one]));
                 f32::from(order[..k.min(classes)].contains(&(*target as usize)))
             };
-            assert_eq!(down(b, &hits), targets.iter().enumerate().map(is_hit).collect::<Vec<_>>(), "top {k}");
+            assert_eq!(
+                down(b, &hits),
+                targets.iter().enumerate().map(is_hit).collect::<Vec<_>>(),
+                "top {k}"
+            );
         }
     }
     let broken = up(b, &[f32::NAN, 1.0]);
-    let (tb, mut hits) = (b.upload_ints(&[1]).unwrap(), up_f32(b, &[1.0]));
+    let tb = b.upload_ints(&[1]).unwrap();
+    let mut hits = up_f32(b, &[1.0]);
     b.hits(2, 2, 1, B::all(&broken), &tb, B::all_mut(&mut hits)).unwrap();
     assert_eq!(down(b, &hits), [0.0]);
     results
 }
 
-/// The cross-entropy of logits whose columns are cut into parts, at `bounds`: the sums of all parts, the losses, and the
-/// columns of all parts side by side afterwards. The rows of each part are padded, or not.
+/// The cross-entropy of logits whose columns are cut into parts, at `bounds`: the sums of all
+/// parts, the losses, and the columns of all parts side by side afterwards. The rows of each part
+/// are padded, or not.
 fn in_parts<B: Kernels>(
     b: &B,
     s: CrossEntropy,
@@ -94,8 +121,14 @@ fn in_parts<B: Kernels>(
     let CrossEntropy { rows, classes, scale, gradient, smoothing, .. } = s;
     let parts = bounds.len() - 1;
     let part = |number: usize| {
-        let (first, classes) = (bounds[number], bounds[number + 1] - bounds[number]);
-        LogitsPart { rows, classes, stride: if is_padded { B::row_stride(classes) } else { classes }, first }
+        let first = bounds[number];
+        let classes = bounds[number + 1] - bounds[number];
+        LogitsPart {
+            rows,
+            classes,
+            stride: if is_padded { B::row_stride(classes) } else { classes },
+            first,
+        }
     };
     let of_part = |part: LogitsPart| {
         let columns = logits.chunks(classes).flat_map(|row| &row[part.first..][..part.classes]);
@@ -107,20 +140,28 @@ fn in_parts<B: Kernels>(
         let to = B::view_mut(&mut stats, number * count..(number + 1) * count);
         b.softmax_part(part(number), B::all(&of_part(part(number))), targets, to).unwrap();
     }
-    let (mut after, mut all_losses) = (vec![0.0; rows * classes], vec![]);
+    let mut after = vec![0.0; rows * classes];
+    let mut all_losses = vec![];
     for number in 0..parts {
         let part = part(number);
-        let (mut columns, mut losses) = (of_part(part), up_f32(b, &vec![f32::NAN; rows]));
+        let mut columns = of_part(part);
+        let mut losses = up_f32(b, &vec![f32::NAN; rows]);
         let shape = CrossEntropyPart { part, parts, classes, scale, gradient, smoothing };
-        let (to, stats) = (B::all_mut(&mut losses), B::all(&stats));
+        let to = B::all_mut(&mut losses);
+        let stats = B::all(&stats);
         b.cross_entropy_part(shape, stats, B::all_mut(&mut columns), targets, weights, to).unwrap();
-        for (row, columns) in together(b, &columns, part.classes, part.stride).chunks(part.classes).enumerate() {
+        for (row, columns) in
+            together(b, &columns, part.classes, part.stride).chunks(part.classes).enumerate()
+        {
             after[row * classes + part.first..][..part.classes].copy_from_slice(columns);
         }
         all_losses.push(down(b, &losses));
     }
     let bits = |losses: &[f32]| losses.iter().map(|loss| loss.to_bits()).collect::<Vec<_>>();
-    assert!(all_losses.iter().all(|losses| bits(losses) == bits(&all_losses[0])), "parts have other losses");
+    assert!(
+        all_losses.iter().all(|losses| bits(losses) == bits(&all_losses[0])),
+        "parts have other losses"
+    );
     [down(b, &stats), all_losses.swap_remove(0), after]
 }
 
@@ -128,32 +169,47 @@ fn in_parts<B: Kernels>(
 pub fn classifier_parts<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     for (rows, classes) in [(0, 17), (1, 17), (23, 65), (2, 9001)] {
-        let logits: Vec<f32> = random(b, 32, rows * classes).iter().map(|x| 4.0 * x + 100.0).collect();
+        let logits: Vec<f32> =
+            random(b, 32, rows * classes).iter().map(|x| 4.0 * x + 100.0).collect();
         let logits = rounded(b, &logits);
         let targets = ids(33, rows, classes);
         let tb = b.upload_ints(&targets).unwrap();
         let some: Vec<f32> = (0..classes).map(|class| 0.5 + (class % 3) as f32).collect();
         let of_rows: Vec<f32> = (0..rows).map(|row| (row % 4) as f32 * 0.7).collect();
         for (smoothing, weights, of_rows) in [(0.0, &[][..], &[][..]), (0.2, &some, &of_rows)] {
-            let shape = CrossEntropy { rows, classes, stride: classes, scale: 0.25, gradient: true, smoothing };
-            let (want_loss, want_d) = in_f64(shape, &logits, &targets, LossWeights { classes: weights, rows: of_rows });
-            let (wb, rb) = (up_f32(b, weights), up_f32(b, of_rows));
+            let shape = CrossEntropy {
+                rows,
+                classes,
+                stride: classes,
+                scale: 0.25,
+                gradient: true,
+                smoothing,
+            };
+            let (want_loss, want_d) =
+                in_f64(shape, &logits, &targets, LossWeights { classes: weights, rows: of_rows });
+            let wb = up_f32(b, weights);
+            let rb = up_f32(b, of_rows);
             let weights = LossWeights { classes: B::all(&wb), rows: B::all(&rb) };
-            let (mut plain_d, mut plain_loss) = (up(b, &logits), up_f32(b, &vec![0.0; rows]));
+            let mut plain_d = up(b, &logits);
+            let mut plain_loss = up_f32(b, &vec![0.0; rows]);
             if rows > 0 {
                 let to = B::all_mut(&mut plain_loss);
                 b.cross_entropy(shape, B::all_mut(&mut plain_d), &tb, weights, to).unwrap();
             }
-            let (plain_loss, plain_d) = (wide(&down(b, &plain_loss)), wide(&down(b, &plain_d)));
+            let plain_loss = wide(&down(b, &plain_loss));
+            let plain_d = wide(&down(b, &plain_d));
             for (parts, is_padded) in [(1, true), (2, false), (3, true), (5, false)] {
                 // Each wider than the one before.
-                let bounds: Vec<usize> =
-                    (0..=parts).map(|part| classes * part * (part + 1) / (parts * (parts + 1))).collect();
+                let bounds: Vec<usize> = (0..=parts)
+                    .map(|part| classes * part * (part + 1) / (parts * (parts + 1)))
+                    .collect();
                 let without = CrossEntropy { gradient: false, ..shape };
-                let [stats, losses, after] = in_parts(b, without, is_padded, &bounds, &logits, &tb, weights);
+                let [stats, losses, after] =
+                    in_parts(b, without, is_padded, &bounds, &logits, &tb, weights);
                 assert_eq!(after, logits);
                 check_stats(b, &stats, &bounds, &logits, &targets);
-                let [_, with_gradient, gradient] = in_parts(b, shape, is_padded, &bounds, &logits, &tb, weights);
+                let [_, with_gradient, gradient] =
+                    in_parts(b, shape, is_padded, &bounds, &logits, &tb, weights);
                 assert_eq!(with_gradient, losses);
                 for want in [&want_loss, &plain_loss] {
                     close(b, &up_f32(b, &losses), want, "cross-entropy of parts");
@@ -167,17 +223,26 @@ pub fn classifier_parts<B: Kernels>(b: &B) -> Results {
     }
 
     // Classes that are ruled out: in one row all of two parts.
-    let (rows, classes, targets) = (2, 45, [20, 16]);
+    let rows = 2;
+    let classes = 45;
+    let targets = [20, 16];
     let is_out = |at: usize| if at < classes { at < 14 } else { at.is_multiple_of(3) };
     let some = random(b, 34, rows * classes).into_iter().enumerate();
-    let logits: Vec<f32> = some.map(|(at, x)| if is_out(at) { f32::NEG_INFINITY } else { x }).collect();
-    let shape = CrossEntropy { rows, classes, stride: classes, scale: 1.0, gradient: true, smoothing: 0.0 };
-    let (want_loss, want_d) = in_f64(shape, &logits, &targets, LossWeights { classes: &[], rows: &[] });
-    let (tb, none) = (b.upload_ints(&targets).unwrap(), up_f32(b, &[]));
+    let logits: Vec<f32> =
+        some.map(|(at, x)| if is_out(at) { f32::NEG_INFINITY } else { x }).collect();
+    let shape =
+        CrossEntropy { rows, classes, stride: classes, scale: 1.0, gradient: true, smoothing: 0.0 };
+    let (want_loss, want_d) =
+        in_f64(shape, &logits, &targets, LossWeights { classes: &[], rows: &[] });
+    let tb = b.upload_ints(&targets).unwrap();
+    let none = up_f32(b, &[]);
     let weights = LossWeights { classes: B::all(&none), rows: B::all(&none) };
-    let (mut plain_d, mut plain_loss) = (up(b, &logits), up_f32(b, &[0.0; 2]));
-    b.cross_entropy(shape, B::all_mut(&mut plain_d), &tb, weights, B::all_mut(&mut plain_loss)).unwrap();
-    let [stats, losses, gradient] = in_parts(b, shape, true, &[0, 13, 14, 45], &logits, &tb, weights);
+    let mut plain_d = up(b, &logits);
+    let mut plain_loss = up_f32(b, &[0.0; 2]);
+    b.cross_entropy(shape, B::all_mut(&mut plain_d), &tb, weights, B::all_mut(&mut plain_loss))
+        .unwrap();
+    let [stats, losses, gradient] =
+        in_parts(b, shape, true, &[0, 13, 14, 45], &logits, &tb, weights);
     assert_eq!(stats[..4], [f32::MIN, 0.0, 0.0, f32::NEG_INFINITY]);
     for losses in [&plain_loss, &up_f32(b, &losses)] {
         close(b, losses, &want_loss, "cross-entropy with classes ruled out");
@@ -190,21 +255,38 @@ pub fn classifier_parts<B: Kernels>(b: &B) -> Results {
 }
 
 /// Panics unless the sums of parts are those of their logits.
-fn check_stats<B: Kernels>(b: &B, stats: &[f32], bounds: &[usize], logits: &[f32], targets: &[u32]) {
-    let (rows, classes) = (targets.len(), bounds[bounds.len() - 1]);
+fn check_stats<B: Kernels>(
+    b: &B,
+    stats: &[f32],
+    bounds: &[usize],
+    logits: &[f32],
+    targets: &[u32],
+) {
+    let rows = targets.len();
+    let classes = bounds[bounds.len() - 1];
     let mut stats = stats.chunks(LogitsPart::STATS);
     for bound in bounds.windows(2) {
         for row in 0..rows {
-            let (x, target) = (&logits[row * classes..][bound[0]..bound[1]], targets[row] as usize);
+            let x = &logits[row * classes..][bound[0]..bound[1]];
+            let target = targets[row] as usize;
             let top = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let own = if (bound[0]..bound[1]).contains(&target) { x[target - bound[0]] } else { 0.0 };
+            let own =
+                if (bound[0]..bound[1]).contains(&target) { x[target - bound[0]] } else { 0.0 };
             let total: f64 = wide(x).iter().map(|x| (x - f64::from(top)).exp()).sum();
             let plain: f64 = wide(x).iter().sum();
             let got = stats.next().unwrap();
             assert_eq!((got[0], got[2]), (top, own), "{bound:?} of row {row}");
-            assert!((f64::from(got[1]) - total).abs() <= tolerance(b) * total, "{} is not {total}", got[1]);
+            assert!(
+                (f64::from(got[1]) - total).abs() <= tolerance(b) * total,
+                "{} is not {total}",
+                got[1]
+            );
             // No narrower than f32 on any device.
-            assert!((f64::from(got[3]) - plain).abs() <= 1e-6 * plain.abs(), "{} is not {plain}", got[3]);
+            assert!(
+                (f64::from(got[3]) - plain).abs() <= 1e-6 * plain.abs(),
+                "{} is not {plain}",
+                got[3]
+            );
         }
     }
     assert!(stats.next().is_none());

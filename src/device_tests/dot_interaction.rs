@@ -8,12 +8,17 @@ pub fn pairs<B: Kernels>(b: &B) -> Results {
     // Pairs counted from 0 where their square root is whole, or not quite.
     for (samples, rows, width) in [(1, 2, 1), (3, 5, 7), (33, 27, 16), (2, 130, 3), (700, 3, 35)] {
         let shape = DotInteraction { samples, rows, width };
-        let (inputs, outputs) = (rows * width, shape.outputs());
-        let (x, dy) = (random(b, 71, samples * inputs), random(b, 72, samples * outputs));
-        let (wx, wdy) = (wide(&x), wide(&dy));
-        let (mut want_y, mut want_dx) = (Vec::new(), vec![0.0; samples * inputs]);
+        let inputs = rows * width;
+        let outputs = shape.outputs();
+        let x = random(b, 71, samples * inputs);
+        let dy = random(b, 72, samples * outputs);
+        let wx = wide(&x);
+        let wdy = wide(&dy);
+        let mut want_y = Vec::new();
+        let mut want_dx = vec![0.0; samples * inputs];
         for sample in 0..samples {
-            let (x, dy) = (&wx[sample * inputs..][..inputs], &wdy[sample * outputs..][..outputs]);
+            let x = &wx[sample * inputs..][..inputs];
+            let dy = &wdy[sample * outputs..][..outputs];
             let dx = &mut want_dx[sample * inputs..][..inputs];
             want_y.extend_from_slice(&x[..width]);
             dx[..width].copy_from_slice(&dy[..width]);
@@ -26,8 +31,10 @@ pub fn pairs<B: Kernels>(b: &B) -> Results {
                 }
             }
         }
-        let (xb, dyb) = (up(b, &x), up(b, &dy));
-        let (mut y, mut dx) = (up(b, &vec![9.0; samples * outputs]), up(b, &vec![9.0; samples * inputs]));
+        let xb = up(b, &x);
+        let dyb = up(b, &dy);
+        let mut y = up(b, &vec![9.0; samples * outputs]);
+        let mut dx = up(b, &vec![9.0; samples * inputs]);
         b.pair_products(shape, B::all(&xb), B::all_mut(&mut y)).unwrap();
         close(b, &y, &want_y, &format!("{shape:?}"));
         b.pair_products_backward(shape, B::all(&xb), B::all(&dyb), B::all_mut(&mut dx)).unwrap();

@@ -6,8 +6,10 @@ use hpctrain_device::{Kernels, MemoryKind};
 pub fn elementwise<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     for len in [0, 1, 31, 33, 1023, 40_001] {
-        let (x, y) = (random(b, 1, len), random(b, 2, len));
-        let (xb, mut yb) = (up(b, &x), up(b, &y));
+        let x = random(b, 1, len);
+        let y = random(b, 2, len);
+        let xb = up(b, &x);
+        let mut yb = up(b, &y);
         b.add(B::all(&xb), B::all_mut(&mut yb)).unwrap();
         let sums: Vec<f64> = x.iter().zip(&y).map(|(x, y)| f64::from(*x) + f64::from(*y)).collect();
         close(b, &yb, &sums, "add");

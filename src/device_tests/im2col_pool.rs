@@ -4,14 +4,8 @@ use crate::common::{Results, close, down, ids, random, up, wide};
 use hpctrain_device::{Im2colShape, Kernels};
 
 pub fn windows<B: Kernels>(b: &B) -> Results {
-    let window = |batch, [height, width, channels]: [usize; 3], size, stride, padding| Im2colShape {
-        batch,
-        height,
-        width,
-        channels,
-        size,
-        stride,
-        padding,
+    let window = |batch, [height, width, channels]: [usize; 3], size, stride, padding| {
+        Im2colShape { batch, height, width, channels, size, stride, padding }
     };
     let mut results = Vec::new();
     for w in [
@@ -27,7 +21,8 @@ pub fn windows<B: Kernels>(b: &B) -> Results {
         for (first, channels) in [(0, w.channels), (w.channels / 2, w.channels - w.channels / 2)] {
             let row = w.size[0] * w.size[1] * channels;
             let dy = random(b, 61, w.rows() * row);
-            let (mut want, mut want_d) = (vec![0.0; w.rows() * row], wide(&random(b, 62, w.elements())));
+            let mut want = vec![0.0; w.rows() * row];
+            let mut want_d = wide(&random(b, 62, w.elements()));
             for channel in 0..channels {
                 each_seen(w, first + channel, |place, [i, j], element| {
                     let at = place * row + (i * w.size[1] + j) * channels + channel;
@@ -40,18 +35,23 @@ pub fn windows<B: Kernels>(b: &B) -> Results {
             let mut y = up(b, &random(b, 63, w.rows() * row));
             b.unfold(w, first, channels, B::all(&xb), B::all_mut(&mut y)).unwrap();
             assert_eq!(down(b, &y), want, "unfold {w:?}");
-            let (dyb, mut dx) = (up(b, &dy), up(b, &random(b, 62, w.elements())));
+            let dyb = up(b, &dy);
+            let mut dx = up(b, &random(b, 62, w.elements()));
             b.fold(w, first, channels, B::all(&dyb), B::all_mut(&mut dx)).unwrap();
             close(b, &dx, &want_d, "fold");
             results.push(down(b, &dx));
         }
 
         // Few values, so that some windows have two largest elements.
-        let few: Vec<f32> = ids(64, w.elements(), 4).into_iter().map(|id| id as f32 - 2.0).collect();
-        let (fb, dy) = (up(b, &few), random(b, 65, w.rows() * w.channels));
+        let few: Vec<f32> =
+            ids(64, w.elements(), 4).into_iter().map(|id| id as f32 - 2.0).collect();
+        let fb = up(b, &few);
+        let dy = random(b, 65, w.rows() * w.channels);
         let outputs = w.rows() * w.channels;
-        let (mut largest, mut place_of) = (vec![f32::NEG_INFINITY; outputs], vec![0; outputs]);
-        let (mut sums, mut counts) = (vec![0.0; outputs], vec![0.0; outputs]);
+        let mut largest = vec![f32::NEG_INFINITY; outputs];
+        let mut place_of = vec![0; outputs];
+        let mut sums = vec![0.0; outputs];
+        let mut counts = vec![0.0; outputs];
         for channel in 0..w.channels {
             each_seen(w, channel, |place, _, element| {
                 let (Some(element), at) = (element, place * w.channels + channel) else { return };
@@ -62,7 +62,8 @@ pub fn windows<B: Kernels>(b: &B) -> Results {
                 counts[at] += 1.0;
             });
         }
-        let (mut want_max, mut want_mean) = (vec![0.0; w.elements()], vec![0.0; w.elements()]);
+        let mut want_max = vec![0.0; w.elements()];
+        let mut want_mean = vec![0.0; w.elements()];
         for (at, dy) in dy.iter().enumerate() {
             want_max[place_of[at]] += f64::from(*dy);
         }
@@ -74,14 +75,21 @@ pub fn windows<B: Kernels>(b: &B) -> Results {
                 }
             });
         }
-        let (dyb, mut y, mut dx) = (up(b, &dy), up(b, &vec![0.0; outputs]), up(b, &random(b, 66, w.elements())));
+        let dyb = up(b, &dy);
+        let mut y = up(b, &vec![0.0; outputs]);
+        let mut dx = up(b, &random(b, 66, w.elements()));
         b.max_pool(w, B::all(&fb), B::all_mut(&mut y)).unwrap();
         assert_eq!(down(b, &y), largest, "max pool {w:?}");
         b.max_pool_backward(w, B::all(&fb), B::all(&dyb), B::all_mut(&mut dx)).unwrap();
         close(b, &dx, &want_max, "max pool backward");
         results.push(down(b, &dx));
         b.average_pool(w, B::all(&xb), B::all_mut(&mut y)).unwrap();
-        close(b, &y, &sums.iter().zip(&counts).map(|(sum, count)| sum / count).collect::<Vec<_>>(), "average pool");
+        close(
+            b,
+            &y,
+            &sums.iter().zip(&counts).map(|(sum, count)| sum / count).collect::<Vec<_>>(),
+            "average pool",
+        );
         b.average_pool_backward(w, B::all(&dyb), B::all_mut(&mut dx)).unwrap();
         close(b, &dx, &want_mean, "average pool backward");
         results.extend([down(b, &y), down(b, &dx)]);
@@ -89,16 +97,26 @@ pub fn windows<B: Kernels>(b: &B) -> Results {
     results
 }
 
-/// Calls `see` for every element that the window sees: place of the output, row and column in the window, element.
-pub fn each_seen(w: Im2colShape, channel: usize, mut see: impl FnMut(usize, [usize; 2], Option<usize>)) {
+/// Calls `see` for every element that the window sees: place of the output, row and column in the
+/// window, element.
+pub fn each_seen(
+    w: Im2colShape,
+    channel: usize,
+    mut see: impl FnMut(usize, [usize; 2], Option<usize>),
+) {
     let [high, wide] = w.places();
     for place in 0..w.batch * high * wide {
-        let (image, row, column) = (place / wide / high, place / wide % high, place % wide);
+        let image = place / wide / high;
+        let row = place / wide % high;
+        let column = place % wide;
         for (i, j) in (0..w.size[0]).flat_map(|i| (0..w.size[1]).map(move |j| (i, j))) {
-            let line = (row * w.stride[0] + i).checked_sub(w.padding[0]).filter(|line| *line < w.height);
-            let at = (column * w.stride[1] + j).checked_sub(w.padding[1]).filter(|at| *at < w.width);
-            let element =
-                line.zip(at).map(|(line, at)| ((image * w.height + line) * w.width + at) * w.channels + channel);
+            let line =
+                (row * w.stride[0] + i).checked_sub(w.padding[0]).filter(|line| *line < w.height);
+            let at =
+                (column * w.stride[1] + j).checked_sub(w.padding[1]).filter(|at| *at < w.width);
+            let element = line.zip(at).map(|(line, at)| {
+                ((image * w.height + line) * w.width + at) * w.channels + channel
+            });
             see(place, [i, j], element);
         }
     }

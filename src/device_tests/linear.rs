@@ -1,51 +1,97 @@
 //! Operations of `hpctrain_device::ops`, file `linear.rs`.
 
 use crate::common::{
-    Results, TF32_BITS, apart, close, down, product, random, random_tf32, rounded, strides, together, up, up_f32, wide,
+    Results, TF32_BITS, apart, close, down, product, random, random_tf32, rounded, strides,
+    together, up, up_f32, wide,
 };
 use hpctrain_device::{Activation, Gemm, Kernels, Linear};
 
-/// A long sum of which halves and thirds are large and cancel: partial sums kept in bf16 would lose what is left.
+/// A long sum of which halves and thirds are large and cancel: partial sums kept in bf16 would lose
+/// what is left.
 fn cancelling_sum<B: Kernels>(b: &B) -> Vec<f32> {
-    let (m, n, k) = (8, 8, 1536);
+    let m = 8;
+    let n = 8;
+    let k = 1536;
     let signs: Vec<f32> = (0..m * k).map(|at| if at % k < k / 2 { 1.0 } else { -1.0 }).collect();
     let near_one: Vec<f32> = random(b, 14, k * n).iter().map(|x| 1.0 + 0.25 * x).collect();
     let near_one = rounded(b, &near_one);
-    let (x, y, mut z) = (up(b, &signs), up(b, &near_one), up(b, &vec![0.0; m * n]));
-    b.gemm(Gemm { m, n, k, ta: false, tb: false, acc: false }, B::all(&x), B::all(&y), B::all_mut(&mut z)).unwrap();
+    let x = up(b, &signs);
+    let y = up(b, &near_one);
+    let mut z = up(b, &vec![0.0; m * n]);
+    b.gemm(
+        Gemm { m, n, k, ta: false, tb: false, acc: false },
+        B::all(&x),
+        B::all(&y),
+        B::all_mut(&mut z),
+    )
+    .unwrap();
     let at = |l: usize, j: usize| f64::from(near_one[l * n + j]);
     close(b, &z, &product(m, n, k, |i, l| f64::from(signs[i * k + l]), at), "a sum that cancels");
     down(b, &z)
 }
 
-/// A map without a bias and both its gradients, of results whose rows are as far apart as the device wants them, and close
-/// together.
+/// A map without a bias and both its gradients, of results whose rows are as far apart as the
+/// device wants them, and close together.
 fn padded<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Results {
     let mut results = Vec::new();
     for (rows, inputs, outputs) in [(1, 8, 1), (33, 31, 65), (7, 24, 257), (300, 16, 127)] {
         let at = |v: &[f32], i: usize| f64::from(v[i]);
-        let (x, w, dy) = (random(b, 6, rows * inputs), random(b, 7, outputs * inputs), random(b, 9, rows * outputs));
-        let (xb, wb, none) = (up(b, &x), up(b, &w), up(b, &[]));
+        let x = random(b, 6, rows * inputs);
+        let w = random(b, 7, outputs * inputs);
+        let dy = random(b, 9, rows * outputs);
+        let xb = up(b, &x);
+        let wb = up(b, &w);
+        let none = up(b, &[]);
         for stride in strides::<B>(outputs) {
             let shape = Linear { stride, ..Linear::new(rows, inputs, outputs) };
             let mut y = up(b, &vec![f32::NAN; rows * stride]);
             b.linear(shape, B::all(&xb), B::all(&wb), B::all(&none), B::all_mut(&mut y)).unwrap();
-            let want = product(rows, outputs, inputs, |r, i| at(&x, r * inputs + i), |i, o| at(&w, o * inputs + i));
+            let want = product(
+                rows,
+                outputs,
+                inputs,
+                |r, i| at(&x, r * inputs + i),
+                |i, o| at(&w, o * inputs + i),
+            );
             let y = up(b, &together(b, &y, outputs, stride));
             close(b, &y, &want, "padded linear");
             let dyb = up(b, &apart(&dy, outputs, stride));
             let mut dx = up(b, &vec![f32::NAN; rows * inputs]);
             b.linear_backward_input(shape, B::all(&dyb), B::all(&wb), B::all_mut(&mut dx)).unwrap();
-            let want = product(rows, inputs, outputs, |r, o| at(&dy, r * outputs + o), |o, i| at(&w, o * inputs + i));
+            let want = product(
+                rows,
+                inputs,
+                outputs,
+                |r, o| at(&dy, r * outputs + o),
+                |o, i| at(&w, o * inputs + i),
+            );
             close(b, &dx, &want, "padded linear dx");
-            let sums = product(outputs, inputs, rows, |o, r| at(&dy, r * outputs + o), |r, i| at(&x, r * inputs + i));
+            let sums = product(
+                outputs,
+                inputs,
+                rows,
+                |o, r| at(&dy, r * outputs + o),
+                |r, i| at(&x, r * inputs + i),
+            );
             for add in [false, true] {
-                let before = if add { random(b, 11, outputs * inputs) } else { vec![f32::NAN; outputs * inputs] };
-                let (mut dw, mut db) = (up_f32(b, &before), up_f32(b, &[]));
-                let (to, bias) = (B::all_mut(&mut dw), B::all_mut(&mut db));
+                let before = if add {
+                    random(b, 11, outputs * inputs)
+                } else {
+                    vec![f32::NAN; outputs * inputs]
+                };
+                let mut dw = up_f32(b, &before);
+                let mut db = up_f32(b, &[]);
+                let to = B::all_mut(&mut dw);
+                let bias = B::all_mut(&mut db);
                 b.linear_backward_weight(shape, B::all(&dyb), B::all(&xb), to, bias, add).unwrap();
-                let sum = |(sum, before): (&f64, &f32)| sum + if add { f64::from(*before) } else { 0.0 };
-                close(b, &dw, &sums.iter().zip(&before).map(sum).collect::<Vec<_>>(), "padded linear dW");
+                let sum =
+                    |(sum, before): (&f64, &f32)| sum + if add { f64::from(*before) } else { 0.0 };
+                close(
+                    b,
+                    &dw,
+                    &sums.iter().zip(&before).map(sum).collect::<Vec<_>>(),
+                    "padded linear dW",
+                );
                 results.push(down(b, &dw));
             }
             results.extend([down(b, &y), down(b, &dx)]);
@@ -62,43 +108,72 @@ pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Re
         results.push(cancelling_sum(b));
     }
     results.extend(padded(b, random));
-    for (m, n, k) in [(1, 1, 1), (1, 33, 7), (31, 1, 33), (33, 31, 65), (130, 257, 100), (500, 130, 71), (2, 700, 1100)]
-    {
-        let (a, bm, c) = (random(b, 3, m * k), random(b, 4, k * n), random(b, 5, m * n));
-        for (ta, tb, acc) in [(false, false, false), (true, false, true), (false, true, true), (true, true, false)] {
+    for (m, n, k) in [
+        (1, 1, 1),
+        (1, 33, 7),
+        (31, 1, 33),
+        (33, 31, 65),
+        (130, 257, 100),
+        (500, 130, 71),
+        (2, 700, 1100),
+    ] {
+        let a = random(b, 3, m * k);
+        let bm = random(b, 4, k * n);
+        let c = random(b, 5, m * n);
+        for (ta, tb, acc) in
+            [(false, false, false), (true, false, true), (false, true, true), (true, true, false)]
+        {
             let at = |i: usize, l: usize| f64::from(if ta { a[l * m + i] } else { a[i * k + l] });
             let bt = |l: usize, j: usize| f64::from(if tb { bm[j * k + l] } else { bm[l * n + j] });
             let mut want = product(m, n, k, at, bt);
             if acc {
                 want.iter_mut().zip(&c).for_each(|(w, c)| *w += f64::from(*c));
             }
-            let (ab, bb, mut cb) = (up(b, &a), up(b, &bm), up(b, &c));
-            b.gemm(Gemm { m, n, k, ta, tb, acc }, B::all(&ab), B::all(&bb), B::all_mut(&mut cb)).unwrap();
+            let ab = up(b, &a);
+            let bb = up(b, &bm);
+            let mut cb = up(b, &c);
+            b.gemm(Gemm { m, n, k, ta, tb, acc }, B::all(&ab), B::all(&bb), B::all_mut(&mut cb))
+                .unwrap();
             close(b, &cb, &want, &format!("gemm {m}×{n}×{k} {ta} {tb} {acc}"));
             results.push(down(b, &cb));
         }
     }
     // More chunks of rows than a block adds up at a time.
     for (rows, outputs) in [(4353, 3), (8321, 33)] {
-        let (dy, db0) = (random(b, 16, rows * outputs), random(b, 17, outputs));
-        let (dyb, mut db) = (up(b, &dy), up_f32(b, &db0));
+        let dy = random(b, 16, rows * outputs);
+        let db0 = random(b, 17, outputs);
+        let dyb = up(b, &dy);
+        let mut db = up_f32(b, &db0);
         b.linear_backward_bias(rows, B::all(&dyb), B::all_mut(&mut db)).unwrap();
         let column = |o: usize| (0..rows).map(|r| f64::from(dy[r * outputs + o])).sum::<f64>();
-        let want: Vec<f64> = db0.iter().enumerate().map(|(o, d)| column(o) + f64::from(*d)).collect();
+        let want: Vec<f64> =
+            db0.iter().enumerate().map(|(o, d)| column(o) + f64::from(*d)).collect();
         close(b, &db, &want, "linear dbias of many rows");
         results.push(down(b, &db));
     }
-    for (rows, inputs, outputs) in [(1, 1, 1), (33, 31, 65), (70, 96, 33), (33, 64, 96), (1100, 32, 300)] {
+    for (rows, inputs, outputs) in
+        [(1, 1, 1), (33, 31, 65), (70, 96, 33), (33, 64, 96), (1100, 32, 300)]
+    {
         let shape = Linear::new(rows, inputs, outputs);
-        let (x, w, bias) = (random(b, 6, rows * inputs), random(b, 7, outputs * inputs), random(b, 8, outputs));
+        let x = random(b, 6, rows * inputs);
+        let w = random(b, 7, outputs * inputs);
+        let bias = random(b, 8, outputs);
         let dy = random(b, 9, rows * outputs);
-        let (xb, wb, dyb) = (up(b, &x), up(b, &w), up(b, &dy));
+        let xb = up(b, &x);
+        let wb = up(b, &w);
+        let dyb = up(b, &dy);
         let at = |v: &[f32], i: usize| f64::from(v[i]);
         for bias in [&bias[..], &[]] {
             let mut y = up(b, &random(b, 10, rows * outputs));
             let bb = up(b, bias);
             b.linear(shape, B::all(&xb), B::all(&wb), B::all(&bb), B::all_mut(&mut y)).unwrap();
-            let sums = product(rows, outputs, inputs, |r, i| at(&x, r * inputs + i), |i, o| at(&w, o * inputs + i));
+            let sums = product(
+                rows,
+                outputs,
+                inputs,
+                |r, i| at(&x, r * inputs + i),
+                |i, o| at(&w, o * inputs + i),
+            );
             let want: Vec<f64> = sums
                 .iter()
                 .enumerate()
@@ -106,20 +181,34 @@ pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Re
                 .collect();
             close(b, &y, &want, "linear");
 
-            let (dw0, db0) = (random(b, 11, outputs * inputs), random(b, 12, bias.len()));
-            let (mut dw, mut db) = (up_f32(b, &dw0), up_f32(b, &db0));
-            let (dw_view, db_view) = (B::all_mut(&mut dw), B::all_mut(&mut db));
-            b.linear_backward_weight(shape, B::all(&dyb), B::all(&xb), dw_view, db_view, true).unwrap();
-            let sum = product(outputs, inputs, rows, |o, r| at(&dy, r * outputs + o), |r, i| at(&x, r * inputs + i));
+            let dw0 = random(b, 11, outputs * inputs);
+            let db0 = random(b, 12, bias.len());
+            let mut dw = up_f32(b, &dw0);
+            let mut db = up_f32(b, &db0);
+            let dw_view = B::all_mut(&mut dw);
+            let db_view = B::all_mut(&mut db);
+            b.linear_backward_weight(shape, B::all(&dyb), B::all(&xb), dw_view, db_view, true)
+                .unwrap();
+            let sum = product(
+                outputs,
+                inputs,
+                rows,
+                |o, r| at(&dy, r * outputs + o),
+                |r, i| at(&x, r * inputs + i),
+            );
             let want: Vec<f64> = sum.iter().zip(&dw0).map(|(s, d)| s + f64::from(*d)).collect();
             close(b, &dw, &want, "linear dW");
             let column = |o: usize| (0..rows).map(|r| at(&dy, r * outputs + o)).sum::<f64>();
-            let want: Vec<f64> = db0.iter().enumerate().map(|(o, d)| column(o) + f64::from(*d)).collect();
+            let want: Vec<f64> =
+                db0.iter().enumerate().map(|(o, d)| column(o) + f64::from(*d)).collect();
             close(b, &db, &want, "linear dbias");
             // The weight's gradient is overwritten, even NaN; the bias's is still added to.
-            let (mut dw, mut db) = (up_f32(b, &vec![f32::NAN; outputs * inputs]), up_f32(b, &db0));
-            let (dw_view, db_view) = (B::all_mut(&mut dw), B::all_mut(&mut db));
-            b.linear_backward_weight(shape, B::all(&dyb), B::all(&xb), dw_view, db_view, false).unwrap();
+            let mut dw = up_f32(b, &vec![f32::NAN; outputs * inputs]);
+            let mut db = up_f32(b, &db0);
+            let dw_view = B::all_mut(&mut dw);
+            let db_view = B::all_mut(&mut db);
+            b.linear_backward_weight(shape, B::all(&dyb), B::all(&xb), dw_view, db_view, false)
+                .unwrap();
             close(b, &dw, &sum, "linear dW, overwritten");
             close(b, &db, &want, "linear dbias, added to");
             if !bias.is_empty() {
@@ -134,13 +223,23 @@ pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Re
             let want: Vec<f64> = sums
                 .iter()
                 .enumerate()
-                .map(|(i, p)| p + bias.get(i % outputs).map_or(0.0, |&b| f64::from(b)) + f64::from(more[i]))
+                .map(|(i, p)| {
+                    p + bias.get(i % outputs).map_or(0.0, |&b| f64::from(b)) + f64::from(more[i])
+                })
                 .collect();
             for from in [0, 1, 3, 8] {
                 let mut y = up(b, &vec![f32::NAN; rows * outputs]);
                 let mb = up(b, &[&vec![f32::NAN; from][..], &more].concat());
                 let more = B::view(&mb, from..from + rows * outputs);
-                b.linear_add(shape, B::all(&xb), B::all(&wb), B::all(&bb), more, B::all_mut(&mut y)).unwrap();
+                b.linear_add(
+                    shape,
+                    B::all(&xb),
+                    B::all(&wb),
+                    B::all(&bb),
+                    more,
+                    B::all_mut(&mut y),
+                )
+                .unwrap();
                 close(b, &y, &want, "linear and sum");
                 results.push(down(b, &y));
             }
@@ -149,9 +248,19 @@ pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Re
         let none = up(b, &[]);
         for from in [None, Some(0), Some(1), Some(3), Some(5)] {
             let own = from.map(|from| up(b, &[&vec![9.0; from][..], &bias].concat()));
-            let bias = own.as_ref().map_or(B::all(&none), |own| B::view(own, B::len(own) - outputs..B::len(own)));
+            let bias = own
+                .as_ref()
+                .map_or(B::all(&none), |own| B::view(own, B::len(own) - outputs..B::len(own)));
             let [mut h, mut y] = [0.0, 0.0].map(|x| up(b, &vec![x; rows * outputs]));
-            b.linear_gelu(shape, B::all(&xb), B::all(&wb), bias, B::all_mut(&mut h), B::all_mut(&mut y)).unwrap();
+            b.linear_gelu(
+                shape,
+                B::all(&xb),
+                B::all(&wb),
+                bias,
+                B::all_mut(&mut h),
+                B::all_mut(&mut y),
+            )
+            .unwrap();
             let mut apart = up(b, &vec![0.0; rows * outputs]);
             b.linear(shape, B::all(&xb), B::all(&wb), bias, B::all_mut(&mut apart)).unwrap();
             close(b, &h, &wide(&down(b, &apart)), "linear, of linear and gelu");
@@ -161,40 +270,55 @@ pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Re
         }
         let [mut dh, mut apart] = [0.0, 0.0].map(|x| up(b, &vec![x; rows * inputs]));
         let before = B::all(&xb);
-        b.linear_gelu_backward_input(shape, B::all(&dyb), B::all(&wb), before, B::all_mut(&mut dh)).unwrap();
+        b.linear_gelu_backward_input(shape, B::all(&dyb), B::all(&wb), before, B::all_mut(&mut dh))
+            .unwrap();
         b.linear_backward_input(shape, B::all(&dyb), B::all(&wb), B::all_mut(&mut apart)).unwrap();
         b.activation_backward(Activation::Gelu, before, B::all_mut(&mut apart)).unwrap();
         close(b, &dh, &wide(&down(b, &apart)), "back through linear and gelu");
 
         let mut dx = up(b, &random(b, 13, rows * inputs));
         b.linear_backward_input(shape, B::all(&dyb), B::all(&wb), B::all_mut(&mut dx)).unwrap();
-        let want = product(rows, inputs, outputs, |r, o| at(&dy, r * outputs + o), |o, i| at(&w, o * inputs + i));
+        let want = product(
+            rows,
+            inputs,
+            outputs,
+            |r, o| at(&dy, r * outputs + o),
+            |o, i| at(&w, o * inputs + i),
+        );
         close(b, &dx, &want, "linear dx");
         results.push(down(b, &dx));
     }
     results
 }
 
-/// Products in TF32 round their operands to it and no further: operands that it holds give the results of f32, and
-/// others are off by the rounding of the two, of each product's magnitude.
+/// Products in TF32 round their operands to it and no further: operands that it holds give the
+/// results of f32, and others are off by the rounding of the two, of each product's magnitude.
 pub fn products_in_tf32<B: Kernels>(b: &B) -> Results {
     let mut results = products(b, random_tf32);
     // For any rounding. Sums in f32 add their own error.
     let operand = 0.5f64.powi(TF32_BITS as i32);
-    let (mut furthest, mut beyond_f32) = (0.0f64, 0);
+    let mut furthest = 0.0f64;
+    let mut beyond_f32 = 0;
     for (m, n, k) in [(1, 1, 1), (1, 33, 7), (33, 31, 65), (130, 257, 100)] {
-        let (x, y) = (random(b, 3, m * k), random(b, 4, k * n));
-        let (xb, yb, mut zb) = (up(b, &x), up(b, &y), up(b, &vec![0.0; m * n]));
+        let x = random(b, 3, m * k);
+        let y = random(b, 4, k * n);
+        let xb = up(b, &x);
+        let yb = up(b, &y);
+        let mut zb = up(b, &vec![0.0; m * n]);
         let shape = Gemm { m, n, k, ta: false, tb: false, acc: false };
         b.gemm(shape, B::all(&xb), B::all(&yb), B::all_mut(&mut zb)).unwrap();
-        let (xt, yt) = (|i: usize, l: usize| f64::from(x[i * k + l]), |l: usize, j: usize| f64::from(y[l * n + j]));
+        let xt = |i: usize, l: usize| f64::from(x[i * k + l]);
+        let yt = |l: usize, j: usize| f64::from(y[l * n + j]);
         let want = product(m, n, k, xt, yt);
         let magnitudes = product(m, n, k, |i, l| xt(i, l).abs(), |l, j| yt(l, j).abs());
         let got = down(b, &zb);
         for (i, ((&got, want), magnitude)) in got.iter().zip(want).zip(magnitudes).enumerate() {
             let off = (f64::from(got) - want).abs() / magnitude;
             let of_sums = k as f64 * f64::from(f32::EPSILON);
-            assert!(off <= (1.0 + operand).powi(2) - 1.0 + of_sums, "tf32 {m}×{n}×{k}[{i}]: {got}, in f64 {want}");
+            assert!(
+                off <= (1.0 + operand).powi(2) - 1.0 + of_sums,
+                "tf32 {m}×{n}×{k}[{i}]: {got}, in f64 {want}"
+            );
             furthest = furthest.max(off);
             beyond_f32 += usize::from(off > of_sums);
         }

@@ -1,5 +1,5 @@
-//! The tests that every device passes: each kernel against f64 arithmetic at awkward sizes. They return their results, so that a
-//! device can compare the bits of two runs.
+//! The tests that every device passes: each kernel against f64 arithmetic at awkward sizes. They
+//! return their results, so that a device can compare the bits of two runs.
 //!
 //! Only tests of the crates of devices use it.
 
@@ -31,8 +31,8 @@ pub mod softmax;
 pub mod strided_copy;
 pub mod swiglu;
 
-/// A test of each operation on one device: `$stamp!` makes them, of the pairs of name and test that it is given, and of those
-/// of all operations but products, whose tests differ with the precision.
+/// A test of each operation on one device: `$stamp!` makes them, of the pairs of name and test that
+/// it is given, and of those of all operations but products, whose tests differ with the precision.
 #[macro_export]
 macro_rules! each_operation {
     ($stamp:ident! { $($of:tt)* }) => {

@@ -9,33 +9,56 @@ pub fn norms<B: Kernels>(b: &B) -> Results {
     // Rows that several warps share, and one that is read twice; more than one chunk of rows.
     let more = [(5, 1025), (130, 1032), (3, 2051), (3, 4096), (2, 8192), (1, 8195)];
     let sizes = few.into_iter().chain(more);
-    for (rows, width, centred) in sizes.flat_map(|(rows, width)| [true, false].map(|c| (rows, width, c))) {
+    for (rows, width, centred) in
+        sizes.flat_map(|(rows, width)| [true, false].map(|c| (rows, width, c)))
+    {
         let shape = Norm { rows, width, epsilon: 1e-3, centred };
         let x: Vec<f32> = random(b, 14, rows * width).iter().map(|x| 3.0 * x + 2.0).collect();
         let x = rounded(b, &x);
-        let (w, dy) = (random(b, 15, width), random(b, 16, rows * width));
+        let w = random(b, 15, width);
+        let dy = random(b, 16, rows * width);
         for bias in [random(b, 17, width), vec![]] {
-            let (xb, wb, bb, dyb) = (up(b, &x), up(b, &w), up(b, &bias), up(b, &dy));
-            let (mut y, mut stats) = (up(b, &vec![0.0; rows * width]), up_f32(b, &vec![0.0; rows * 2]));
-            b.norm(shape, B::all(&xb), B::all(&wb), B::all(&bb), B::all_mut(&mut y), B::all_mut(&mut stats)).unwrap();
+            let xb = up(b, &x);
+            let wb = up(b, &w);
+            let bb = up(b, &bias);
+            let dyb = up(b, &dy);
+            let mut y = up(b, &vec![0.0; rows * width]);
+            let mut stats = up_f32(b, &vec![0.0; rows * 2]);
+            b.norm(
+                shape,
+                B::all(&xb),
+                B::all(&wb),
+                B::all(&bb),
+                B::all_mut(&mut y),
+                B::all_mut(&mut stats),
+            )
+            .unwrap();
 
             let branch = up(b, &random(b, 36, rows * width));
             let mut stream = up(b, &x);
             b.add(B::all(&branch), B::all_mut(&mut stream)).unwrap();
             let [mut want, mut got] =
                 [0.0, 0.0].map(|x| (up(b, &vec![x; rows * width]), up_f32(b, &vec![x; rows * 2])));
-            let (y_view, stats_view) = (B::all_mut(&mut want.0), B::all_mut(&mut want.1));
+            let y_view = B::all_mut(&mut want.0);
+            let stats_view = B::all_mut(&mut want.1);
             b.norm(shape, B::all(&stream), B::all(&wb), B::all(&bb), y_view, stats_view).unwrap();
             let mut fused = up(b, &x);
-            let (y_view, stats_view) = (B::all_mut(&mut got.0), B::all_mut(&mut got.1));
-            let (stream_view, wv, bv) = (B::all_mut(&mut fused), B::all(&wb), B::all(&bb));
+            let y_view = B::all_mut(&mut got.0);
+            let stats_view = B::all_mut(&mut got.1);
+            let stream_view = B::all_mut(&mut fused);
+            let wv = B::all(&wb);
+            let bv = B::all(&bb);
             b.add_norm(shape, B::all(&branch), stream_view, wv, bv, y_view, stats_view).unwrap();
             assert_eq!(down(b, &fused), down(b, &stream));
             close(b, &got.0, &wide(&down(b, &want.0)), "sum and norm");
             close(b, &got.1, &wide(&down(b, &want.1)), "statistics of sum and norm");
 
-            let (dx0, dw0, db0) = (random(b, 18, rows * width), random(b, 19, width), random(b, 20, bias.len()));
-            let (mut dx, mut dw, mut db) = (up(b, &dx0), up_f32(b, &dw0), up_f32(b, &db0));
+            let dx0 = random(b, 18, rows * width);
+            let dw0 = random(b, 19, width);
+            let db0 = random(b, 20, bias.len());
+            let mut dx = up(b, &dx0);
+            let mut dw = up_f32(b, &dw0);
+            let mut db = up_f32(b, &db0);
             b.norm_backward(
                 shape,
                 B::all(&dyb),
@@ -48,8 +71,10 @@ pub fn norms<B: Kernels>(b: &B) -> Results {
             )
             .unwrap();
 
-            let (mut want_y, mut want_dx) = (vec![], wide(&dx0));
-            let (mut want_dw, mut want_db) = (wide(&dw0), wide(&db0));
+            let mut want_y = vec![];
+            let mut want_dx = wide(&dx0);
+            let mut want_dw = wide(&dw0);
+            let mut want_db = wide(&db0);
             for row in 0..rows {
                 let at = row * width;
                 let x = wide(&x[at..at + width]);
@@ -58,11 +83,14 @@ pub fn norms<B: Kernels>(b: &B) -> Results {
                 let variance = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n;
                 let rstd = 1.0 / (variance + f64::from(shape.epsilon)).sqrt();
                 let hat: Vec<f64> = x.iter().map(|x| (x - mean) * rstd).collect();
-                let g: Vec<f64> = (0..width).map(|i| f64::from(dy[at + i]) * f64::from(w[i])).collect();
+                let g: Vec<f64> =
+                    (0..width).map(|i| f64::from(dy[at + i]) * f64::from(w[i])).collect();
                 let g_mean = if centred { g.iter().sum::<f64>() / n } else { 0.0 };
                 let gh_mean = g.iter().zip(&hat).map(|(g, h)| g * h).sum::<f64>() / n;
                 for i in 0..width {
-                    want_y.push(hat[i] * f64::from(w[i]) + bias.get(i).map_or(0.0, |&b| f64::from(b)));
+                    want_y.push(
+                        hat[i] * f64::from(w[i]) + bias.get(i).map_or(0.0, |&b| f64::from(b)),
+                    );
                     want_dx[at + i] += rstd * (g[i] - g_mean - hat[i] * gh_mean);
                     want_dw[i] += f64::from(dy[at + i]) * hat[i];
                     if let Some(db) = want_db.get_mut(i) {

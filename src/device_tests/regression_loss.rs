@@ -5,36 +5,61 @@ use hpctrain_device::{Deviation, Kernels, Regression};
 
 pub fn regressions<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
-    let all = [Deviation::Squared, Deviation::Absolute, Deviation::Huber(0.7), Deviation::Binary, Deviation::Agreement];
+    let all = [
+        Deviation::Squared,
+        Deviation::Absolute,
+        Deviation::Huber(0.7),
+        Deviation::Binary,
+        Deviation::Agreement,
+    ];
     let shapes = [(1, 1, false), (33, 1, true), (33, 1, false), (7, 65, true), (600, 33, true)];
-    for (by, (rows, width, is_weighted)) in all.into_iter().flat_map(|by| shapes.map(|shape| (by, shape))) {
+    for (by, (rows, width, is_weighted)) in
+        all.into_iter().flat_map(|by| shapes.map(|shape| (by, shape)))
+    {
         let weights: Vec<f32> = (0..rows).map(|row| (row % 4) as f32 * 0.7).collect();
         let weights = if is_weighted { &weights[..] } else { &[] };
-        let (p, t) = (random(b, 69, rows * width), random(b, 70, rows * width));
+        let p = random(b, 69, rows * width);
+        let t = random(b, 70, rows * width);
         let of_logits = matches!(by, Deviation::Binary | Deviation::Agreement);
-        let t: Vec<f32> = if of_logits { t.iter().map(|t| f32::from(*t > 0.0)).collect() } else { t };
+        let t: Vec<f32> =
+            if of_logits { t.iter().map(|t| f32::from(*t > 0.0)).collect() } else { t };
         let scale = 0.25;
-        let (mut want_loss, mut want_d) = (vec![0.0; rows], vec![]);
+        let mut want_loss = vec![0.0; rows];
+        let mut want_d = vec![];
         for (i, (p, t)) in wide(&p).into_iter().zip(wide(&t)).enumerate() {
             let apart: f64 = p - t;
             let reach = f64::from(0.7f32);
             let (value, slope) = match by {
                 Deviation::Squared => (apart * apart, 2.0 * apart),
-                Deviation::Absolute => (apart.abs(), if apart == 0.0 { 0.0 } else { apart.signum() }),
+                Deviation::Absolute => {
+                    (apart.abs(), if apart == 0.0 { 0.0 } else { apart.signum() })
+                }
                 Deviation::Huber(_) if apart.abs() <= reach => (0.5 * apart * apart, apart),
-                Deviation::Huber(_) => (reach * (apart.abs() - 0.5 * reach), reach * apart.signum()),
+                Deviation::Huber(_) => {
+                    (reach * (apart.abs() - 0.5 * reach), reach * apart.signum())
+                }
                 Deviation::Binary => ((1.0 + p.exp()).ln() - p * t, 1.0 / (1.0 + (-p).exp()) - t),
                 Deviation::Agreement => (f64::from((p > 0.0) == (t > 0.5)), 0.0),
             };
-            let weight = weights.get(i / width).map_or(1.0, |weight| f64::from(*weight)) / width as f64;
+            let weight =
+                weights.get(i / width).map_or(1.0, |weight| f64::from(*weight)) / width as f64;
             want_loss[i / width] += value * weight;
             want_d.push(f64::from(scale) * slope * weight);
         }
-        let (tb, wb) = (up_f32(b, &t), up_f32(b, weights));
+        let tb = up_f32(b, &t);
+        let wb = up_f32(b, weights);
         for gradient in [false, true] {
-            let (mut pb, mut losses) = (up(b, &p), up_f32(b, &vec![0.0; rows]));
+            let mut pb = up(b, &p);
+            let mut losses = up_f32(b, &vec![0.0; rows]);
             let shape = Regression { rows, width, by, scale, gradient };
-            b.regression(shape, B::all_mut(&mut pb), B::all(&tb), B::all(&wb), B::all_mut(&mut losses)).unwrap();
+            b.regression(
+                shape,
+                B::all_mut(&mut pb),
+                B::all(&tb),
+                B::all(&wb),
+                B::all_mut(&mut losses),
+            )
+            .unwrap();
             close(b, &losses, &want_loss, &format!("{by:?}"));
             if gradient {
                 close(b, &pb, &want_d, &format!("{by:?} gradient"));
@@ -45,10 +70,13 @@ pub fn regressions<B: Kernels>(b: &B) -> Results {
         }
     }
     // Far off nothing overflows.
-    let (mut p, t, mut losses) = (up(b, &[1000.0, -1000.0]), up_f32(b, &[1.0, 1.0]), up_f32(b, &[0.0; 2]));
+    let mut p = up(b, &[1000.0, -1000.0]);
+    let t = up_f32(b, &[1.0, 1.0]);
+    let mut losses = up_f32(b, &[0.0; 2]);
     let none = up_f32(b, &[]);
     let shape = Regression { rows: 2, width: 1, by: Deviation::Binary, scale: 1.0, gradient: true };
-    b.regression(shape, B::all_mut(&mut p), B::all(&t), B::all(&none), B::all_mut(&mut losses)).unwrap();
+    b.regression(shape, B::all_mut(&mut p), B::all(&t), B::all(&none), B::all_mut(&mut losses))
+        .unwrap();
     assert_eq!((down(b, &losses), down(b, &p)), (vec![0.0, 1000.0], vec![0.0, -1.0]));
     results
 }

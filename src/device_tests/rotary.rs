@@ -5,8 +5,12 @@ use hpctrain_device::{Kernels, Rotary};
 
 pub fn rotations<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
-    for (batch, time, heads, head_width, others) in [(1, 1, 1, 2, 0), (2, 33, 3, 6, 5), (3, 17, 2, 64, 64)] {
-        let (rows, half, width) = (batch * time, head_width / 2, heads * head_width + others);
+    for (batch, time, heads, head_width, others) in
+        [(1, 1, 1, 2, 0), (2, 33, 3, 6, 5), (3, 17, 2, 64, 64)]
+    {
+        let rows = batch * time;
+        let half = head_width / 2;
+        let width = heads * head_width + others;
         let angle = |t: usize, i: usize| t as f64 * 100f64.powf(-(i as f64) / half as f64);
         // The table may be of more positions than there are.
         let table = (0..time + 1).flat_map(|t| {
@@ -20,12 +24,15 @@ pub fn rotations<B: Kernels>(b: &B) -> Results {
             let shape = Rotary { batch, time, heads, head_width, width, back };
             b.rotary(shape, B::all(&table), B::all_mut(&mut turned)).unwrap();
             let mut want = wide(&x);
-            for (row, head, i) in (0..rows * heads * half).map(|n| (n / half / heads, n / half % heads, n % half)) {
+            for (row, head, i) in
+                (0..rows * heads * half).map(|n| (n / half / heads, n / half % heads, n % half))
+            {
                 let (sin, cos) = angle(row % time, i).sin_cos();
                 let sin = if back { -sin } else { sin };
                 let at = row * width + head * head_width + i;
                 let [first, second] = [x[at], x[at + half]].map(f64::from);
-                (want[at], want[at + half]) = (first * cos - second * sin, second * cos + first * sin);
+                (want[at], want[at + half]) =
+                    (first * cos - second * sin, second * cos + first * sin);
             }
             close(b, &turned, &want, "rotary positions");
             results.push(down(b, &turned));

@@ -26,14 +26,17 @@ const DISPLAY: &str = "0x03";
 pub(super) fn on_bus() -> Vec<String> {
     let Ok(entries) = fs::read_dir("/sys/bus/pci/devices") else { return Vec::new() };
     let is_gpu = |path: &Path| {
-        let starts = |file: &str, with: &str| fs::read_to_string(path.join(file)).is_ok_and(|id| id.starts_with(with));
+        let starts = |file: &str, with: &str| {
+            fs::read_to_string(path.join(file)).is_ok_and(|id| id.starts_with(with))
+        };
         starts("vendor", NVIDIA) && starts("class", DISPLAY)
     };
     let gpus = entries.flatten().filter(|entry| is_gpu(&entry.path()));
     gpus.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
 }
 
-/// Looks at driver and libraries, and at every `every`th GPU from number `first` on, counted around.
+/// Looks at driver and libraries, and at every `every`th GPU from number `first` on, counted
+/// around.
 pub(super) fn probe(tell: &ProbeReporter, first: usize, every: usize) {
     if !libraries::driver_is_there() {
         tell.attempt("gpu driver", no_driver);
@@ -68,18 +71,22 @@ fn no_driver() -> Finding {
             format!("{found}, though an NVIDIA GPU is at {pci}"),
             "install NVIDIA's driver (525 or later); a container needs it passed in, as with --gpus all or --nv",
         ),
-        None => Finding::warning(found, "to train on GPUs start on a node that has some; CPUs need nothing more"),
+        None => Finding::warning(
+            found,
+            "to train on GPUs start on a node that has some; CPUs need nothing more",
+        ),
     }
 }
 
-/// Looks for the libraries that compile kernels and multiply matrices, `weighed` by whether they are needed; returns
-/// whether all are there.
+/// Looks for the libraries that compile kernels and multiply matrices, `weighed` by whether they
+/// are needed; returns whether all are there.
 fn toolkit(tell: &ProbeReporter, weighed: fn(Finding) -> Finding) -> bool {
     let look = |version: Result<String>, file: &str| -> Finding {
         version.map(|version| format!("{version}, {}", place(file))).into()
     };
     let compiler = tell.attempt("nvrtc", || weighed(look(libraries::nvrtc(), "libnvrtc.so")));
-    let products = tell.attempt("cublaslt", || weighed(look(libraries::cublaslt(), "libcublasLt.so")));
+    let products =
+        tell.attempt("cublaslt", || weighed(look(libraries::cublaslt(), "libcublasLt.so")));
     // Only users that ask for it need it.
     tell.attempt("nccl", || look(nccl::version(), "libnccl.so").at_most_a_warning());
     compiler && products
@@ -94,7 +101,8 @@ fn place(file: &str) -> String {
 /// The path of the mapped file whose name starts with `file`.
 fn place_in<'a>(maps: &'a str, file: &str) -> Option<&'a str> {
     let paths = maps.lines().filter_map(|line| line.find('/').map(|at| &line[at..]));
-    let mut named = paths.filter(|path| path.rsplit('/').next().is_some_and(|name| name.starts_with(file)));
+    let mut named =
+        paths.filter(|path| path.rsplit('/').next().is_some_and(|name| name.starts_with(file)));
     named.next()
 }
 
@@ -102,12 +110,14 @@ fn place_in<'a>(maps: &'a str, file: &str) -> Option<&'a str> {
 fn look(tell: &ProbeReporter, number: usize, able: bool) {
     let name = format!("gpu {number}");
     let mut opened = None;
-    tell.attempt(&name, || match Device::open(number).and_then(|device| Ok((describe(&device)?, device))) {
-        Ok((finding, device)) => {
-            opened = Some(device);
-            finding
+    tell.attempt(&name, || {
+        match Device::open(number).and_then(|device| Ok((describe(&device)?, device))) {
+            Ok((finding, device)) => {
+                opened = Some(device);
+                finding
+            }
+            Err(error) => Err(error).into(),
         }
-        Err(error) => Err(error).into(),
     });
     if let Some(device) = &opened {
         tell.attempt(&format!("{name} energy"), || energy(device));
@@ -152,7 +162,9 @@ fn open(device: &Device) -> Result<Cuda> {
 /// Compiles a kernel, whether or not it was compiled before, and runs it.
 fn kernel(device: &Device) -> Result<String> {
     let architecture = device.architecture();
-    let size = nvrtc::compile(Variant { source: "add.cu", narrow: false, head: None }, &architecture)?.len();
+    let size =
+        nvrtc::compile(Variant { source: "add.cu", narrow: false, head: None }, &architecture)?
+            .len();
 
     let cuda = open(device)?;
     // A number of elements that fills no block.
@@ -171,20 +183,26 @@ fn kernel(device: &Device) -> Result<String> {
 fn product(device: &Device) -> Result<String> {
     let shape = Gemm { m: 65, n: 33, k: 129, ta: false, tb: false, acc: false };
     // Small multiples of 1/8: every product and sum is exact, in any order.
-    let values =
-        |len: usize, step: usize| -> Vec<f32> { (0..len).map(|i| (i * step % 17) as f32 / 8.0 - 1.0).collect() };
-    let (a, b) = (values(shape.m * shape.k, 5), values(shape.k * shape.n, 7));
+    let values = |len: usize, step: usize| -> Vec<f32> {
+        (0..len).map(|i| (i * step % 17) as f32 / 8.0 - 1.0).collect()
+    };
+    let a = values(shape.m * shape.k, 5);
+    let b = values(shape.k * shape.n, 7);
     let cuda = open(device)?;
     let mut c = cuda.alloc(MemoryKind::Activations, shape.m * shape.n)?;
-    let (left, right) = (cuda.upload(MemoryKind::Activations, &a)?, cuda.upload(MemoryKind::Activations, &b)?);
+    let left = cuda.upload(MemoryKind::Activations, &a)?;
+    let right = cuda.upload(MemoryKind::Activations, &b)?;
     cuda.gemm(shape, Cuda::all(&left), Cuda::all(&right), Cuda::all_mut(&mut c))?;
     let mut got = vec![0.0; shape.m * shape.n];
     cuda.download(Cuda::all(&c), &mut got)?;
     for (at, got) in got.iter().enumerate() {
-        let (row, column) = (at / shape.n, at % shape.n);
+        let row = at / shape.n;
+        let column = at % shape.n;
         let want: f32 = (0..shape.k).map(|k| a[row * shape.k + k] * b[k * shape.n + column]).sum();
         if *got != want {
-            return Err(wrong(format!("row {row}, column {column} of a product is {got}, not {want}")));
+            return Err(wrong(format!(
+                "row {row}, column {column} of a product is {got}, not {want}"
+            )));
         }
     }
     Ok(format!("{}×{}×{} in f32, right to the bit", shape.m, shape.n, shape.k))

@@ -1,4 +1,5 @@
-//! HDF5: which one, whether it writes, reads and locks in the run root; and the data inside this program.
+//! HDF5: which one, whether it writes, reads and locks in the run root; and the data inside this
+//! program.
 
 use std::fs::{File, TryLockError};
 use std::path::Path;
@@ -21,7 +22,11 @@ const CONTEXT: usize = 64;
 pub(super) fn probe(tell: &ProbeReporter, run_root: &Path) {
     tell.attempt("hdf5", || {
         let (major, minor, patch) = hdf5::library_version();
-        let safe = if hdf5::is_library_threadsafe() { "thread-safe" } else { "not thread-safe: threads take turns" };
+        let safe = if hdf5::is_library_threadsafe() {
+            "thread-safe"
+        } else {
+            "not thread-safe: threads take turns"
+        };
         Finding::ok(format!("{major}.{minor}.{patch}, {safe}"))
     });
     tell.attempt("hdf5 files", || {
@@ -61,12 +66,14 @@ fn round_trip(dir: &Path) -> Result<bool> {
     let locked = write().map_err(failed("write"))?;
     let read = || hdf5_open::open(&path)?.dataset("values")?.read_raw::<f32>();
     if read().map_err(failed("read"))? != values {
-        return Err(Error::io("read", &path, "it is not what was written").hint("choose another --run-root"));
+        return Err(Error::io("read", &path, "it is not what was written")
+            .hint("choose another --run-root"));
     }
     Ok(locked)
 }
 
-/// Whether somebody holds a lock on a file, as HDF5 does. A file system without locks has none that are held.
+/// Whether somebody holds a lock on a file, as HDF5 does. A file system without locks has none that
+/// are held.
 fn is_locked(path: &Path) -> bool {
     File::open(path).is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
 }

@@ -35,13 +35,18 @@ pub(super) fn probe(tell: &ProbeReporter) {
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
         memory(available(), total(&meminfo))
     });
-    tell.attempt(SHARED, || statvfs(SHARED).map_or_else(no_shared, |room| shared(room.f_bavail * room.f_frsize)));
+    tell.attempt(SHARED, || {
+        statvfs(SHARED).map_or_else(no_shared, |room| shared(room.f_bavail * room.f_frsize))
+    });
     tell.attempt("cpu energy", cpu_energy);
     let limits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
     tell.attempt("open files", || open_files(limit(&limits, "Max open files")));
-    let infiniband = fs::read_dir("/sys/class/infiniband").is_ok_and(|mut cards| cards.next().is_some());
+    let infiniband =
+        fs::read_dir("/sys/class/infiniband").is_ok_and(|mut cards| cards.next().is_some());
     if infiniband || !gpu::on_bus().is_empty() {
-        tell.attempt("locked memory", || locked_memory(limit(&limits, "Max locked memory"), infiniband));
+        tell.attempt("locked memory", || {
+            locked_memory(limit(&limits, "Max locked memory"), infiniband)
+        });
     }
 }
 
@@ -62,13 +67,19 @@ fn memory(available: Option<usize>, total: Option<usize>) -> Finding {
     let of = total.map(|total| format!(" of the node's {}", bytes(total))).unwrap_or_default();
     let found = format!("{} available{of}", bytes(available));
     match available < LITTLE_MEMORY {
-        true => Finding::warning(found, "ask for more: a Slurm job with --mem, a container with --memory"),
+        true => Finding::warning(
+            found,
+            "ask for more: a Slurm job with --mem, a container with --memory",
+        ),
         false => Finding::ok(found),
     }
 }
 
 fn no_shared(e: Errno) -> Finding {
-    Finding::warning(format!("{e}: MPI and NCCL share memory between the ranks of a node there"), SHARED_HINT)
+    Finding::warning(
+        format!("{e}: MPI and NCCL share memory between the ranks of a node there"),
+        SHARED_HINT,
+    )
 }
 
 /// The room for memory that processes share.
@@ -76,8 +87,9 @@ fn shared(room: u64) -> Finding {
     let found = format!("{} free", bytes(usize::try_from(room).unwrap_or(usize::MAX)));
     match room < LITTLE_SHARED {
         true => {
-            let found =
-                format!("{found}: MPI and NCCL may exchange between the ranks of a node by slower ways, or fail");
+            let found = format!(
+                "{found}: MPI and NCCL may exchange between the ranks of a node by slower ways, or fail"
+            );
             Finding::warning(found, SHARED_HINT)
         }
         false => Finding::ok(found),
@@ -87,9 +99,10 @@ fn shared(room: u64) -> Finding {
 fn open_files(limit: Option<usize>) -> Finding {
     match limit {
         None => Finding::ok("no limit"),
-        Some(limit) if limit < FEW_FILES => {
-            Finding::warning(format!("{limit} a process"), "ulimit -n 4096, before mpirun and on every node")
-        }
+        Some(limit) if limit < FEW_FILES => Finding::warning(
+            format!("{limit} a process"),
+            "ulimit -n 4096, before mpirun and on every node",
+        ),
         Some(limit) => Finding::ok(format!("{limit} a process")),
     }
 }
@@ -102,7 +115,9 @@ fn locked_memory(limit: Option<usize>, infiniband: bool) -> Finding {
             format!("{} a process, and messages over InfiniBand lock theirs", bytes(limit)),
             "ulimit -l unlimited, in /etc/security/limits.conf, or where Slurm's slurmd is started",
         ),
-        Some(limit) => Finding::ok(format!("{} a process; what CUDA locks does not count", bytes(limit))),
+        Some(limit) => {
+            Finding::ok(format!("{} a process; what CUDA locks does not count", bytes(limit)))
+        }
     }
 }
 
@@ -127,7 +142,10 @@ mod tests {
         let limits = "Limit                     Soft Limit           Hard Limit           Units     \n\
                       Max open files            1024                 524288               files     \n\
                       Max locked memory         unlimited            unlimited            bytes     \n";
-        assert_eq!((limit(limits, "Max open files"), limit(limits, "Max locked memory")), (Some(1024), None));
+        assert_eq!(
+            (limit(limits, "Max open files"), limit(limits, "Max locked memory")),
+            (Some(1024), None)
+        );
         assert_eq!(total("MemFree: 1 kB\nMemTotal:       2048 kB\n"), Some(2 << 20));
     }
 
@@ -137,6 +155,9 @@ mod tests {
         assert_eq!((shared(64 << 10).status, shared(1 << 30).status), (Warning, Ok));
         assert_eq!((memory(Some(1 << 20), None).status, memory(None, None).status), (Warning, Ok));
         let locked = |limit, infiniband| locked_memory(limit, infiniband).status;
-        assert_eq!((locked(Some(65536), true), locked(Some(65536), false), locked(None, true)), (Warning, Ok, Ok));
+        assert_eq!(
+            (locked(Some(65536), true), locked(Some(65536), false), locked(None, true)),
+            (Warning, Ok, Ok)
+        );
     }
 }

@@ -1,7 +1,9 @@
-//! Is this machine fit to train on? Everything a run rests on, tried: GPUs, MPI, HDF5, the file system, limits, data.
+//! Is this machine fit to train on? Everything a run rests on, tried: GPUs, MPI, HDF5, the file
+//! system, limits, data.
 //!
-//! Each rank checks its own resources, the first rank of each node those of the node as well. Checks that could crash
-//! or hang run in a child process ([`probe`]), which the doctor outlives. All findings meet in one [`Report`].
+//! Each rank checks its own resources, the first rank of each node those of the node as well.
+//! Checks that could crash or hang run in a child process ([`probe`]), which the doctor outlives.
+//! All findings meet in one [`Report`].
 
 mod gpu;
 mod h5;
@@ -85,7 +87,9 @@ impl From<Result<String>> for Finding {
             Ok(found) => Self::ok(found),
             Err(error) => {
                 let hint = match error.kind() {
-                    Kind::Device => "nvidia-smi and the kernel's log may tell more; another driver or toolkit may do",
+                    Kind::Device => {
+                        "nvidia-smi and the kernel's log may tell more; another driver or toolkit may do"
+                    }
                     _ => "this should not happen: please report it",
                 };
                 Self::failure(error.message(), error.advice().unwrap_or(hint))
@@ -138,13 +142,15 @@ struct Facts {
 /// # Errors
 /// A message between ranks failed.
 pub fn run(comm: &Comm<Cpu>, request: &Request) -> Result<Report> {
-    let (world, node) = (comm.world(), comm.node());
+    let world = comm.world();
+    let node = comm.node();
     let topology = Topology::gather(&world, node.host.clone())?;
     let speaks_for_node = node.local_rank == 0;
 
     let devices = probe::ask(&Probe::Gpu { first: node.local_rank, every: node.local_size });
     let spread = topology.host_count() > 1;
-    let marker = (comm.rank() == 0 && spread).then(|| run_root::marker(&request.run_root)).flatten();
+    let marker =
+        (comm.rank() == 0 && spread).then(|| run_root::marker(&request.run_root)).flatten();
     let greeting = Greeting {
         marker: marker.as_ref().map(|file| file.path().to_owned()),
         gpus_work: devices.iter().all(|check| check.finding.status != Status::Failure),
@@ -163,7 +169,8 @@ pub fn run(comm: &Comm<Cpu>, request: &Request) -> Result<Report> {
             Ok(placed) => gpu = placed,
             Err(error) if error.is_shared() => {
                 let finding = Finding::from(Err(error));
-                let finding = if request.requires_gpus { finding } else { finding.at_most_a_warning() };
+                let finding =
+                    if request.requires_gpus { finding } else { finding.at_most_a_warning() };
                 messages.push(finding.named("gpu of each rank"));
             }
             Err(error) => return Err(error),
@@ -205,7 +212,10 @@ fn bound_to_gpus() -> Finding {
 }
 
 /// Collective: the values of all ranks.
-fn gather<T: Serialize + serde::de::DeserializeOwned>(world: &Group<Cpu>, mine: &T) -> Result<Vec<T>> {
+fn gather<T: Serialize + serde::de::DeserializeOwned>(
+    world: &Group<Cpu>,
+    mine: &T,
+) -> Result<Vec<T>> {
     let message = serde_json::to_vec(mine).map_err(|e| Error::internal(e.to_string()))?;
     let messages = world.gather_bytes(message).wait()?;
     let told = messages.iter().map(|bytes| serde_json::from_slice(bytes));

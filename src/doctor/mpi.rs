@@ -8,13 +8,20 @@ use crate::comm::{self, Comm};
 pub(super) fn checks(comm: &Comm<Cpu>, launcher: Option<&str>) -> Vec<Check> {
     let Some(launcher) = launcher else {
         let library = comm::mpi::library();
-        let found = format!("{library}; not begun, as this process was started alone: mpirun -np 2 hpctrain doctor");
+        let found = format!(
+            "{library}; not begun, as this process was started alone: mpirun -np 2 hpctrain doctor"
+        );
         return vec![Finding::ok(found).named("mpi")];
     };
     let ranks = format!("{} rank{}", comm.size(), if comm.size() == 1 { "" } else { "s" });
-    let mut checks = vec![Finding::ok(format!("{}, {ranks}, started by {launcher}", comm.library())).named("mpi")];
+    let mut checks = vec![
+        Finding::ok(format!("{}, {ranks}, started by {launcher}", comm.library())).named("mpi"),
+    ];
     if let Some(level) = comm.thread_level() {
-        checks.push(Finding::ok(format!("{level} granted, MPI_THREAD_FUNNELED needed")).named("mpi threads"));
+        checks.push(
+            Finding::ok(format!("{level} granted, MPI_THREAD_FUNNELED needed"))
+                .named("mpi threads"),
+        );
     }
     if comm.node().local_size > 1 {
         checks.push(shared_memory(comm.shares_memory()).named("shared memory"));

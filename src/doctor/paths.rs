@@ -14,7 +14,8 @@ const LEN: usize = (1 << 20) + 33;
 /// Elements of each chunk on its way through the host, so that several are under way.
 const CHUNK: usize = 1 << 18;
 
-/// Collective over the world: exchanges memory of every rank's GPU. One rank of a node tries the direct way.
+/// Collective over the world: exchanges memory of every rank's GPU. One rank of a node tries the
+/// direct way.
 ///
 /// # Errors
 /// A message between ranks failed.
@@ -46,7 +47,10 @@ fn staged(comm: &Comm<Cpu>, cuda: &Cuda) -> Result<Finding> {
     let want = (comm.size() * (comm.size() + 1) / 2) as f32;
     Ok(match got.iter().position(|&got| got != want) {
         Some(at) => Finding::failure(
-            format!("the sum of all ranks through the host is {} at element {at}, not {want}", got[at]),
+            format!(
+                "the sum of all ranks through the host is {} at element {at}, not {want}",
+                got[at]
+            ),
             "set comm.algorithm to another, and report it",
         ),
         None => Finding::ok("the sum of all ranks' device memory, through the host, is right"),
@@ -59,7 +63,9 @@ fn nccl(comm: &Comm<Cpu>, gpu: &Gpu) -> Finding {
         Err(_) if Cuda::device_comm_library().is_err() => {
             Finding::ok("NCCL is not there: comm.path = auto, the default, does without")
         }
-        Ok(library) => Finding::ok(format!("{library} carries memory of the GPUs unchanged between all ranks")),
+        Ok(library) => {
+            Finding::ok(format!("{library} carries memory of the GPUs unchanged between all ranks"))
+        }
         Err(error) => Finding::warning(
             format!("NCCL does not work between all ranks: {}", error.message()),
             "comm.path = auto, the default, does without; NCCL_DEBUG=INFO makes it say more",
@@ -70,7 +76,8 @@ fn nccl(comm: &Comm<Cpu>, gpu: &Gpu) -> Finding {
 /// The direct path is tried only if the library claims it, and believed only if it works.
 fn direct(comm: &Comm<Cpu>) -> Finding {
     if !comm.claims_devices() {
-        let found = format!("{} does not claim to know CUDA: messages go through the host", comm.library());
+        let found =
+            format!("{} does not claim to know CUDA: messages go through the host", comm.library());
         return Finding::ok(found);
     }
     match comm::proved_by() {

@@ -1,7 +1,8 @@
-//! Checks that lean on a library or a file system, in a child: one that crashes or hangs is a finding like any other.
+//! Checks that lean on a library or a file system, in a child: one that crashes or hangs is a
+//! finding like any other.
 //!
-//! The child is this program. It prints the name of each check before it and the finding after it, a line of JSON each,
-//! so that the last line of a child that did not come back names the culprit.
+//! The child is this program. It prints the name of each check before it and the finding after it,
+//! a line of JSON each, so that the last line of a child that did not come back names the culprit.
 
 use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
@@ -26,8 +27,8 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Probe {
-    /// Driver and libraries, and of the GPUs that this process sees every `every`th from `first` on. Ranks of a node
-    /// that begin at their own numbers look at all of them together.
+    /// Driver and libraries, and of the GPUs that this process sees every `every`th from `first`
+    /// on. Ranks of a node that begin at their own numbers look at all of them together.
     Gpu {
         /// Number of the rank on its node.
         first: usize,
@@ -74,7 +75,8 @@ impl ProbeReporter {
 /// # Errors
 /// The argument is no probe.
 pub fn answer(probe: &str) -> Result<()> {
-    let probe = serde_json::from_str(probe).map_err(|e| Error::input(format!("{probe} is no probe: {e}")))?;
+    let probe = serde_json::from_str(probe)
+        .map_err(|e| Error::input(format!("{probe} is no probe: {e}")))?;
     match probe {
         Probe::Gpu { first, every } => gpu::probe(&ProbeReporter, first, every),
         Probe::Node { run_root } => {
@@ -101,7 +103,9 @@ impl Probe {
 pub(super) fn ask(probe: &Probe) -> Vec<Check> {
     let argument = serde_json::to_string(probe).unwrap_or_default();
     match std::env::current_exe() {
-        Ok(program) => ask_program(probe, Command::new(program).args([COMMAND, &argument]), TIMEOUT),
+        Ok(program) => {
+            ask_program(probe, Command::new(program).args([COMMAND, &argument]), TIMEOUT)
+        }
         Err(e) => lost(probe, &format!("where is this program? {e}")),
     }
 }
@@ -121,16 +125,21 @@ fn ask_program(probe: &Probe, command: &mut Command, patience: Duration) -> Vec<
         let listening = spawn("doctor-probe", move || {
             let lines = BufReader::new(stdout).lines().map_while(std::io::Result::ok);
             // Libraries may print, too.
-            lines.filter_map(|line| serde_json::from_str(&line).ok()).try_for_each(|line| tell.send(line))
+            lines
+                .filter_map(|line| serde_json::from_str(&line).ok())
+                .try_for_each(|line| tell.send(line))
         });
         if let Err(e) = listening {
             // It may have ended already.
             let _ = child.kill();
             let _ = child.wait();
-            return vec![Finding::failure(e.message(), e.advice().unwrap_or_default()).named(probe.name())];
+            return vec![
+                Finding::failure(e.message(), e.advice().unwrap_or_default()).named(probe.name()),
+            ];
         }
     }
-    let (mut checks, mut trying) = (Vec::new(), None);
+    let mut checks = Vec::new();
+    let mut trying = None;
     let fate = if hear(&told, patience, &mut checks, &mut trying) {
         match child.wait() {
             Ok(status) if status.success() => return checks,
@@ -149,7 +158,12 @@ fn ask_program(probe: &Probe, command: &mut Command, patience: Duration) -> Vec<
 }
 
 /// Takes lines until the child has no more; whether that was in time.
-fn hear(told: &Receiver<Line>, patience: Duration, checks: &mut Vec<Check>, trying: &mut Option<String>) -> bool {
+fn hear(
+    told: &Receiver<Line>,
+    patience: Duration,
+    checks: &mut Vec<Check>,
+    trying: &mut Option<String>,
+) -> bool {
     loop {
         match told.recv_timeout(patience) {
             Ok(Line::Trying(name)) => *trying = Some(name),
@@ -182,7 +196,10 @@ mod tests {
         assert_eq!((checks.len(), checks[1].name.as_str()), (2, "two"));
         assert!(checks[1].finding.found.contains("signal: 11"), "{checks:?}");
         let checks = hear_shell(&format!("{trying} exec sleep 60"), Duration::from_secs(1));
-        assert_eq!((checks[0].name.as_str(), checks[0].finding.found.as_str()), ("two", "no answer for 1 seconds"));
+        assert_eq!(
+            (checks[0].name.as_str(), checks[0].finding.found.as_str()),
+            ("two", "no answer for 1 seconds")
+        );
         // One that ends badly after its last finding.
         assert_eq!(hear_shell(&format!("{found} exit 3"), minute)[1].name, "node");
     }

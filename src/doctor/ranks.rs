@@ -56,23 +56,29 @@ fn by_host(seats: &[Seat]) -> BTreeMap<&str, Vec<&Seat>> {
 
 fn hosts(seats: &[Seat]) -> Finding {
     let hosts = by_host(seats);
-    let counts: Vec<String> = hosts.iter().map(|(host, seats)| format!("{} on {host}", seats.len())).collect();
+    let counts: Vec<String> =
+        hosts.iter().map(|(host, seats)| format!("{} on {host}", seats.len())).collect();
     let counts = counts.join(", ");
     let sizes: BTreeSet<usize> = hosts.values().map(Vec::len).collect();
     match sizes.len() > 1 {
-        true => Finding::warning(counts, "the fullest node is the slowest: give every node as many ranks"),
+        true => Finding::warning(
+            counts,
+            "the fullest node is the slowest: give every node as many ranks",
+        ),
         false => Finding::ok(counts),
     }
 }
 
 fn cores(seats: &[Seat]) -> Finding {
     let each: Vec<usize> = seats.iter().map(|seat| seat.cores.len()).collect();
-    let (least, most) = (each.iter().min().copied().unwrap_or(0), each.iter().max().copied().unwrap_or(0));
+    let least = each.iter().min().copied().unwrap_or(0);
+    let most = each.iter().max().copied().unwrap_or(0);
     let amount = if least == most { format!("{least}") } else { format!("{least} to {most}") };
     let found = format!("a rank may use {amount}");
     let crowded = by_host(seats).into_iter().find(|(_, seats)| seats.len() > union(seats).len());
     if let Some((host, seats)) = crowded {
-        let found = format!("{found}; {} ranks share {} on {host}", seats.len(), union(&seats).len());
+        let found =
+            format!("{found}; {} ranks share {} on {host}", seats.len(), union(&seats).len());
         return Finding::warning(found, "start as many ranks as there are cores, or fewer");
     }
     match seats.iter().any(|seat| seat.cores.len() == 1 && seat.spare_cores) {
@@ -91,9 +97,15 @@ fn union(seats: &[&Seat]) -> BTreeSet<usize> {
 /// Whether ranks run on the processor that their GPU hangs on; none where the system does not say.
 fn nearness(seats: &[Seat]) -> Option<Finding> {
     let known = |seat: &&Seat| seat.gpu.as_ref().is_some_and(|gpu| !gpu.near_cores.is_empty());
-    let far = |seat: &Seat| seat.gpu.as_ref().is_some_and(|gpu| gpu.near_cores.is_disjoint(&seat.cores));
-    let known: Vec<(usize, &Seat)> = seats.iter().enumerate().filter(|(_, seat)| known(seat)).collect();
-    let far: Vec<String> = known.iter().filter(|(_, seat)| far(seat)).map(|(rank, _)| format!("rank {rank}")).collect();
+    let far =
+        |seat: &Seat| seat.gpu.as_ref().is_some_and(|gpu| gpu.near_cores.is_disjoint(&seat.cores));
+    let known: Vec<(usize, &Seat)> =
+        seats.iter().enumerate().filter(|(_, seat)| known(seat)).collect();
+    let far: Vec<String> = known
+        .iter()
+        .filter(|(_, seat)| far(seat))
+        .map(|(rank, _)| format!("rank {rank}"))
+        .collect();
     if known.is_empty() {
         return None;
     }
@@ -117,7 +129,13 @@ mod tests {
             pci: pci.into(),
             near_cores: near.iter().copied().collect(),
         });
-        Seat { host: host.into(), local_rank: 0, cores: cores.iter().copied().collect(), spare_cores: true, gpu }
+        Seat {
+            host: host.into(),
+            local_rank: 0,
+            cores: cores.iter().copied().collect(),
+            spare_cores: true,
+            gpu,
+        }
     }
 
     #[track_caller]
@@ -132,7 +150,11 @@ mod tests {
         comes_out(&hosts(&[one("a"), one("b"), one("b")]), Warning, "1 on a, 2 on b");
         comes_out(&cores(&[one("a"), one("a")]), Ok, "may use 2");
         comes_out(&cores(&[one("a"), one("a"), one("a")]), Warning, "3 ranks share 2 on a");
-        comes_out(&cores(&[seat("a", &[0], None), seat("a", &[1, 2], None)]), Warning, "1 to 2, and others are idle");
+        comes_out(
+            &cores(&[seat("a", &[0], None), seat("a", &[1, 2], None)]),
+            Warning,
+            "1 to 2, and others are idle",
+        );
     }
 
     #[test]

@@ -30,7 +30,9 @@ impl Report {
     /// The report of the ranks' findings.
     pub(super) fn new(facts: Vec<Facts>) -> Self {
         let seats: Vec<Seat> = facts.iter().map(|facts| facts.seat.clone()).collect();
-        let section = |of: fn(&Facts) -> &Vec<Check>| merge(&facts.iter().map(of).collect::<Vec<_>>(), &seats);
+        let section = |of: fn(&Facts) -> &Vec<Check>| {
+            merge(&facts.iter().map(of).collect::<Vec<_>>(), &seats)
+        };
         let mut checks = section(|facts| &facts.devices);
         checks.extend(section(|facts| &facts.messages));
         let all: Vec<usize> = (0..seats.len()).collect();
@@ -49,15 +51,22 @@ impl Report {
 /// Checks of the same name stand together, those that came out alike are one line.
 fn merge(by_rank: &[&Vec<Check>], seats: &[Seat]) -> Vec<Line> {
     let mut lines: Vec<Line> = Vec::new();
-    for (rank, check) in by_rank.iter().enumerate().flat_map(|(rank, checks)| checks.iter().map(move |c| (rank, c))) {
+    for (rank, check) in
+        by_rank.iter().enumerate().flat_map(|(rank, checks)| checks.iter().map(move |c| (rank, c)))
+    {
         if let Some(line) = lines.iter_mut().find(|line| line.check == *check) {
             line.ranks.push(rank);
             continue;
         }
-        let after = lines.iter().rposition(|line| line.check.name == check.name).map_or(lines.len(), |last| last + 1);
+        let after = lines
+            .iter()
+            .rposition(|line| line.check.name == check.name)
+            .map_or(lines.len(), |last| last + 1);
         lines.insert(after, Line { check: check.clone(), ranks: vec![rank], partial: false });
     }
-    let hosts = |ranks: &[usize]| ranks.iter().map(|&rank| seats[rank].host.clone()).collect::<BTreeSet<_>>().len();
+    let hosts = |ranks: &[usize]| {
+        ranks.iter().map(|&rank| seats[rank].host.clone()).collect::<BTreeSet<_>>().len()
+    };
     let all = hosts(&(0..seats.len()).collect::<Vec<_>>());
     let names: Vec<String> = lines.iter().map(|line| line.check.name.clone()).collect();
     for line in &mut lines {
@@ -80,7 +89,9 @@ fn listed(ranks: &[usize]) -> String {
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let width = self.checks.iter().map(|line| line.check.name.len()).max().unwrap_or(0);
-        for (at, Line { check: Check { name, finding }, ranks, partial }) in self.checks.iter().enumerate() {
+        for (at, Line { check: Check { name, finding }, ranks, partial }) in
+            self.checks.iter().enumerate()
+        {
             let sign = match finding.status {
                 Status::Ok => '✓',
                 Status::Warning => '!',
@@ -91,7 +102,8 @@ impl fmt::Display for Report {
                 false => String::new(),
             };
             // Compilers say more than a line, and every rank has a GPU.
-            let found = finding.found.replace('\n', &format!("\n{:indent$}", "", indent = width + 4));
+            let found =
+                finding.found.replace('\n', &format!("\n{:indent$}", "", indent = width + 4));
             write!(f, "{}{sign} {name:<width$}  {who}{found}", if at > 0 { "\n" } else { "" })?;
             if let Some(hint) = &finding.hint {
                 write!(f, "\n  hint: {hint}")?;
@@ -114,22 +126,36 @@ mod tests {
 
     #[test]
     fn what_ranks_found_alike_is_one_line() {
-        let (driver, nvrtc) = (Finding::ok("13.0").named("driver"), Finding::warning("none", "get it").named("nvrtc"));
+        let driver = Finding::ok("13.0").named("driver");
+        let nvrtc = Finding::warning("none", "get it").named("nvrtc");
         let old = Finding::ok("12.0").named("driver");
-        let report =
-            Report::new(vec![facts("a", &[driver.clone(), nvrtc.clone()]), facts("a", &[driver.clone(), nvrtc])]);
+        let report = Report::new(vec![
+            facts("a", &[driver.clone(), nvrtc.clone()]),
+            facts("a", &[driver.clone(), nvrtc]),
+        ]);
         assert!(
-            report.to_string().starts_with("✓ driver  13.0\n! nvrtc   none\n  hint: get it\n✓ ranks   2 on a\n"),
+            report
+                .to_string()
+                .starts_with("✓ driver  13.0\n! nvrtc   none\n  hint: get it\n✓ ranks   2 on a\n"),
             "{report}"
         );
-        let report =
-            Report::new(vec![facts("a", std::slice::from_ref(&driver)), facts("a", &[driver]), facts("b", &[old])]);
+        let report = Report::new(vec![
+            facts("a", std::slice::from_ref(&driver)),
+            facts("a", &[driver]),
+            facts("b", &[old]),
+        ]);
         let text = report.to_string();
-        assert!(text.starts_with("✓ driver  rank 0-1 on a: 13.0\n✓ driver  rank 2 on b: 12.0\n"), "{text}");
+        assert!(
+            text.starts_with("✓ driver  rank 0-1 on a: 13.0\n✓ driver  rank 2 on b: 12.0\n"),
+            "{text}"
+        );
         assert!(!report.has_failures());
         let failed = Finding::failure("gone", "call").named("driver");
         let report = Report::new(vec![facts("a", &[]), facts("b", &[failed])]);
-        assert!(report.has_failures() && report.to_string().starts_with("✗ driver  rank 1 on b: gone"), "{report}");
+        assert!(
+            report.has_failures() && report.to_string().starts_with("✗ driver  rank 1 on b: gone"),
+            "{report}"
+        );
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! The file system that runs are on: its type, its space, renames and locks, and whether all nodes see it.
+//! The file system that runs are on: its type, its space, renames and locks, and whether all nodes
+//! see it.
 
 use std::path::{Path, PathBuf, absolute};
 
@@ -25,7 +26,8 @@ pub(super) fn nearest(run_root: &Path) -> PathBuf {
 pub(super) fn scratch(dir: &Path) -> Result<TempDir> {
     let made = Builder::new().prefix(".doctor-").tempdir_in(dir);
     made.map_err(|e| {
-        Error::io("create a directory in", dir, e).hint("choose another --run-root, and run.root to train")
+        Error::io("create a directory in", dir, e)
+            .hint("choose another --run-root, and run.root to train")
     })
 }
 
@@ -39,9 +41,15 @@ pub(super) fn probe(tell: &ProbeReporter, run_root: &Path) {
         Err(error) => Err(error).into(),
         Ok(found) => {
             let kind = found.kind.unwrap_or_else(|| "unknown".into());
-            let links = if found.links { "" } else { ", has no symbolic links (latest and best are files)" };
+            let links = if found.links {
+                ""
+            } else {
+                ", has no symbolic links (latest and best are files)"
+            };
             match found.locks {
-                Ok(()) => Finding::ok(format!("{name}: {kind}, renames at once, locks files{links}")),
+                Ok(()) => {
+                    Finding::ok(format!("{name}: {kind}, renames at once, locks files{links}"))
+                }
                 Err(e) => Finding::warning(
                     format!("{name}: {kind}, renames at once, has no file locks ({e}){links}"),
                     "let one evaluator at a time write eval.jsonl",
@@ -52,10 +60,14 @@ pub(super) fn probe(tell: &ProbeReporter, run_root: &Path) {
     tell.attempt("free space", || match statvfs(&dir) {
         Err(e) => Err(Error::io("ask for the space of", &dir, e)).into(),
         Ok(space) => {
-            let (free, all) = (space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize);
+            let free = space.f_bavail * space.f_frsize;
+            let all = space.f_blocks * space.f_frsize;
             let found = format!("{} of {}", bytes(free as usize), bytes(all as usize));
             match free < LITTLE {
-                true => Finding::warning(found, "a checkpoint takes 12 bytes a parameter, and two are kept"),
+                true => Finding::warning(
+                    found,
+                    "a checkpoint takes 12 bytes a parameter, and two are kept",
+                ),
                 false => Finding::ok(found),
             }
         }

@@ -1,9 +1,11 @@
-//! Inputs of blocks on the host, between the forward of a micro-batch and its backward (`parallel.offload_activations`).
+//! Inputs of blocks on the host, between the forward of a micro-batch and its backward
+//! (`parallel.offload_activations`).
 //!
-//! With recomputation a tape has little but the input of each block. Here that goes to page-locked memory while its block computes
-//! the forward from it, and the device frees it when both are done; in the backward it comes back while the block behind computes.
-//! So the device has the input of one block at a time, in the backward of two. The device itself orders copies and compute: the host
-//! waits for neither. The words are copied as they are, so no bit depends on it.
+//! With recomputation a tape has little but the input of each block. Here that goes to page-locked
+//! memory while its block computes the forward from it, and the device frees it when both are done;
+//! in the backward it comes back while the block behind computes. So the device has the input of
+//! one block at a time, in the backward of two. The device itself orders copies and compute: the
+//! host waits for neither. The words are copied as they are, so no bit depends on it.
 //!
 //! Memory that a tape has left waits for the next one: locking pages is slow.
 
@@ -38,7 +40,12 @@ impl<B: Backend> ActivationOffload<B> {
     /// # Errors
     /// The device failed.
     pub fn new(backend: &B) -> Result<Self> {
-        Ok(Self { copies: backend.copies()?, backend: backend.clone(), spare: BTreeMap::new(), bytes: 0 })
+        Ok(Self {
+            copies: backend.copies()?,
+            backend: backend.clone(),
+            spare: BTreeMap::new(),
+            bytes: 0,
+        })
     }
 
     fn copies(&self) -> Result<&dyn ComputeOrderedCopies> {
@@ -59,7 +66,8 @@ impl<B: Backend> ActivationOffload<B> {
         Ok(slot)
     }
 
-    /// Starts to copy an input, as compute has left it, to the host. It may be read but not freed before [`ActivationOffload::sent`].
+    /// Starts to copy an input, as compute has left it, to the host. It may be read but not freed
+    /// before [`ActivationOffload::sent`].
     ///
     /// # Errors
     /// Out of memory, or the device failed.
@@ -67,7 +75,8 @@ impl<B: Backend> ActivationOffload<B> {
         let len = B::len(input);
         match B::comm_buffer(input, 0..len)? {
             CommBuffer::Host(values) => {
-                let (words, mut slot) = (values.len(), self.slot(values.len())?);
+                let words = values.len();
+                let mut slot = self.slot(values.len())?;
                 slot.memory()?.copy_from_slice(values);
                 Ok(OffloadedActivation { slot, words, len })
             }
@@ -81,7 +90,8 @@ impl<B: Backend> ActivationOffload<B> {
         }
     }
 
-    /// The inputs that were sent may be freed: all that compute requests from now on comes after their copies.
+    /// The inputs that were sent may be freed: all that compute requests from now on comes after
+    /// their copies.
     ///
     /// # Errors
     /// The device failed.

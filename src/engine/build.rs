@@ -15,8 +15,8 @@ use hpctrain_device::Kernels;
 use hpctrain_nn::{Blocks, loans};
 use hpctrain_parallel::{Groups, Sharded, Stage, Updates, VirtualRanks};
 
-/// The network on its mesh. Collective over the world. `choices` is the file in which a measurement of collectives may
-/// be kept.
+/// The network on its mesh. Collective over the world. `choices` is the file in which a measurement
+/// of collectives may be kept.
 ///
 /// # Errors
 /// Out of memory, or a message between ranks failed.
@@ -34,8 +34,9 @@ pub fn engine<B: Kernels>(
     Ok((engine, exchange))
 }
 
-/// `model`, whose first block the host computes. If it `trains`, its tables have their first values, and an optimizer; else they are
-/// zero, to be restored. Collective over the world of `comm`.
+/// `model`, whose first block the host computes. If it `trains`, its tables have their first
+/// values, and an optimizer; else they are zero, to be restored. Collective over the world of
+/// `comm`.
 ///
 /// # Errors
 /// Out of memory, or a message between ranks failed.
@@ -47,21 +48,26 @@ pub fn behind_tables<B: Kernels>(
 ) -> Result<Model<B>> {
     let cpu = Cpu::profiled(plan.threads, model.backend.profile().clone()).with_all_threads()?;
     let groups = Groups::split(&comm.on::<Cpu>(), &plan.mesh, false)?;
-    // None is measured for the host: unless one is given, and can be had there, they add as trees do.
+    // None is measured for the host: unless one is given, and can be had there, they add as trees
+    // do.
     let table = |group: &Group<Cpu>| {
         let given = plan.config.comm.algorithm.fixed();
         let fits = |algorithm: &Algorithm| group.algorithms(false).contains(algorithm);
         Table::always(given.filter(fits).unwrap_or(Algorithm::Tree))
     };
-    let (of_shards, of_replicas) = (table(&groups.shard), table(&groups.replica));
+    let of_shards = table(&groups.shard);
+    let of_replicas = table(&groups.replica);
     let groups = groups.with_algorithms(of_shards, of_replicas);
-    let lanes = VirtualRanks { total: plan.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
+    let lanes =
+        VirtualRanks { total: plan.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let slices = plan.slices(comm.rank());
     let mut blocks: Blocks<Cpu> = plan.network.sliced(&slices);
     let stage = Stage::of_tables(&loans(&blocks));
-    let (keep, seed) = (plan.host_residency(), trains.then_some(plan.config.run.seed));
+    let keep = plan.host_residency();
+    let seed = trains.then_some(plan.config.run.seed);
     let updates = trains.then(|| updates(plan, None));
-    let tables = Sharded::new(cpu.clone(), groups, keep, lanes, updates, &blocks, &slices, stage, seed)?;
+    let tables =
+        Sharded::new(cpu.clone(), groups, keep, lanes, updates, &blocks, &slices, stage, seed)?;
     let block = HostEmbedding::new(&model.backend, cpu, blocks.swap_remove(0))?;
     Ok(model.with_tables(block, tables))
 }
@@ -79,8 +85,8 @@ fn updates(plan: &ResolvedConfig, host: Option<Cpu>) -> Updates {
     }
 }
 
-/// As [`engine`], of other blocks than those of the plan's network, made for the same [slices](ResolvedConfig::slices): they take the same samples and give outputs of the same
-/// width.
+/// As [`engine`], of other blocks than those of the plan's network, made for the same
+/// [slices](ResolvedConfig::slices): they take the same samples and give outputs of the same width.
 ///
 /// # Errors
 /// As [`engine`], or the plan has tables on the host, which are those of its own network.
@@ -92,7 +98,8 @@ pub fn engine_of<B: Kernels>(
     choices: Option<&Path>,
 ) -> Result<(Engine<B>, Exchange)> {
     if plan.has_tables_on_host() {
-        return Err(Error::input("model.place.tables = host, but the blocks are a program's own").hint("leave it out"));
+        return Err(Error::input("model.place.tables = host, but the blocks are a program's own")
+            .hint("leave it out"));
     }
     build(comm, plan, blocks, backend, choices)
 }
@@ -109,13 +116,23 @@ fn build<B: Kernels>(
     let number = plan.mesh.stage(comm.rank());
     let stage = plan.stage(number, &loans(&blocks));
     let lanes = VirtualRanks { total: plan.lanes, ranks: data.size(), rank: data.rank() };
-    let (keep, seed) = (plan.residency(), plan.config.run.seed);
+    let keep = plan.residency();
+    let seed = plan.config.run.seed;
     let host = || Cpu::profiled(plan.threads, backend.profile().clone()).with_all_threads();
     let host = plan.config.optimizer.offload.then(host).transpose()?;
     let updates = updates(plan, host);
     let slices = plan.slices(comm.rank());
-    let sharded =
-        Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, &slices, stage, Some(seed))?;
+    let sharded = Sharded::new(
+        backend.clone(),
+        groups,
+        keep,
+        lanes,
+        Some(updates),
+        &blocks,
+        &slices,
+        stage,
+        Some(seed),
+    )?;
     let geometry = Geometry {
         schedule: plan.step_schedule(number),
         rows: plan.micro as usize * plan.network.context(),
@@ -123,7 +140,13 @@ fn build<B: Kernels>(
         recompute: plan.config.parallel.recompute,
         seed,
     };
-    let host_inputs = plan.config.parallel.offload_activations.then(|| ActivationOffload::new(&backend)).transpose()?;
-    let model = Model::new(backend, blocks, plan.objective().sliced(&slices), sharded).with_logit_rows(plan.logit_rows);
+    let host_inputs = plan
+        .config
+        .parallel
+        .offload_activations
+        .then(|| ActivationOffload::new(&backend))
+        .transpose()?;
+    let model = Model::new(backend, blocks, plan.objective().sliced(&slices), sharded)
+        .with_logit_rows(plan.logit_rows);
     Ok((Engine { model, geometry, host_inputs }, exchange))
 }

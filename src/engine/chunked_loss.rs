@@ -1,6 +1,6 @@
-//! The end of a network in pieces: the last block and the loss of some rows at a time, so that not all logits are in memory at
-//! once (`parallel.logit_rows`). A piece's backward follows its loss, and gradients of parameters add up over the pieces, as
-//! in Hsu et al., "Liger kernel", 2024.
+//! The end of a network in pieces: the last block and the loss of some rows at a time, so that not
+//! all logits are in memory at once (`parallel.logit_rows`). A piece's backward follows its loss,
+//! and gradients of parameters add up over the pieces, as in Hsu et al., "Liger kernel", 2024.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -60,8 +60,8 @@ pub struct ChunkedHead<'a, B: Kernels> {
 }
 
 impl<B: Kernels> ChunkedHead<'_, B> {
-    /// The backward of the first piece, then forward, loss and backward of the others: the gradient of the whole input `x`. Losses
-    /// of the others go to `losses`.
+    /// The backward of the first piece, then forward, loss and backward of the others: the gradient
+    /// of the whole input `x`. Losses of the others go to `losses`.
     ///
     /// # Errors
     /// The device, or a message between ranks, failed.
@@ -81,9 +81,21 @@ impl<B: Kernels> ChunkedHead<'_, B> {
             let at = elements::<B>(x, rows, &of_piece);
             let ChunkForward { piece, saved, dy } = match begun.take() {
                 Some(first) => first,
-                None => self.begin(cx, params, RowChunk::cut(cx.backend, cx.micro, x, of_piece)?, losses)?,
+                None => self.begin(
+                    cx,
+                    params,
+                    RowChunk::cut(cx.backend, cx.micro, x, of_piece)?,
+                    losses,
+                )?,
             };
-            let part = self.block.backward(&cx.of(&piece.micro), params, grads.again(), &piece.x, saved, dy)?;
+            let part = self.block.backward(
+                &cx.of(&piece.micro),
+                params,
+                grads.again(),
+                &piece.x,
+                saved,
+                dy,
+            )?;
             cx.backend.copy(B::all(&part), B::view_mut(&mut dx, at))?;
             (grads.first, grads.lent_first) = (false, false);
         }
@@ -103,7 +115,13 @@ impl<B: Kernels> ChunkedHead<'_, B> {
             self.block.forward(&cx.of(&piece.micro), params, &piece.x)?
         };
         let _span = span(Doing::Loss, None);
-        losses.push(self.objective.train(cx.backend, cx.tensor, &piece.micro, &mut y, self.scale)?);
+        losses.push(self.objective.train(
+            cx.backend,
+            cx.tensor,
+            &piece.micro,
+            &mut y,
+            self.scale,
+        )?);
         Ok(ChunkForward { piece, saved, dy: y })
     }
 }

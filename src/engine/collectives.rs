@@ -50,7 +50,8 @@ struct Key {
     way: u32,
 }
 
-/// The way of choosing that this program has. The one before took the winner at the largest size measured for all larger ones.
+/// The way of choosing that this program has. The one before took the winner at the largest size
+/// measured for all larger ones.
 const WAY: u32 = 1;
 
 /// Algorithms of the exchange between the ranks of a run.
@@ -61,8 +62,8 @@ pub struct Exchange {
     pub found: Option<String>,
 }
 
-/// Collective over the world: the groups of `plan`'s mesh, each with its algorithms. Rank 0 reads earlier choices of
-/// `auto` from `path`.
+/// Collective over the world: the groups of `plan`'s mesh, each with its algorithms. Rank 0 reads
+/// earlier choices of `auto` from `path`.
 ///
 /// # Errors
 /// A message failed.
@@ -76,7 +77,8 @@ pub fn groups<B: Kernels>(
     let groups = Groups::split(comm, &plan.mesh, plan.averaging.is_some())?;
     let Groups { world, shard, replica, .. } = &groups;
     let storage = plan.config.parallel.storage;
-    let (mut found, mut how) = (None, "as configured");
+    let mut found = None;
+    let mut how = "as configured";
     // One rank has nothing to measure.
     let alone = (comm.size() == 1).then_some(Algorithm::Tree);
     let (of_shards, of_replicas) = match plan.config.comm.algorithm.fixed().or(alone) {
@@ -89,7 +91,11 @@ pub fn groups<B: Kernels>(
                 None => {
                     how = "measured";
                     let choices = find(world, shard, replica, backend, key)?;
-                    found = Some(serde_json::to_string(&choices).map_err(|e| Error::internal(e.to_string()))? + "\n");
+                    found = Some(
+                        serde_json::to_string(&choices)
+                            .map_err(|e| Error::internal(e.to_string()))?
+                            + "\n",
+                    );
                     choices
                 }
             };
@@ -97,21 +103,25 @@ pub fn groups<B: Kernels>(
         }
     };
     let told = |group: &Group<B>, table: &Table, operations: &[Operation], axis: &str| {
-        (group.size() > 1).then(|| format!("{} {axis}: {}", group.size(), table.describe(operations)))
+        (group.size() > 1)
+            .then(|| format!("{} {axis}: {}", group.size(), table.describe(operations)))
     };
     let parts = [
         told(shard, &of_shards, &OF_SHARDS, "shards"),
         told(replica, &of_replicas, of_replicas_in(storage), "replicas"),
     ];
     let parts: Vec<String> = parts.into_iter().flatten().collect();
-    let told = if parts.is_empty() { String::new() } else { format!("{} ({how})", parts.join("; ")) };
+    let told =
+        if parts.is_empty() { String::new() } else { format!("{} ({how})", parts.join("; ")) };
     Ok((groups.with_algorithms(of_shards, of_replicas), Exchange { told, found }))
 }
 
 impl Key {
     fn of<B: Kernels>(comm: &Comm<B>, plan: &ResolvedConfig, blocks: &Blocks<B>) -> Self {
         let slices = plan.slices(0);
-        let layout_of = |block: &dyn Block<B>| UnitLayout::sliced(block.name(), block.tensors(), plan.lanes, &slices);
+        let layout_of = |block: &dyn Block<B>| {
+            UnitLayout::sliced(block.name(), block.tensors(), plan.lanes, &slices)
+        };
         let sizes = blocks.iter().map(|block| layout_of(&**block).padded);
         Self {
             mesh: plan.mesh,
@@ -127,12 +137,19 @@ impl Key {
 }
 
 /// Measures the collectives that the mesh will need.
-fn find<B: Kernels>(world: &Group<B>, shard: &Group<B>, replica: &Group<B>, backend: &B, key: Key) -> Result<Found> {
+fn find<B: Kernels>(
+    world: &Group<B>,
+    shard: &Group<B>,
+    replica: &Group<B>,
+    backend: &B,
+    key: Key,
+) -> Result<Found> {
     let of = |group: &Group<B>, operations: &[Operation]| {
         let operations = if group.size() > 1 { operations } else { &[] };
         measure(world, group, backend, operations, key.largest, key.reproducible)
     };
-    let (shard, replica) = (of(shard, &OF_SHARDS)?, of(replica, of_replicas_in(key.storage))?);
+    let shard = of(shard, &OF_SHARDS)?;
+    let replica = of(replica, of_replicas_in(key.storage))?;
     Ok(Found { key, shard, replica })
 }
 
@@ -146,7 +163,11 @@ fn written(path: &Path, reproducible: bool) -> Option<Vec<u8>> {
         Ok(bytes) => Some(bytes),
         Err(e) if e.kind() == ErrorKind::NotFound => None,
         Err(e) => {
-            let bits = if reproducible { "" } else { ", which may change the last bits (comm.reproducible=false)" };
+            let bits = if reproducible {
+                ""
+            } else {
+                ", which may change the last bits (comm.reproducible=false)"
+            };
             log::warn!("{}: {e}: algorithms of messages are measured again{bits}", path.display());
             None
         }

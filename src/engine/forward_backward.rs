@@ -1,5 +1,5 @@
-//! The one training step: forwards and backwards of all micro-batches through the blocks of this rank's stage, in every
-//! layout the same code.
+//! The one training step: forwards and backwards of all micro-batches through the blocks of this
+//! rank's stage, in every layout the same code.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -21,7 +21,8 @@ pub struct Engine<B: Kernels> {
     pub model: Model<B>,
     /// Lanes and micro-batches of a step.
     pub geometry: Geometry,
-    /// The host's memory for the inputs of blocks that are computed again; none if they stay on the device.
+    /// The host's memory for the inputs of blocks that are computed again; none if they stay on the
+    /// device.
     pub host_inputs: Option<ActivationOffload<B>>,
 }
 
@@ -47,7 +48,12 @@ impl Geometry {
     }
 
     /// The context of a step for blocks, besides a micro-batch.
-    fn training<'a, B: Kernels>(&self, micro: &MicroBatch<B>, dropout: u64, ranks: &'a Group<B>) -> Training<'a, B> {
+    fn training<'a, B: Kernels>(
+        &self,
+        micro: &MicroBatch<B>,
+        dropout: u64,
+        ranks: &'a Group<B>,
+    ) -> Training<'a, B> {
         let share = micro.rows() as f32 / self.predictions as f32;
         Training { dropout, ranks: Some(ranks), share }
     }
@@ -60,8 +66,8 @@ struct Tape<B: Kernels> {
     inputs: Vec<Input<B>>,
     /// Activations saved by every block; none where they are recomputed.
     saved: Vec<Option<Vec<B::Buf>>>,
-    /// The rows that the last block has computed, if they are the first of several pieces. In a box, so that maps of tapes stay
-    /// small without pieces.
+    /// The rows that the last block has computed, if they are the first of several pieces. In a
+    /// box, so that maps of tapes stay small without pieces.
     piece: Option<Box<RowChunk<B>>>,
 }
 
@@ -84,8 +90,8 @@ enum Input<B: Kernels> {
 type DeferredWgrads<B> = Vec<(usize, Vec<DeferredWgrad<B>>)>;
 
 impl<B: Kernels> Engine<B> {
-    /// Computes and reduces the gradients of step `step`; `next` gives this rank's micro-batches in order, `flags` its
-    /// control flags for all ranks, once the gradients are summed.
+    /// Computes and reduces the gradients of step `step`; `next` gives this rank's micro-batches in
+    /// order, `flags` its control flags for all ranks, once the gradients are summed.
     ///
     /// # Errors
     /// A failure of the data, the device, or a message between ranks.
@@ -109,14 +115,19 @@ impl<B: Kernels> Engine<B> {
     ) -> Result<ReducedStep> {
         let Geometry { schedule, rows, seed, .. } = self.geometry;
         let dropout = random::derive(seed, &[random::name("dropout"), step]);
-        let (begun, waited, mut loading) = (Instant::now(), self.model.sharded.waited(), Duration::ZERO);
+        let begun = Instant::now();
+        let waited = self.model.sharded.waited();
+        let mut loading = Duration::ZERO;
         self.model.sharded.begin_step(schedule);
-        let (is_first, is_last) = (self.model.sharded.stage().is_first(), self.model.sharded.stage().is_last());
+        let is_first = self.model.sharded.stage().is_first();
+        let is_last = self.model.sharded.stage().is_last();
         let mut losses: Vec<Vec<B::Scalar>> = vec![];
-        // Activations and gradients for computations to come, and the result of the last one; tapes, and gradients of weights
-        // that were put off, by micro-batch.
-        let (mut inputs, mut result) = (BTreeMap::new(), None);
-        let (mut tapes, mut put_off) = (BTreeMap::new(), BTreeMap::new());
+        // Activations and gradients for computations to come, and the result of the last one;
+        // tapes, and gradients of weights that were put off, by micro-batch.
+        let mut inputs = BTreeMap::new();
+        let mut result = None;
+        let mut tapes = BTreeMap::new();
+        let mut put_off = BTreeMap::new();
         let missing = |what: &str| Error::internal(format!("{what} before it was computed"));
         for action in schedule.actions() {
             match action {
@@ -145,14 +156,23 @@ impl<B: Kernels> Engine<B> {
                     tapes.insert(k, tape);
                 }
                 Action::Backward(k) | Action::BackwardInput(k) => {
-                    let (Some(tape), Some(dy)) = (tapes.remove(&k), inputs.remove(&(Flow::Gradients, k))) else {
+                    let (Some(tape), Some(dy)) =
+                        (tapes.remove(&k), inputs.remove(&(Flow::Gradients, k)))
+                    else {
                         return Err(missing("a backward"));
                     };
-                    let mut later = matches!(action, Action::BackwardInput(_)).then(DeferredWgrads::new);
+                    let mut later =
+                        matches!(action, Action::BackwardInput(_)).then(DeferredWgrads::new);
                     // Of the pieces after the first.
                     let mut more = vec![];
-                    let dx =
-                        self.backward(tape, dy.wait()?, dropout, schedule.lane_end(k), later.as_mut(), &mut more)?;
+                    let dx = self.backward(
+                        tape,
+                        dy.wait()?,
+                        dropout,
+                        schedule.lane_end(k),
+                        later.as_mut(),
+                        &mut more,
+                    )?;
                     if is_last {
                         losses[schedule.lane(k)].append(&mut more);
                     }
@@ -160,40 +180,56 @@ impl<B: Kernels> Engine<B> {
                     later.and_then(|later| put_off.insert(k, later));
                 }
                 Action::BackwardWeight(k) => {
-                    let put_off = put_off.remove(&k).ok_or_else(|| missing("gradients of weights"))?;
+                    let put_off =
+                        put_off.remove(&k).ok_or_else(|| missing("gradients of weights"))?;
                     self.backward_weight(put_off, schedule.lane_start(k), schedule.lane_end(k))?;
                 }
                 Action::Send(flow, _) => {
-                    self.model.neighbours.send(flow, result.take().ok_or_else(|| missing("a message"))?);
+                    self.model
+                        .neighbours
+                        .send(flow, result.take().ok_or_else(|| missing("a message"))?);
                     // Not before: another stage waits for the message, which would come after them.
                     self.model.sharded.start_reductions()?;
                 }
             }
         }
-        let compute = begun.elapsed().saturating_sub(loading).as_secs_f64() - (self.model.sharded.waited() - waited);
-        // Read now, not before: the device has no more to do. Ranks that compute slices of the same have the same.
+        let compute = begun.elapsed().saturating_sub(loading).as_secs_f64()
+            - (self.model.sharded.waited() - waited);
+        // Read now, not before: the device has no more to do. Ranks that compute slices of the same
+        // have the same.
         let Model { backend, sharded, .. } = &mut self.model;
         if sharded.slices().held.start > 0 {
             losses.clear();
         }
-        let total = |lane: Vec<B::Scalar>| lane.into_iter().try_fold(0.0, |sum, loss| Ok(sum + backend.read(loss)?));
+        let total = |lane: Vec<B::Scalar>| {
+            lane.into_iter().try_fold(0.0, |sum, loss| Ok(sum + backend.read(loss)?))
+        };
         let losses: Vec<f64> = losses.into_iter().map(total).collect::<Result<_>>()?;
         sharded.reduce(&losses, compute.max(0.0), flags())
     }
 
-    /// Forward of one micro-batch through the blocks of the stage, from their input to their output.
-    fn forward(&mut self, micro: MicroBatch<B>, mut x: B::Buf, dropout: u64) -> Result<(Tape<B>, B::Buf)> {
+    /// Forward of one micro-batch through the blocks of the stage, from their input to their
+    /// output.
+    fn forward(
+        &mut self,
+        micro: MicroBatch<B>,
+        mut x: B::Buf,
+        dropout: u64,
+    ) -> Result<(Tape<B>, B::Buf)> {
         let first_piece = self.model.first_piece(micro.rows());
         let Self { model: Model { backend, blocks, sharded, .. }, geometry, host_inputs } = self;
-        let (ranks, tensor) = (sharded.step_data().clone(), sharded.tensor().cloned());
+        let ranks = sharded.step_data().clone();
+        let tensor = sharded.tensor().cloned();
         let training = Some(geometry.training(&micro, dropout, &ranks));
         let cx = Context { backend, micro: &micro, training, tensor: tensor.as_ref() };
         let is_last = sharded.stage().is_last();
-        let (mut inputs, mut saved) = (Vec::with_capacity(blocks.len()), Vec::with_capacity(blocks.len()));
+        let mut inputs = Vec::with_capacity(blocks.len());
+        let mut saved = Vec::with_capacity(blocks.len());
         let mut piece = None;
         for (unit, block) in blocks.iter().enumerate() {
             let name = sharded.name(unit).clone();
-            // The backward begins at once with the network's last block: its saved activations are not recomputed.
+            // The backward begins at once with the network's last block: its saved activations are
+            // not recomputed.
             let begins = is_last && unit + 1 == blocks.len();
             // Beside the forward that reads it.
             let leaves = host_inputs.as_mut().filter(|_| !begins && B::len(&x) > 0);
@@ -223,16 +259,18 @@ impl<B: Kernels> Engine<B> {
         Ok((Tape { micro, inputs, saved, piece }, x))
     }
 
-    /// The loss of the network's output (a sum over predictions), of which its gradient takes the place.
+    /// The loss of the network's output (a sum over predictions), of which its gradient takes the
+    /// place.
     fn loss(&mut self, micro: &MicroBatch<B>, output: &mut B::Buf) -> Result<B::Scalar> {
         let _span = span(Doing::Loss, None);
         let Model { backend, objective, sharded, .. } = &self.model;
         objective.train(backend, sharded.tensor(), micro, output, self.geometry.scale())
     }
 
-    /// Backward of one micro-batch, from the gradient of the stage's output to that of its input; `lane_end` as
-    /// [`StepSchedule::lane_end`] has it. Products for [`Engine::backward_weight`] go to `later`, if it is there, losses of rows that
-    /// the forward has left to the backward to `losses`.
+    /// Backward of one micro-batch, from the gradient of the stage's output to that of its input;
+    /// `lane_end` as [`StepSchedule::lane_end`] has it. Products for [`Engine::backward_weight`] go
+    /// to `later`, if it is there, losses of rows that the forward has left to the backward to
+    /// `losses`.
     fn backward(
         &mut self,
         tape: Tape<B>,
@@ -245,7 +283,8 @@ impl<B: Kernels> Engine<B> {
         let Tape { micro, mut inputs, mut saved, mut piece } = tape;
         let Self { model, geometry, host_inputs } = self;
         let Model { backend, blocks, objective, sharded, tables, rows_at_once, .. } = model;
-        let (ranks, tensor) = (sharded.step_data().clone(), sharded.tensor().cloned());
+        let ranks = sharded.step_data().clone();
+        let tensor = sharded.tensor().cloned();
         let training = Some(geometry.training(&micro, dropout, &ranks));
         let cx = Context { backend, micro: &micro, training, tensor: tensor.as_ref() };
         let mut input = Self::come(inputs.pop(), host_inputs)?;
@@ -276,9 +315,23 @@ impl<B: Kernels> Engine<B> {
             dy = match piece.take() {
                 None => block.backward(&cx, params, grads, &x, kept, dy)?,
                 Some(piece) => {
-                    let (block, scale) = (&**block, geometry.scale());
-                    let end = ChunkedHead { block, name: &name, objective, scale, at_once: *rows_at_once };
-                    end.backward(&cx, params, grads, &x, ChunkForward { piece: *piece, saved: kept, dy }, losses)?
+                    let block = &**block;
+                    let scale = geometry.scale();
+                    let end = ChunkedHead {
+                        block,
+                        name: &name,
+                        objective,
+                        scale,
+                        at_once: *rows_at_once,
+                    };
+                    end.backward(
+                        &cx,
+                        params,
+                        grads,
+                        &x,
+                        ChunkForward { piece: *piece, saved: kept, dy },
+                        losses,
+                    )?
                 }
             };
             drop(span);
@@ -298,7 +351,10 @@ impl<B: Kernels> Engine<B> {
     }
 
     /// An input on the device, or on its way there.
-    fn come(input: Option<Input<B>>, host: &mut Option<ActivationOffload<B>>) -> Result<Option<B::Buf>> {
+    fn come(
+        input: Option<Input<B>>,
+        host: &mut Option<ActivationOffload<B>>,
+    ) -> Result<Option<B::Buf>> {
         match (input, host) {
             (Some(Input::Away(away)), Some(host)) => host.fetch(away).map(Some),
             (Some(Input::Away(_)), None) => Err(Error::internal("an input that no host has")),
@@ -307,7 +363,8 @@ impl<B: Kernels> Engine<B> {
         }
     }
 
-    /// The gradients of weights that the backward of one micro-batch has put off: of the first of its lane, or another.
+    /// The gradients of weights that the backward of one micro-batch has put off: of the first of
+    /// its lane, or another.
     fn backward_weight(
         &mut self,
         put_off: DeferredWgrads<B>,
@@ -329,9 +386,14 @@ impl<B: Kernels> Engine<B> {
         Ok(())
     }
 
-    /// A block has added all that a micro-batch has for its gradients. At the end of a lane they are final; `reduces` if no
-    /// stage waits for a message that a reduction would hold up.
-    fn block_done(sharded: &mut Sharded<B>, unit: usize, lane_end: Option<bool>, reduces: bool) -> Result<()> {
+    /// A block has added all that a micro-batch has for its gradients. At the end of a lane they
+    /// are final; `reduces` if no stage waits for a message that a reduction would hold up.
+    fn block_done(
+        sharded: &mut Sharded<B>,
+        unit: usize,
+        lane_end: Option<bool>,
+        reduces: bool,
+    ) -> Result<()> {
         if let Some(last) = lane_end {
             sharded.lane_done(unit, last)?;
         }

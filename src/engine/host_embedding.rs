@@ -1,12 +1,14 @@
 //! Embedding tables on the host, whose rows a device takes as its input (`model.place.tables`).
 //!
-//! The network's first block is nothing but tables. The host computes it: it looks the rows of a micro-batch up and copies them to the
-//! device, and later takes the gradient of these rows and adds it to the tables' gradient. So the device has a micro-batch's rows in
-//! the place of tables, their gradients and the state of their optimizer, and the host does as much work as there are ids, but for
-//! the update. Sums over ranks go by the same collectives, of host memory.
+//! The network's first block is nothing but tables. The host computes it: it looks the rows of a
+//! micro-batch up and copies them to the device, and later takes the gradient of these rows and
+//! adds it to the tables' gradient. So the device has a micro-batch's rows in the place of tables,
+//! their gradients and the state of their optimizer, and the host does as much work as there are
+//! ids, but for the update. Sums over ranks go by the same collectives, of host memory.
 //!
-//! Rows go through one piece of page-locked memory, rounded there to the device's type as its own tables would be: so the device has
-//! the same bits. It orders copies and compute by itself; the host waits for a gradient alone.
+//! Rows go through one piece of page-locked memory, rounded there to the device's type as its own
+//! tables would be: so the device has the same bits. It orders copies and compute by itself; the
+//! host waits for a gradient alone.
 
 use std::sync::Arc;
 
@@ -43,8 +45,8 @@ impl<B: Kernels> HostEmbedding<B> {
         Ok(Self { backend, cpu, block, copies, slot: None, words: 0, bytes: 0 })
     }
 
-    /// The rows of a micro-batch, on their way to the device: work that compute requests from now on finds them. It is the tables' turn
-    /// in the pass of `sharded`.
+    /// The rows of a micro-batch, on their way to the device: work that compute requests from now
+    /// on finds them. It is the tables' turn in the pass of `sharded`.
     ///
     /// # Errors
     /// Out of memory, the device failed, or a gather of parameters failed.
@@ -53,7 +55,9 @@ impl<B: Kernels> HostEmbedding<B> {
         let rows = {
             let micro = self.micro(micro)?;
             let cx = Context { backend: &self.cpu, micro: &micro, training: None, tensor: None };
-            self.block.forward(&cx, sharded.params(0)?, &self.cpu.alloc(MemoryKind::Activations, 0)?)?.0
+            self.block
+                .forward(&cx, sharded.params(0)?, &self.cpu.alloc(MemoryKind::Activations, 0)?)?
+                .0
         };
         sharded.release();
         let mut input = self.backend.alloc(MemoryKind::Activations, rows.len())?;
@@ -62,8 +66,8 @@ impl<B: Kernels> HostEmbedding<B> {
         Ok(input)
     }
 
-    /// Adds the gradient of the rows of a micro-batch to that of the tables; at the end of a lane, of the `last` one or another, it is
-    /// final.
+    /// Adds the gradient of the rows of a micro-batch to that of the tables; at the end of a lane,
+    /// of the `last` one or another, it is final.
     ///
     /// # Errors
     /// As [`HostEmbedding::forward`], or a reduction could not be started.
@@ -119,7 +123,8 @@ impl<B: Kernels> HostEmbedding<B> {
 
     /// Starts to copy rows to the device, in its type.
     fn send(&mut self, rows: &CpuBuf, to: &mut B::Buf) -> Result<()> {
-        let (cpu, is_narrow) = (self.cpu.clone(), self.backend.has_master_weights());
+        let cpu = self.cpu.clone();
+        let is_narrow = self.backend.has_master_weights();
         match B::comm_buffer(to, 0..rows.len())? {
             CommBuffer::Host(to) => to.copy_from_slice(rows.as_slice()),
             CommBuffer::Device(memory, _) => {
@@ -191,17 +196,20 @@ mod tests {
     use hpctrain_parallel::Progress;
 
     const TABLES: &str = "{kind='embedding_tables', ids=[5, 3, 9], width=4";
-    const BEHIND: &str = "{kind='dot_interaction'}, {kind='dense', units=3}, {kind='tanh'}, {kind='dense', units=1}";
+    const BEHIND: &str =
+        "{kind='dot_interaction'}, {kind='dense', units=3}, {kind='tanh'}, {kind='dense', units=1}";
 
     fn plan(ranks: usize, settings: &[&str]) -> ResolvedConfig {
         let common = "model.kind=layers loss.kind=mse precision.compute=f32 batch.global=16 run.steps=3 schedule.warmup=0 \
                       parallel.lanes=4 optimizer.lr=0.05 optimizer.ema=0.5 comm.algorithm=tree";
-        let overrides: Vec<String> = common.split(' ').chain(settings.iter().copied()).map(String::from).collect();
+        let overrides: Vec<String> =
+            common.split(' ').chain(settings.iter().copied()).map(String::from).collect();
         let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
         resolve(config, &Environment { ranks, threads: 1, vocabulary: None, on_gpu: true }).unwrap()
     }
 
-    /// Parameters and state of every tensor after three steps, by name and buffer; and the loss of each step.
+    /// Parameters and state of every tensor after three steps, by name and buffer; and the loss of
+    /// each step.
     type Outcome = (Vec<(String, usize, Vec<u32>)>, Vec<u64>);
 
     fn outcome(ranks: usize, settings: &[&str]) -> Outcome {
@@ -209,17 +217,23 @@ mod tests {
         let rank = |comm: &Comm<Cpu>| {
             let backend = Cpu::new(1);
             let (mut engine, _) = engine(comm, &plan, backend.clone(), None)?;
-            let (stage, sizes) = (engine.model.sharded.stage().clone(), plan.samples.sizes(1));
-            let (mut progress, mut losses) = (Progress::default(), vec![]);
+            let stage = engine.model.sharded.stage().clone();
+            let sizes = plan.samples.sizes(1);
+            let mut progress = Progress::default();
+            let mut losses = vec![];
             let lanes = plan.lanes_of(engine.model.sharded.data().rank())[0].clone();
             for step in 0..3 {
-                let mut samples = (lanes.start as u64 * plan.lane_samples..).step_by(plan.micro as usize);
+                let mut samples =
+                    (lanes.start as u64 * plan.lane_samples..).step_by(plan.micro as usize);
                 let next = || {
                     let first = samples.next().unwrap_or_default();
                     let of = first..first + plan.micro;
                     let number = |i: u64| (i * 2_654_435_761 + step * 97) % 1009;
-                    let ids = of.clone().flat_map(|i| [number(i) % 5, 5 + number(i + 50) % 3, 8 + number(i + 90) % 9]);
-                    let features = of.clone().flat_map(|i| (0..sizes.features as u64).map(move |k| i * 7 + k));
+                    let ids = of.clone().flat_map(|i| {
+                        [number(i) % 5, 5 + number(i + 50) % 3, 8 + number(i + 90) % 9]
+                    });
+                    let features =
+                        of.clone().flat_map(|i| (0..sizes.features as u64).map(move |k| i * 7 + k));
                     let parts = SampleFields {
                         ids: ids.map(|id| id as u32).collect(),
                         features: features.map(|i| number(i) as f32 / 1009.0).collect(),
@@ -228,7 +242,8 @@ mod tests {
                     };
                     micro_batches::micro(&backend, &Batch { positions: of, parts }, 1, 0, &stage)
                 };
-                let round = train_round(&plan, &mut engine, next, &mut progress, ControlFlags::empty)?;
+                let round =
+                    train_round(&plan, &mut engine, next, &mut progress, ControlFlags::empty)?;
                 losses.push(round.steps[0].loss.to_bits());
             }
             let mut tensors = vec![];
@@ -237,8 +252,14 @@ mod tests {
                     let mut host = vec![0.0; unit.range.len()];
                     values.read(&mut host)?;
                     for piece in unit.layout.pieces(unit.range.clone()) {
-                        let bits = host[piece.of_owned.clone()].iter().map(|x| x.to_bits()).collect();
-                        tensors.push((piece.tensor.name.clone(), part, piece.of_tensor.start, bits));
+                        let bits =
+                            host[piece.of_owned.clone()].iter().map(|x| x.to_bits()).collect();
+                        tensors.push((
+                            piece.tensor.name.clone(),
+                            part,
+                            piece.of_tensor.start,
+                            bits,
+                        ));
                     }
                 }
             }
@@ -261,8 +282,9 @@ mod tests {
     /// Two hosts, one of which stands for a device, add in the same order.
     #[test]
     fn a_host_has_the_bits_of_its_device() {
-        let numbers =
-            format!("model.layers=[{TABLES}, dense=[{{kind='dense', units=4}}, {{kind='relu'}}]}}, {BEHIND}]");
+        let numbers = format!(
+            "model.layers=[{TABLES}, dense=[{{kind='dense', units=4}}, {{kind='relu'}}]}}, {BEHIND}]"
+        );
         let without = format!("model.layers=[{TABLES}}}, {BEHIND}]");
         for (layers, input, clip) in [
             (&without, "model.input=[0]", "optimizer.grad_clip=0.01"),
@@ -287,8 +309,14 @@ mod tests {
                     [micro] => outcome(1, &[&network[..], &[micro]].concat()),
                     _ => unreachable!("one size of micro-batches"),
                 };
-                let got = outcome(ranks, &[&network[..], layout, &["model.place.tables=host"]].concat());
-                assert!(got == want, "{layers} on {ranks} ranks with {layout:?}: {:?} and {:?}", got.1, want.1);
+                let got =
+                    outcome(ranks, &[&network[..], layout, &["model.place.tables=host"]].concat());
+                assert!(
+                    got == want,
+                    "{layers} on {ranks} ranks with {layout:?}: {:?} and {:?}",
+                    got.1,
+                    want.1
+                );
             }
         }
     }

@@ -1,8 +1,10 @@
-//! Algorithms of a training's matrix products on GPUs, chosen by their time (`device.matmul = "timed"`).
+//! Algorithms of a training's matrix products on GPUs, chosen by their time (`device.matmul =
+//! "timed"`).
 //!
-//! A rehearsed step shows which products the ranks will ask for. For each kind of device its first rank measures those of all ranks
-//! with such a device, unless `matmuls.json` of the run's directory has their choice already; all ranks with it then take the same.
-//! So bits depend on a measurement once in the life of a run: its next starts find the file.
+//! A rehearsed step shows which products the ranks will ask for. For each kind of device its first
+//! rank measures those of all ranks with such a device, unless `matmuls.json` of the run's
+//! directory has their choice already; all ranks with it then take the same. So bits depend on a
+//! measurement once in the life of a run: its next starts find the file.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
@@ -54,12 +56,14 @@ struct Settled {
     chosen: Vec<Chosen>,
     /// How many of them were measured now.
     measured: usize,
-    /// How many have the library's best guess in the place of an earlier choice that it does not take any more.
+    /// How many have the library's best guess in the place of an earlier choice that it does not
+    /// take any more.
     refused: usize,
 }
 
-/// Chooses the algorithms of the products of a training's steps, if that is asked for and the device has a choice; `path` is the
-/// file with earlier choices. Nothing else of the training changes. Collective over `world`, which are all of its ranks.
+/// Chooses the algorithms of the products of a training's steps, if that is asked for and the
+/// device has a choice; `path` is the file with earlier choices. Nothing else of the training
+/// changes. Collective over `world`, which are all of its ranks.
 ///
 /// # Errors
 /// The file cannot be read, the device or a message between ranks failed.
@@ -87,10 +91,14 @@ pub fn time_products<B: Kernels>(
     let alike = told.into_iter().filter(|one| one.kind == kind);
     let products: BTreeSet<ProductKind> = alike.flat_map(|one| one.products).collect();
     let known = before.get(&kind).map_or(&[][..], Vec::as_slice);
-    let settled = world.with_keepalive(is_first.then_some(|| settle(device, kind.clone(), &products, known)))?;
+    let settled = world
+        .with_keepalive(is_first.then_some(|| settle(device, kind.clone(), &products, known)))?;
 
     let all: Vec<Settled> = tell(world, &settled)?.into_iter().flatten().collect();
-    let chosen = all.iter().find(|one| one.kind == kind).ok_or_else(|| Error::internal("no choice of products"))?;
+    let chosen = all
+        .iter()
+        .find(|one| one.kind == kind)
+        .ok_or_else(|| Error::internal("no choice of products"))?;
     device.choose(&chosen.chosen);
     let refused: usize = all.iter().map(|one| one.refused).sum();
     if root && refused > 0 {
@@ -125,7 +133,8 @@ fn tell<B: Kernels, T: Serialize + DeserializeOwned>(world: &Group<B>, mine: &T)
     told.map_err(|e| Error::comm(format!("another rank sent malformed products: {e}")))
 }
 
-/// Choices for all of these products that the library knows an algorithm for: earlier ones that it still takes, or new ones.
+/// Choices for all of these products that the library knows an algorithm for: earlier ones that it
+/// still takes, or new ones.
 fn settle(
     device: &dyn ProductAlgorithms,
     kind: String,
@@ -165,7 +174,10 @@ fn recall(path: &Path) -> Result<Choices> {
         Err(e) => return Err(Error::io("read", path, e)),
     };
     decode(&bytes).or_else(|why| {
-        log::warn!("{} is damaged ({why}): products are measured anew, and last bits may differ", path.display());
+        log::warn!(
+            "{} is damaged ({why}): products are measured anew, and last bits may differ",
+            path.display()
+        );
         Ok(Choices::new())
     })
 }
@@ -183,7 +195,8 @@ fn decode(bytes: &[u8]) -> std::result::Result<Choices, String> {
 }
 
 fn checksum(kinds: &Choices) -> Result<String> {
-    let text = serde_json::to_vec(kinds).map_err(|e| Error::internal(format!("matmuls.json: {e}")))?;
+    let text =
+        serde_json::to_vec(kinds).map_err(|e| Error::internal(format!("matmuls.json: {e}")))?;
     Ok(format!("{:08x}", crc32fast::hash(&text)))
 }
 
@@ -207,10 +220,15 @@ mod tests {
     }
 
     fn chosen(m: usize, place: usize) -> Chosen {
-        Chosen { product: product(m), algorithm: Algorithm([place as u64, 0, 0, 0, 0, 0, 0, u64::MAX]), place }
+        Chosen {
+            product: product(m),
+            algorithm: Algorithm([place as u64, 0, 0, 0, 0, 0, 0, u64::MAX]),
+            place,
+        }
     }
 
-    /// A library that takes algorithms of even places, measures the second as the fastest, and knows no product of 7 rows.
+    /// A library that takes algorithms of even places, measures the second as the fastest, and
+    /// knows no product of 7 rows.
     struct Library;
 
     impl ProductAlgorithms for Library {
@@ -243,22 +261,37 @@ mod tests {
         let before = [chosen(1, 2), chosen(2, 3), chosen(9, 2)];
         let settled = settle(&Library, "a device".into(), &products, &before).unwrap();
         let all = vec![chosen(1, 2), chosen(2, 0), chosen(3, 1)];
-        assert_eq!(settled, Settled { kind: "a device".into(), chosen: all, measured: 1, refused: 1 });
+        assert_eq!(
+            settled,
+            Settled { kind: "a device".into(), chosen: all, measured: 1, refused: 1 }
+        );
         assert_eq!(
             describe(&[settled], 1.25),
             "3 by time, 2 of them not as cuBLASLt proposes first (1 measured, 1.2 s)"
         );
-        let again = settle(&Library, "a device".into(), &BTreeSet::from([product(1)]), &before).unwrap();
-        assert_eq!(describe(&[again], 1.0), "1 by time, 1 of them not as cuBLASLt proposes first (measured before)");
+        let again =
+            settle(&Library, "a device".into(), &BTreeSet::from([product(1)]), &before).unwrap();
+        assert_eq!(
+            describe(&[again], 1.0),
+            "1 by time, 1 of them not as cuBLASLt proposes first (measured before)"
+        );
     }
 
     #[test]
     fn new_choices_join_those_of_other_products_and_devices() {
-        let settled = |kind: &str, chosen: Vec<Chosen>| Settled { kind: kind.into(), chosen, ..Settled::default() };
-        let before = joined(&Choices::new(), vec![settled("old", vec![chosen(1, 2), chosen(5, 1)])]);
+        let settled = |kind: &str, chosen: Vec<Chosen>| Settled {
+            kind: kind.into(),
+            chosen,
+            ..Settled::default()
+        };
+        let before =
+            joined(&Choices::new(), vec![settled("old", vec![chosen(1, 2), chosen(5, 1)])]);
         assert_eq!(joined(&before, vec![]), before);
         assert_eq!(joined(&before, vec![settled("old", vec![chosen(5, 1)])]), before);
-        let new = vec![settled("old", vec![chosen(3, 0), chosen(1, 3)]), settled("new", vec![chosen(1, 1)])];
+        let new = vec![
+            settled("old", vec![chosen(3, 0), chosen(1, 3)]),
+            settled("new", vec![chosen(1, 1)]),
+        ];
         let now = joined(&before, new);
         assert_eq!(now["old"], [chosen(1, 3), chosen(3, 0), chosen(5, 1)]);
         assert_eq!(now["new"], [chosen(1, 1)]);
@@ -269,7 +302,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("matmuls.json");
         assert_eq!(recall(&path).unwrap(), Choices::new());
-        let choices = Choices::from([("GPU, 12".to_string(), vec![chosen(1, 2), chosen(2, 0)]), ("b".into(), vec![])]);
+        let choices = Choices::from([
+            ("GPU, 12".to_string(), vec![chosen(1, 2), chosen(2, 0)]),
+            ("b".into(), vec![]),
+        ]);
         let text = encode(&choices).unwrap();
         std::fs::write(&path, &text).unwrap();
         assert_eq!(recall(&path).unwrap(), choices);

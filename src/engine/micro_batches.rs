@@ -10,15 +10,16 @@ use hpctrain_comm::Group;
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{Config, ModelKind, ResolvedConfig, sample_spec};
 use hpctrain_data::{
-    Augment, Batch, DataSpec, Dataset, Held, Loader, SampleOrder, SampleSpec, ShardIndex, Source, Split, Target,
-    bundled, local_cache,
+    Augment, Batch, DataSpec, Dataset, Held, Loader, SampleOrder, SampleSpec, ShardIndex, Source,
+    Split, Target, bundled, local_cache,
 };
 use hpctrain_device::{Backend, Kernels, MemoryKind};
 use hpctrain_nn::MicroBatch;
 use hpctrain_parallel::Progress;
 use hpctrain_parallel::Stage;
 
-/// Training and validation data of a configuration; none to validate on where there is none and none was asked for.
+/// Training and validation data of a configuration; none to validate on where there is none and
+/// none was asked for.
 ///
 /// # Errors
 /// Data is missing or malformed; the error names the place.
@@ -26,26 +27,33 @@ pub fn open(config: &Config) -> Result<(Dataset, Option<Dataset>)> {
     open_specs(&mut ShardIndex::to_be_told(), config, &specs(config)?)
 }
 
-/// Opens data on all ranks of `world`: rank 0 looks at its files, and tells the others of them. Collective.
+/// Opens data on all ranks of `world`: rank 0 looks at its files, and tells the others of them.
+/// Collective.
 ///
 /// # Errors
 /// Those of `open`, which all ranks share; or a message between ranks failed.
-pub fn together<B: Backend, T>(world: &Group<B>, open: impl FnOnce(&mut ShardIndex) -> Result<T>) -> Result<T> {
+pub fn together<B: Backend, T>(
+    world: &Group<B>,
+    open: impl FnOnce(&mut ShardIndex) -> Result<T>,
+) -> Result<T> {
     if world.rank() == 0 {
         let mut catalogue = ShardIndex::to_be_told();
         let opened = world.all_ok(open(&mut catalogue))?;
-        let told = world.all_ok(if world.size() > 1 { catalogue.tell() } else { Ok(Vec::new()) })?;
+        let told =
+            world.all_ok(if world.size() > 1 { catalogue.tell() } else { Ok(Vec::new()) })?;
         world.gather_bytes(told).wait()?;
         return world.all_ok(Ok(opened));
     }
     world.all_ok(Ok(()))?;
     world.all_ok(Ok(()))?;
     let told = world.gather_bytes(Vec::new()).wait()?;
-    let opened = ShardIndex::told(&told[0], world.is_first_of_node()).and_then(|mut catalogue| open(&mut catalogue));
+    let opened = ShardIndex::told(&told[0], world.is_first_of_node())
+        .and_then(|mut catalogue| open(&mut catalogue));
     world.all_ok(opened)
 }
 
-/// As [`open`], on all ranks of a job: with `data.stage` one rank of each node copies the shards first, and all read the copies.
+/// As [`open`], on all ranks of a job: with `data.stage` one rank of each node copies the shards
+/// first, and all read the copies.
 ///
 /// # Errors
 /// As [`open`], or the shards could not be copied.
@@ -67,21 +75,30 @@ pub fn open_staged<B: Backend>(
     world.all_ok(if world.rank() == 0 { looked() } else { Ok(()) })?;
     let copies = || {
         for spec in &sources {
-            let local_cache::Staged { copied: (files, bytes), reused } = local_cache::stage(spec, root)?;
-            let (from, to) = (spec.path.display(), root.display());
-            log::info!("{here}: {files} shards ({bytes} bytes) of {from} copied to {to}, {reused} were there");
+            let local_cache::Staged { copied: (files, bytes), reused } =
+                local_cache::stage(spec, root)?;
+            let from = spec.path.display();
+            let to = root.display();
+            log::info!(
+                "{here}: {files} shards ({bytes} bytes) of {from} copied to {to}, {reused} were there"
+            );
         }
         Ok(())
     };
     let is_first = (0..world.rank()).all(|rank| topology.host(rank) != here);
     // Copies may take longer than any message.
     world.with_keepalive(is_first.then_some(copies))?;
-    let staged = || sources.iter().map(|spec| local_cache::place(spec, root)).collect::<Result<Vec<_>>>();
+    let staged =
+        || sources.iter().map(|spec| local_cache::place(spec, root)).collect::<Result<Vec<_>>>();
     let staged = world.all_ok(staged())?;
     together(world, |catalogue| open_specs(catalogue, config, &staged))
 }
 
-fn open_specs(catalogue: &mut ShardIndex, config: &Config, specs: &[DataSpec]) -> Result<(Dataset, Option<Dataset>)> {
+fn open_specs(
+    catalogue: &mut ShardIndex,
+    config: &Config,
+    specs: &[DataSpec],
+) -> Result<(Dataset, Option<Dataset>)> {
     let mut train = Dataset::open_by(catalogue, specs, Split::Train, predictions(config))?;
     if config.data.augment != Augment::default() {
         // Models of text have no shape of a sample.
@@ -96,30 +113,47 @@ fn open_specs(catalogue: &mut ShardIndex, config: &Config, specs: &[DataSpec]) -
 }
 
 /// Evaluations look at no weights.
-fn open_measured(catalogue: &mut ShardIndex, config: &Config, specs: &[DataSpec], split: Split) -> Result<Dataset> {
+fn open_measured(
+    catalogue: &mut ShardIndex,
+    config: &Config,
+    specs: &[DataSpec],
+    split: Split,
+) -> Result<Dataset> {
     let unweighted = |spec: &DataSpec| DataSpec { weights: Some(String::new()), ..spec.clone() };
     let specs: Vec<DataSpec> = specs.iter().map(unweighted).collect();
     Dataset::open_by(catalogue, &specs, split, predictions(config))
 }
 
 /// Opens the validation data, if there is any.
-fn open_validation(catalogue: &mut ShardIndex, config: &Config, specs: &[DataSpec]) -> Result<Option<Dataset>> {
+fn open_validation(
+    catalogue: &mut ShardIndex,
+    config: &Config,
+    specs: &[DataSpec],
+) -> Result<Option<Dataset>> {
     let held = specs.iter().map(|spec| catalogue.held(spec)).collect::<Result<Vec<_>>>()?;
     let fraction = config.data.val_fraction;
     if fraction > 0.0 && !held.contains(&Held::Fraction) {
         let path = specs[0].path.display();
-        return Err(Error::input(format!("data.val_fraction = {fraction}, but {path} has validation shards"))
-            .hint("leave data.val_fraction out, or move the validation shards away"));
+        return Err(Error::input(format!(
+            "data.val_fraction = {fraction}, but {path} has validation shards"
+        ))
+        .hint("leave data.val_fraction out, or move the validation shards away"));
     }
-    let without: Vec<&DataSpec> =
-        specs.iter().zip(&held).filter(|(_, held)| **held == Held::Nowhere).map(|(spec, _)| spec).collect();
+    let without: Vec<&DataSpec> = specs
+        .iter()
+        .zip(&held)
+        .filter(|(_, held)| **held == Held::Nowhere)
+        .map(|(spec, _)| spec)
+        .collect();
     match without[..] {
         [] => {}
         _ if without.len() == specs.len() => return Ok(None),
         [first, ..] => {
             let path = first.path.display();
-            return Err(Error::input(format!("{path} has no validation data, but others of data.mix have some"))
-                .hint("set data.val_fraction to keep a part of its samples for validation"));
+            return Err(Error::input(format!(
+                "{path} has no validation data, but others of data.mix have some"
+            ))
+            .hint("set data.val_fraction to keep a part of its samples for validation"));
         }
     }
     open_measured(catalogue, config, specs, Split::Validation).map(Some)
@@ -216,7 +250,11 @@ fn specs(config: &Config) -> Result<Vec<DataSpec>> {
             samples: samples.clone(),
         })
     };
-    if data.mix.is_empty() { Ok(vec![spec(&data.path)?]) } else { data.mix.iter().map(|one| spec(&one.path)).collect() }
+    if data.mix.is_empty() {
+        Ok(vec![spec(&data.path)?])
+    } else {
+        data.mix.iter().map(|one| spec(&one.path)).collect()
+    }
 }
 
 /// The order of samples in the run.
@@ -236,12 +274,19 @@ pub fn vocabulary(config: &Config) -> Result<usize> {
     open(config).map(|(train, _)| train.vocabulary())
 }
 
-/// A batch on the device, of samples of `time` predictions: inputs in the first stage of a pipeline, targets in the last; but ids
-/// on the host where that has their tables. `base` is the position of the global batch's first sample.
+/// A batch on the device, of samples of `time` predictions: inputs in the first stage of a
+/// pipeline, targets in the last; but ids on the host where that has their tables. `base` is the
+/// position of the global batch's first sample.
 ///
 /// # Errors
 /// The device is out of memory.
-pub fn micro<B: Backend>(backend: &B, batch: &Batch, time: usize, base: u64, stage: &Stage) -> Result<MicroBatch<B>> {
+pub fn micro<B: Backend>(
+    backend: &B,
+    batch: &Batch,
+    time: usize,
+    base: u64,
+    stage: &Stage,
+) -> Result<MicroBatch<B>> {
     let mut parts = batch.parts.as_ref().map(Vec::as_slice, Vec::as_slice);
     if !stage.is_first() {
         (parts.ids, parts.features) = (&[], &[]);
@@ -249,7 +294,8 @@ pub fn micro<B: Backend>(backend: &B, batch: &Batch, time: usize, base: u64, sta
     if !stage.is_last() {
         (parts.classes, parts.values, parts.weights) = (&[], &[], &[]);
     }
-    let host_ids = if stage.takes_rows() { std::mem::take(&mut parts.ids).to_vec() } else { Vec::new() };
+    let host_ids =
+        if stage.takes_rows() { std::mem::take(&mut parts.ids).to_vec() } else { Vec::new() };
     let samples = (batch.positions.end - batch.positions.start) as usize;
     let micro = MicroBatch::upload(backend, parts, samples, time, batch.positions.start - base)?;
     Ok(MicroBatch { host_ids, ..micro })
@@ -260,7 +306,9 @@ pub fn micro<B: Backend>(backend: &B, batch: &Batch, time: usize, base: u64, sta
 /// # Errors
 /// The data is shorter than one batch.
 pub fn check_size(plan: &ResolvedConfig, train: &dyn Source) -> Result<()> {
-    let Some((number, have, want)) = order(&plan.config, train)?.repeats_within(plan.config.batch.global) else {
+    let Some((number, have, want)) =
+        order(&plan.config, train)?.repeats_within(plan.config.batch.global)
+    else {
         return Ok(());
     };
     let Some(one) = plan.config.data.mix.get(number) else {
@@ -312,7 +360,8 @@ impl<B: Kernels> MicroBatches<B> {
         Self::of(model, train, plan, progress.position, positions)
     }
 
-    /// As [`MicroBatches::start`], of the micro-batches at `positions`, where global batches follow one another from position `first` on.
+    /// As [`MicroBatches::start`], of the micro-batches at `positions`, where global batches follow
+    /// one another from position `first` on.
     ///
     /// # Errors
     /// As [`MicroBatches::start`].
@@ -326,7 +375,9 @@ impl<B: Kernels> MicroBatches<B> {
         let order = order(&plan.config, &train)?;
         let stage = model.sharded.stage().clone();
         let loader = Loader::start(train, order, positions, plan.config.data.prefetch)?;
-        let (time, global, backend) = (plan.network.context(), plan.config.batch.global, model.backend.clone());
+        let time = plan.network.context();
+        let global = plan.config.batch.global;
+        let backend = model.backend.clone();
         Ok(Self { backend, loader, stage, time, first, global, entered: 0 })
     }
 
@@ -405,12 +456,14 @@ impl Iterator for Positions {
 
     fn next(&mut self) -> Option<Range<u64>> {
         if self.done == self.lanes.len() as u64 * self.lane_samples {
-            (self.done, self.base, self.steps_left) = (0, self.base + self.global, self.steps_left.saturating_sub(1));
+            (self.done, self.base, self.steps_left) =
+                (0, self.base + self.global, self.steps_left.saturating_sub(1));
         }
         if self.steps_left == 0 {
             return None;
         }
-        let (lane, of_lane) = (self.done / self.lane_samples, self.done % self.lane_samples);
+        let lane = self.done / self.lane_samples;
+        let of_lane = self.done % self.lane_samples;
         let start = self.base + self.lanes[lane as usize] * self.lane_samples + of_lane;
         self.done += self.micro;
         Some(start..start + self.micro)

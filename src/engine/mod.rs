@@ -1,4 +1,5 @@
-//! The one step, and all that it stands on: the network on its mesh, its samples, the memory it takes.
+//! The one step, and all that it stands on: the network on its mesh, its samples, the memory it
+//! takes.
 
 #![forbid(unsafe_code)]
 

@@ -1,5 +1,5 @@
-//! The messages between a stage of the pipeline and its neighbours: activations go to the next stage, gradients of them come
-//! back.
+//! The messages between a stage of the pipeline and its neighbours: activations go to the next
+//! stage, gradients of them come back.
 
 use hpctrain_base::error::Result;
 use hpctrain_comm::{Group, Pending};
@@ -21,22 +21,31 @@ impl<B: Kernels> PipelineP2p<B> {
         Self { group, input, output }
     }
 
-    /// Gets ready to receive a message of so many rows: shape rows × input for activations, rows × output for gradients.
-    /// `about` says for people which it is.
+    /// Gets ready to receive a message of so many rows: shape rows × input for activations, rows ×
+    /// output for gradients. `about` says for people which it is.
     ///
     /// # Errors
     /// Out of memory.
-    pub fn receive(&self, backend: &B, flow: Flow, rows: usize, about: &str) -> Result<Pending<B::Buf>> {
+    pub fn receive(
+        &self,
+        backend: &B,
+        flow: Flow,
+        rows: usize,
+        about: &str,
+    ) -> Result<Pending<B::Buf>> {
         let (from, width) = match flow {
             Flow::Activations => (self.group.rank() - 1, self.input),
             Flow::Gradients => (self.group.rank() + 1, self.output),
         };
         let buf = backend.alloc(MemoryKind::Activations, rows * width)?;
-        Ok(self.group.with_label(&format!("{} {about} from stage {from}", name(flow)).into()).recv(from, buf))
+        Ok(self
+            .group
+            .with_label(&format!("{} {about} from stage {from}", name(flow)).into())
+            .recv(from, buf))
     }
 
-    /// Starts to send a message. The communication thread gives its buffer back to the pool; if it fails, so does the next
-    /// request.
+    /// Starts to send a message. The communication thread gives its buffer back to the pool; if it
+    /// fails, so does the next request.
     pub fn send(&self, flow: Flow, buf: B::Buf) {
         let to = match flow {
             Flow::Activations => self.group.rank() + 1,

@@ -9,12 +9,12 @@ use hpctrain_config::{Config, Environment, ResolvedConfig, resolve};
 use hpctrain_data::Source;
 use hpctrain_device::Kernels;
 
-/// The plan for the ranks of `comm` and the data of `train`: collective over the world. `threads` is the compute
-/// threads a rank; without it the ranks of a node share its cores.
+/// The plan for the ranks of `comm` and the data of `train`: collective over the world. `threads`
+/// is the compute threads a rank; without it the ranks of a node share its cores.
 ///
 /// # Errors
-/// An invalid key, samples that the network cannot take, or fewer samples than a batch: the same on all ranks. Or a
-/// message between ranks failed.
+/// An invalid key, samples that the network cannot take, or fewer samples than a batch: the same on
+/// all ranks. Or a message between ranks failed.
 pub fn plan<B: Kernels>(
     comm: &Comm<B>,
     mut config: Config,
@@ -30,6 +30,7 @@ pub fn plan<B: Kernels>(
     let facts = Environment { ranks: world.size(), threads, vocabulary, on_gpu: !B::ON_HOST };
     config.count_epochs(train.samples());
     let plan = world.all_ok(resolve(config, &facts))?;
-    world.all_ok(check_sizes(&plan, train).and_then(|()| micro_batches::check_size(&plan, train)))?;
+    world
+        .all_ok(check_sizes(&plan, train).and_then(|()| micro_batches::check_size(&plan, train)))?;
     Ok(plan)
 }

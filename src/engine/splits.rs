@@ -1,14 +1,17 @@
 //! The data of a run: the files that its configuration names, or samples that a program makes.
 //!
-//! A program's own source takes the place of the files for the whole run. Its samples are checked as they are read, as
-//! `Dataset` checks those of files: to a kernel a class out of range would be an address.
+//! A program's own source takes the place of the files for the whole run. Its samples are checked
+//! as they are read, as `Dataset` checks those of files: to a kernel a class out of range would be
+//! an address.
 
 use super::micro_batches;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_comm::Group;
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{Config, ResolvedConfig};
-use hpctrain_data::{Fingerprint, Preprocessing, SampleMut, SampleSpec, Sizes, Source, Tokenizer, is_weight};
+use hpctrain_data::{
+    Fingerprint, Preprocessing, SampleMut, SampleSpec, Sizes, Source, Tokenizer, is_weight,
+};
 use hpctrain_device::Backend;
 
 /// Training and validation samples of a network.
@@ -17,8 +20,8 @@ pub struct Splits {
     pub name: String,
     /// Training samples.
     pub train: Box<dyn Source>,
-    /// Validation samples; without them nothing is evaluated, and the best checkpoint has the lowest mean training
-    /// loss.
+    /// Validation samples; without them nothing is evaluated, and the best checkpoint has the
+    /// lowest mean training loss.
     pub validation: Option<Box<dyn Source>>,
 }
 
@@ -27,7 +30,11 @@ impl Splits {
     ///
     /// # Errors
     /// As [`micro_batches::open_staged`].
-    pub fn open<B: Backend>(config: &Config, world: &Group<B>, topology: &Topology) -> Result<Self> {
+    pub fn open<B: Backend>(
+        config: &Config,
+        world: &Group<B>,
+        topology: &Topology,
+    ) -> Result<Self> {
         let (train, validation) = micro_batches::open_staged(config, world, topology)?;
         let validation = validation.map(|validation| Box::new(validation) as Box<dyn Source>);
         Ok(Self { name: config.data.path.clone(), train: Box::new(train), validation })
@@ -39,8 +46,9 @@ impl Splits {
         std::iter::once(&self.train as &dyn Source).chain(validation).collect()
     }
 
-    /// The same, with samples that are looked at as they are read: ids and classes that the network of `plan` does not know, and
-    /// numbers that are none, are refused. [`Dataset`](hpctrain_data::Dataset) looks by itself.
+    /// The same, with samples that are looked at as they are read: ids and classes that the network
+    /// of `plan` does not know, and numbers that are none, are refused.
+    /// [`Dataset`](hpctrain_data::Dataset) looks by itself.
     ///
     /// # Errors
     /// The samples have other sizes than the network takes, or there are none.
@@ -61,13 +69,18 @@ impl Splits {
 /// # Errors
 /// They are not, or there are none.
 pub fn check_sizes(plan: &ResolvedConfig, source: &dyn Source) -> Result<()> {
-    let (samples, sizes) = (source.samples(), source.sizes());
+    let samples = source.samples();
+    let sizes = source.sizes();
     let wanted = Wanted::by(plan, sizes).sizes;
     if sizes == wanted && samples > 0 {
         return Ok(());
     }
-    Err(Error::input(format!("{samples} samples of {}, but the network takes {}", told(sizes), told(wanted)))
-        .hint("let samples() and sizes() of the source fit model and loss"))
+    Err(Error::input(format!(
+        "{samples} samples of {}, but the network takes {}",
+        told(sizes),
+        told(wanted)
+    ))
+    .hint("let samples() and sizes() of the source fit model and loss"))
 }
 
 /// Sizes for people.
@@ -88,7 +101,8 @@ struct Wanted {
 impl Wanted {
     /// Sizes that the network requires of samples with `sizes`: rows may have weights, or not.
     fn by(plan: &ResolvedConfig, sizes: Sizes) -> Self {
-        let (spec, outputs) = (&plan.samples, plan.network.outputs());
+        let spec = &plan.samples;
+        let outputs = plan.network.outputs();
         // Text has no weights.
         let weights = if *spec == SampleSpec::Text { 0 } else { sizes.weights.min(1) };
         let sizes = Sizes { weights, ..spec.sizes(plan.network.context()) };
@@ -122,14 +136,25 @@ impl Source for Checked {
         self.read_run(sample, 1, 0, into)
     }
 
-    fn read_run(&mut self, first: u64, count: usize, epoch: u64, mut into: SampleMut<'_>) -> Result<()> {
-        self.source.read_run(first, count, epoch, into.reborrow()).map_err(|e| self.at(first, e))?;
+    fn read_run(
+        &mut self,
+        first: u64,
+        count: usize,
+        epoch: u64,
+        mut into: SampleMut<'_>,
+    ) -> Result<()> {
+        self.source
+            .read_run(first, count, epoch, into.reborrow())
+            .map_err(|e| self.at(first, e))?;
         let SampleMut { ids, features, classes, values, weights } = into;
         let sizes = self.wanted.sizes;
         let below = |what: &str, found: &[u32], a_sample: usize, limit: usize| {
             let place = found.iter().position(|id| *id as usize >= limit)?;
             let most = limit.saturating_sub(1);
-            Some((place / a_sample, format!("{what} {}, but the network knows 0 to {most}", found[place])))
+            Some((
+                place / a_sample,
+                format!("{what} {}, but the network knows 0 to {most}", found[place]),
+            ))
         };
         let finite = |found: &[f32], a_sample: usize| {
             let place = found.iter().position(|x| !x.is_finite())?;
@@ -140,10 +165,9 @@ impl Source for Checked {
             below("class", classes, sizes.classes, self.wanted.classes),
             finite(features, sizes.features),
             finite(values, sizes.values),
-            weights
-                .iter()
-                .position(|x| !is_weight(*x))
-                .map(|sample| (sample, format!("weight {} is not a finite number of 0 or more", weights[sample]))),
+            weights.iter().position(|x| !is_weight(*x)).map(|sample| {
+                (sample, format!("weight {} is not a finite number of 0 or more", weights[sample]))
+            }),
         ];
         match found.into_iter().flatten().min_by_key(|(sample, _)| *sample) {
             Some((sample, message)) => Err(self.at(first + sample as u64, Error::input(message))),

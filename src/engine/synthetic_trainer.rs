@@ -24,8 +24,8 @@ pub struct SyntheticTrainer<B: Kernels> {
 }
 
 impl<B: Kernels> SyntheticTrainer<B> {
-    /// The network of a configuration with so many samples a rank and step, or a micro-batch of its own. Collective over
-    /// the world of `comm`.
+    /// The network of a configuration with so many samples a rank and step, or a micro-batch of its
+    /// own. Collective over the world of `comm`.
     ///
     /// # Errors
     /// The configuration cannot be, or the memory does not suffice.
@@ -41,7 +41,12 @@ impl<B: Kernels> SyntheticTrainer<B> {
         // Ids of text are those of its tokenizer.
         let wants_ids = config.model.kind != ModelKind::Layers && config.model.vocabulary.is_none();
         let vocabulary = world.all_ok(wants_ids.then(|| vocabulary(&config)).transpose())?;
-        let facts = Environment { ranks: world.size(), threads: topology.threads(), vocabulary, on_gpu: !B::ON_HOST };
+        let facts = Environment {
+            ranks: world.size(),
+            threads: topology.threads(),
+            vocabulary,
+            on_gpu: !B::ON_HOST,
+        };
         let samples = match samples {
             Some(samples) => samples,
             None => world.all_ok(resolve(config.clone(), &facts))?.micro,
@@ -69,21 +74,30 @@ impl<B: Kernels> SyntheticTrainer<B> {
         Ok(Self { plan, engine, batch, progress: Progress::default() })
     }
 
-    /// Seconds of the next step on this rank; where replicas train apart, the mean of those to the next average.
+    /// Seconds of the next step on this rank; where replicas train apart, the mean of those to the
+    /// next average.
     ///
     /// # Errors
     /// The device or a message between ranks failed.
     pub fn step(&mut self) -> Result<f64> {
         let begun = Instant::now();
-        let (backend, batch) = (self.engine.model.backend.clone(), &self.batch);
+        let backend = self.engine.model.backend.clone();
+        let batch = &self.batch;
         let time = self.plan.network.context();
         let stage = self.engine.model.sharded.stage().clone();
         let next = || micro_batches::micro(&backend, batch, time, 0, &stage);
-        let round = train_round(&self.plan, &mut self.engine, next, &mut self.progress, ControlFlags::empty)?;
+        let round = train_round(
+            &self.plan,
+            &mut self.engine,
+            next,
+            &mut self.progress,
+            ControlFlags::empty,
+        )?;
         Ok(begun.elapsed().as_secs_f64() / round.steps.len() as f64)
     }
 
-    /// From now on gradients of weights are computed apart from those of inputs, as in a late stage of a zero-bubble pipeline.
+    /// From now on gradients of weights are computed apart from those of inputs, as in a late stage
+    /// of a zero-bubble pipeline.
     pub fn defer_wgrad(&mut self) {
         self.engine.geometry.schedule.order = PipelineSchedule::ZeroBubble;
     }

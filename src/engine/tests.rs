@@ -12,9 +12,10 @@ use hpctrain_nn::loss::{Loss, Objective};
 use hpctrain_nn::optim::UpdateRule;
 use hpctrain_nn::{MicroBatch, loans};
 use hpctrain_parallel::{
-    ControlFlags, Groups, Hyper, LocalSgd, MemoryTimeline, Moment, OuterOptimizer, PipelineSchedule, ReplicaStep,
-    RoundSummary, Sharded, ShardingPolicy, Stage, StepSchedule, Storage, TiedExport, TiedImport, Updates, VirtualRanks,
-    Zero, offloaded_bytes, partition, steps_of_replicas,
+    ControlFlags, Groups, Hyper, LocalSgd, MemoryTimeline, Moment, OuterOptimizer,
+    PipelineSchedule, ReplicaStep, RoundSummary, Sharded, ShardingPolicy, Stage, StepSchedule,
+    Storage, TiedExport, TiedImport, Updates, VirtualRanks, Zero, offloaded_bytes, partition,
+    steps_of_replicas,
 };
 
 const STEPS: u64 = 4;
@@ -78,12 +79,16 @@ const RULE: UpdateRule = UpdateRule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 
 
 /// The last of its four blocks borrows the unit of the first.
 const BLOCKS: usize = 4;
-const GPT: Gpt = Gpt { layers: 2, heads: 4, width: 16, context: TIME, vocabulary: 19, bias: true, dropout: 0.2 };
+const GPT: Gpt =
+    Gpt { layers: 2, heads: 4, width: 16, context: TIME, vocabulary: 19, bias: true, dropout: 0.2 };
 
 /// Bytes of the padded units.
 fn unit_bytes(lanes: usize) -> Vec<usize> {
     let size = |layout: UnitLayout| layout.padded * size_of::<f32>();
-    GPT.blocks::<Cpu>().iter().map(|block| size(UnitLayout::new(block.name(), block.tensors(), lanes))).collect()
+    GPT.blocks::<Cpu>()
+        .iter()
+        .map(|block| size(UnitLayout::new(block.name(), block.tensors(), lanes)))
+        .collect()
 }
 
 /// Steps between audits.
@@ -91,15 +96,19 @@ const AUDIT_EVERY: u64 = 2;
 
 /// The engine of a rank.
 fn engine(comm: &Comm<Cpu>, row: Row, backend: &Cpu) -> Engine<Cpu> {
-    let mesh = Mesh { pipeline: row.pipeline, replica: row.replica, shard: row.shard, tensor: row.tensor };
+    let mesh =
+        Mesh { pipeline: row.pipeline, replica: row.replica, shard: row.shard, tensor: row.tensor };
     let groups = Groups::split(comm, &mesh, row.averaging.is_some()).unwrap();
-    let lanes = VirtualRanks { total: row.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
+    let lanes =
+        VirtualRanks { total: row.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let tensor = mesh.coordinates(comm.rank())[Axis::Tensor as usize];
     let slices = TensorShards::of_rank(row.tensor_lanes, tensor, row.tensor, row.sequence);
     let blocks = GPT.sliced(&slices);
     let cut = partition(&[1.0; BLOCKS], row.pipeline, |_, _| true).unwrap();
     let stage = Stage::new(&cut, mesh.stage(comm.rank()), &loans(&blocks));
-    let (host, averaging, storage) = (row.offload.then(|| Cpu::new(2)), row.averaging, row.storage);
+    let host = row.offload.then(|| Cpu::new(2));
+    let averaging = row.averaging;
+    let storage = row.storage;
     let updates = Updates {
         rule: RULE,
         groups: vec![],
@@ -111,12 +120,24 @@ fn engine(comm: &Comm<Cpu>, row: Row, backend: &Cpu) -> Engine<Cpu> {
     };
     let on_host = row.offload && row.zero == Zero::Three && averaging.is_none();
     let keep = ShardingPolicy { ahead: row.ahead, on_host, ..row.zero.residency() };
-    let (stages, number) = (stage.count, stage.index);
-    let sharded =
-        Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, &slices, stage, Some(3)).unwrap();
+    let stages = stage.count;
+    let number = stage.index;
+    let sharded = Sharded::new(
+        backend.clone(),
+        groups,
+        keep,
+        lanes,
+        Some(updates),
+        &blocks,
+        &slices,
+        stage,
+        Some(3),
+    )
+    .unwrap();
     let replicas = row.averaging.map_or(row.replica, |averaging| averaging.replicas);
     let lanes_here = row.lanes / replicas / row.shard;
-    let predictions = (BATCH * TIME) as u64 / row.averaging.map_or(1, |averaging| averaging.replicas as u64);
+    let predictions =
+        (BATCH * TIME) as u64 / row.averaging.map_or(1, |averaging| averaging.replicas as u64);
     let geometry = Geometry {
         schedule: StepSchedule {
             stage: number,
@@ -131,7 +152,8 @@ fn engine(comm: &Comm<Cpu>, row: Row, backend: &Cpu) -> Engine<Cpu> {
     };
     let objective = Objective::new(Loss::cross_entropy(), GPT.vocabulary, false).sliced(&slices);
     // The device is a host itself here.
-    let host_inputs = (row.recompute && row.offload).then(|| ActivationOffload::new(backend).unwrap());
+    let host_inputs =
+        (row.recompute && row.offload).then(|| ActivationOffload::new(backend).unwrap());
     Engine { model: Model::new(backend.clone(), blocks, objective, sharded), geometry, host_inputs }
 }
 
@@ -139,7 +161,8 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     let backend = Cpu::new(1);
     let mut engine = engine(comm, row, &backend);
     let sharded = &engine.model.sharded;
-    let (data_rank, stages) = (sharded.data().rank(), sharded.pipeline().size());
+    let data_rank = sharded.data().rank();
+    let stages = sharded.pipeline().size();
     let replicas = row.averaging.map_or(row.replica, |averaging| averaging.replicas);
     let lanes_here = row.lanes / replicas / row.shard;
     let mut curve = Vec::new();
@@ -148,7 +171,8 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     let sequences = BATCH / row.lanes / row.micros_per_lane;
     for step in 0..STEPS {
         if step == 3 {
-            // Outside training: another pass, which finds the parameters that the update has gathered ahead.
+            // Outside training: another pass, which finds the parameters that the update has
+            // gathered ahead.
             let micro = MicroBatch::of_text(&backend, &[1, 2, 3], &[2, 3, 4], 3, 0).unwrap();
             let loss = engine.model.measure(&micro, &[]).unwrap();
             let loss = loss.map_or(vec![], |sums| sums[0].to_bits().to_le_bytes().to_vec());
@@ -156,33 +180,39 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
             curve.push((u64::from_le_bytes(*told[stages - 1].first_chunk().unwrap()), 0));
         }
         for turn in 0..engine.model.sharded.replicas_here() {
-            let replica = if row.averaging.is_some() { first_replica + turn } else { data_rank / row.shard };
+            let replica =
+                if row.averaging.is_some() { first_replica + turn } else { data_rank / row.shard };
             let first_lane = replica * (row.lanes / replicas) + data_rank % row.shard * lanes_here;
             let mut first = first_lane * (BATCH / row.lanes);
             let next = || {
                 let id = |i: usize| ((i as u64 * 2_654_435_761 + step * 97) % 19) as u32;
                 let from = first * TIME;
                 let tokens: Vec<u32> = (from..from + sequences * TIME).map(id).collect();
-                let targets: Vec<u32> = (from..from + sequences * TIME).map(|i| id(i + 1)).collect();
+                let targets: Vec<u32> =
+                    (from..from + sequences * TIME).map(|i| id(i + 1)).collect();
                 let micro = MicroBatch::of_text(&backend, &tokens, &targets, TIME, first as u64)?;
                 first += sequences;
                 Ok(micro)
             };
             let synced = engine.gradients(step, next, ControlFlags::empty).unwrap();
-            // A step that does not count leaves no trace: of all replicas, or of one that trains apart.
+            // A step that does not count leaves no trace: of all replicas, or of one that trains
+            // apart.
             let skipped = step == 1 && (row.averaging.is_none() || replica == 1);
             engine.model.sharded.audit(step).unwrap();
             match skipped {
                 true => engine.model.sharded.skip().unwrap(),
                 false => {
-                    let hyper = Hyper { lr: 1e-2, weight_decay: 0.1, step: step + 1, grad_scale: 0.7 };
+                    let hyper =
+                        Hyper { lr: 1e-2, weight_decay: 0.1, step: step + 1, grad_scale: 0.7 };
                     engine.model.sharded.update(hyper).unwrap();
                 }
             }
             engine.model.sharded.next_replica();
             match row.averaging {
                 None => curve.push((synced.loss.to_bits(), synced.norm.to_bits())),
-                Some(_) => taken[turn].push(ReplicaStep { loss: synced.loss, norm: synced.norm, skipped }),
+                Some(_) => {
+                    taken[turn].push(ReplicaStep { loss: synced.loss, norm: synced.norm, skipped })
+                }
             }
         }
         if let Some(LocalSgd { every, replicas, .. }) = row.averaging
@@ -191,11 +221,14 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
             engine.model.sharded.average().unwrap();
             let steps = taken[0].len();
             let replicas_here = taken.iter_mut().map(std::mem::take).collect();
-            let (flags, compute) = (ControlFlags::empty(), vec![0.0; steps]);
+            let flags = ControlFlags::empty();
+            let compute = vec![0.0; steps];
             let mine = RoundSummary { flags, compute, first_replica, replicas: replicas_here };
             let told = engine.model.sharded.tell(&mine).unwrap();
             let all = steps_of_replicas(&told, replicas, steps).unwrap();
-            curve.extend(all.iter().flatten().map(|step| (step.loss.to_bits(), step.norm.to_bits())));
+            curve.extend(
+                all.iter().flatten().map(|step| (step.loss.to_bits(), step.norm.to_bits())),
+            );
             assert_eq!(
                 all.iter().flatten().filter(|step| step.skipped).count(),
                 usize::from(step + 1 - steps as u64 <= 1 && step >= 1)
@@ -204,7 +237,12 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     }
     engine.model.sharded.compare_with_update().unwrap();
     let tensors = tensors_of(&mut engine);
-    let counted = [MemoryKind::Parameters, MemoryKind::Optimizer, MemoryKind::Gradients, MemoryKind::Offloaded];
+    let counted = [
+        MemoryKind::Parameters,
+        MemoryKind::Optimizer,
+        MemoryKind::Gradients,
+        MemoryKind::Offloaded,
+    ];
     let peak = counted.map(|what| backend.ledger().peak(what));
     Outcome { curve, tensors, peaks: vec![peak] }
 }
@@ -235,16 +273,21 @@ fn take(engine: &mut Engine<Cpu>, backend: &Cpu, step: u64) {
     engine.gradients(step, next, ControlFlags::empty).unwrap();
 }
 
-/// The result of a rank: elements read of parameters and state, or the error; then all tensors after a step.
+/// The result of a rank: elements read of parameters and state, or the error; then all tensors
+/// after a step.
 type Restored = (Result<usize>, Vec<Tensor>);
 
-/// Restores an engine from values that are functions of their places, and takes a step. Reads fail on rank `broken`.
+/// Restores an engine from values that are functions of their places, and takes a step. Reads fail
+/// on rank `broken`.
 fn restored(comm: &Comm<Cpu>, row: Row, broken: usize) -> Restored {
     let backend = Cpu::new(1);
     let mut engine = engine(comm, row, &backend);
     let sharded = &mut engine.model.sharded;
-    let tensors = sharded.layouts().iter().flat_map(|layout| layout.tensors.clone()).collect::<Vec<_>>();
-    let (asked, mut read, mut ranges) = (sharded.restored(), 0, vec![]);
+    let tensors =
+        sharded.layouts().iter().flat_map(|layout| layout.tensors.clone()).collect::<Vec<_>>();
+    let asked = sharded.restored();
+    let mut read = 0;
+    let mut ranges = vec![];
     let done = sharded.restore(|name, part, columns, range, out| {
         if comm.rank() == broken {
             return Err(Error::io("read", std::path::Path::new("x"), "no luck"));
@@ -290,7 +333,8 @@ fn together_ranks_restore_one_copy_whatever_the_layout() {
             let ranks = row.pipeline * row.shard * row.replica * row.tensor;
             let comms = start_threads::<Cpu>(ranks, row.algorithm).unwrap();
             let all: Vec<Restored> = std::thread::scope(|scope| {
-                let ranks = comms.into_iter().map(|comm| scope.spawn(move || restored(&comm, row, broken)));
+                let ranks =
+                    comms.into_iter().map(|comm| scope.spawn(move || restored(&comm, row, broken)));
                 ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
             });
             all
@@ -303,20 +347,26 @@ fn together_ranks_restore_one_copy_whatever_the_layout() {
         let (read, got) = merged(of_ranks(row, usize::MAX));
         let name = format!("{} x {} x {} x {}", row.pipeline, row.shard, row.replica, row.tensor);
         assert!(got == want, "{name}: other values");
-        // A slice of a network has copies of the whole tensors, and a stage one of the unit that it borrows.
+        // A slice of a network has copies of the whole tensors, and a stage one of the unit that it
+        // borrows.
         if row.pipeline == 1 && row.tensor == 1 {
             assert_eq!(read, whole, "{name}");
         }
         // A rank that cannot read keeps none of the others waiting.
         let failed = of_ranks(row, 1);
-        assert!(failed.iter().enumerate().all(|(rank, (read, _))| read.is_err() == (rank == 1)), "{name}: {failed:?}");
+        assert!(
+            failed.iter().enumerate().all(|(rank, (read, _))| read.is_err() == (rank == 1)),
+            "{name}: {failed:?}"
+        );
     }
 }
 
 /// A bit of one rank's memory changes between two steps.
 #[test]
 fn audits_find_a_bit_that_changes_in_memory() {
-    for (row, index) in [(Row { replica: 2, ..ONE }, 0), (Row { shard: 2, zero: Zero::One, ..ONE }, 3)] {
+    for (row, index) in
+        [(Row { replica: 2, ..ONE }, 0), (Row { shard: 2, zero: Zero::One, ..ONE }, 3)]
+    {
         let comms = start_threads::<Cpu>(2, Algorithm::Tree).unwrap();
         let changed = |comm: Comm<Cpu>| {
             let backend = Cpu::new(1);
@@ -337,7 +387,8 @@ fn audits_find_a_bit_that_changes_in_memory() {
                 if comm.rank() == 1 {
                     // The first element that it owns, in another bit.
                     let owned = &engine.model.sharded.owned().unwrap()[index];
-                    let (unit, mut value) = (owned.range.start, vec![0.0; owned.range.len()]);
+                    let unit = owned.range.start;
+                    let mut value = vec![0.0; owned.range.len()];
                     owned.params.read(&mut value).unwrap();
                     let flipped = f32::from_bits(value[0].to_bits() ^ 1 << 7);
                     engine.model.sharded.set(index, unit..unit + 1, &[flipped]).unwrap();
@@ -348,13 +399,15 @@ fn audits_find_a_bit_that_changes_in_memory() {
             Ok(())
         };
         let found: Vec<Result<()>> = std::thread::scope(|scope| {
-            let ranks: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || changed(comm))).collect();
+            let ranks: Vec<_> =
+                comms.into_iter().map(|comm| scope.spawn(move || changed(comm))).collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         });
         let error = found[1].clone().unwrap_err();
         let unit = ["embedding", "h.0", "h.1", "head"][index];
-        let told =
-            format!("step 2: {unit} on rank 1 on localhost: parameters or optimizer state have changed in memory");
+        let told = format!(
+            "step 2: {unit} on rank 1 on localhost: parameters or optimizer state have changed in memory"
+        );
         assert!(error.message().starts_with(&told), "{error}");
     }
 }
@@ -373,12 +426,17 @@ fn audits_find_arithmetic_that_differs() {
                 return (step, e, engine.model.sharded.doubtful_since());
             }
             let lr = if (comm.rank(), step) == (1, 2) { 1.000_001e-2 } else { 1e-2 };
-            engine.model.sharded.update(Hyper { lr, weight_decay: 0.1, step: step + 1, grad_scale: 0.7 }).unwrap();
+            engine
+                .model
+                .sharded
+                .update(Hyper { lr, weight_decay: 0.1, step: step + 1, grad_scale: 0.7 })
+                .unwrap();
         }
         unreachable!("steps have no end");
     };
     let found: Vec<(u64, Error, Option<u64>)> = std::thread::scope(|scope| {
-        let ranks: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || differs(comm))).collect();
+        let ranks: Vec<_> =
+            comms.into_iter().map(|comm| scope.spawn(move || differs(comm))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
     for (step, error, since) in found {
@@ -393,9 +451,11 @@ fn audits_find_arithmetic_that_differs() {
 
 /// Runs a row on as many threads as it has ranks; joins the tensors of all.
 fn run(row: Row) -> Outcome {
-    let comms = start_threads(row.pipeline * row.shard * row.replica * row.tensor, row.algorithm).unwrap();
+    let comms =
+        start_threads(row.pipeline * row.shard * row.replica * row.tensor, row.algorithm).unwrap();
     let outcomes: Vec<Outcome> = std::thread::scope(|scope| {
-        let ranks: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || rank(&comm, row))).collect();
+        let ranks: Vec<_> =
+            comms.into_iter().map(|comm| scope.spawn(move || rank(&comm, row))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
     let tensors = outcomes.iter().flat_map(|outcome| outcome.tensors.clone()).collect();
@@ -445,10 +505,13 @@ fn every_layout_gives_the_bits_of_one_rank() {
         rows.push(Row { shard: 2, replica: 2, ..three });
         rows.push(Row { shard: 4, replica: 2, recompute: true, ..three });
     }
-    for row in rows.clone().into_iter().chain(rows.into_iter().map(|row| Row { offload: true, ..row })) {
+    for row in
+        rows.clone().into_iter().chain(rows.into_iter().map(|row| Row { offload: true, ..row }))
+    {
         let got = run(row);
         let Row { shard, replica, zero, ahead, offload, .. } = row;
-        let name = format!("shard {shard} replica {replica} {zero:?} ahead {ahead} offload {offload}");
+        let name =
+            format!("shard {shard} replica {replica} {zero:?} ahead {ahead} offload {offload}");
         assert_eq!(got.curve, want.curve, "{name}");
         assert!(got.tensors == want.tensors, "{name}: other parameters");
     }
@@ -464,7 +527,14 @@ fn every_pipeline_gives_the_bits_of_one_rank() {
             let mut rows = vec![Row { pipeline, ..one }, Row { pipeline, recompute: true, ..one }];
             rows.push(Row { pipeline, replica: 2, ..one });
             rows.extend(stages[1..].iter().map(|&zero| Row { pipeline, shard: 2, zero, ..one }));
-            rows.push(Row { pipeline, shard: 2, zero: Zero::Three, ahead: 0, recompute: true, ..one });
+            rows.push(Row {
+                pipeline,
+                shard: 2,
+                zero: Zero::Three,
+                ahead: 0,
+                recompute: true,
+                ..one
+            });
             if lanes == 4 {
                 rows.push(Row { pipeline, shard: 2, replica: 2, zero: Zero::Two, ..one });
                 rows.extend([Zero::One, Zero::Three].map(|zero| Row {
@@ -475,7 +545,8 @@ fn every_pipeline_gives_the_bits_of_one_rank() {
                     ..one
                 }));
             }
-            let put_off = rows.iter().map(|row| Row { order: PipelineSchedule::ZeroBubble, ..*row });
+            let put_off =
+                rows.iter().map(|row| Row { order: PipelineSchedule::ZeroBubble, ..*row });
             for row in rows.clone().into_iter().chain(put_off) {
                 let got = run(row);
                 let Row { shard, replica, zero, recompute, offload, order, .. } = row;
@@ -507,10 +578,22 @@ fn every_division_of_blocks_gives_the_bits_of_one_rank() {
             rows.push(Row { pipeline: 2, shard: 2, zero: Zero::Two, ..cut });
         }
         rows.push(Row { pipeline: 2, order: PipelineSchedule::ZeroBubble, ..one });
-        let divided = rows.iter().filter(|row| row.tensor > 1).map(|row| Row { sequence: true, ..*row });
+        let divided =
+            rows.iter().filter(|row| row.tensor > 1).map(|row| Row { sequence: true, ..*row });
         for row in rows.clone().into_iter().chain(divided) {
             let got = run(row);
-            let Row { pipeline, order, shard, replica, tensor, sequence, zero, recompute, offload, .. } = row;
+            let Row {
+                pipeline,
+                order,
+                shard,
+                replica,
+                tensor,
+                sequence,
+                zero,
+                recompute,
+                offload,
+                ..
+            } = row;
             let name = format!(
                 "{tensor_lanes} slices: tensor {tensor} sequence {sequence} pipeline {pipeline} {order} shard {shard} \
                  replica {replica} {zero:?} recompute {recompute} offload {offload}, {lanes} lanes of {micros_per_lane}"
@@ -528,7 +611,8 @@ fn replicas_that_train_apart_are_the_same_on_any_ranks() {
         let one = Row { averaging: Some(LocalSgd { every, replicas: 4, outer }), ..ONE };
         let want = run(one);
         assert!(want.tensors != run(ONE).tensors);
-        let mut rows = vec![Row { recompute: true, ..one }, Row { offload: true, replica: 2, ..one }];
+        let mut rows =
+            vec![Row { recompute: true, ..one }, Row { offload: true, replica: 2, ..one }];
         rows.extend([2, 4].map(|replica| Row { replica, ..one }));
         for zero in [Zero::One, Zero::Two, Zero::Three] {
             rows.extend([1, 2, 4].map(|replica| Row { shard: 2, zero, replica, ..one }));
@@ -553,7 +637,11 @@ fn replicas_that_train_apart_are_the_same_on_any_ranks() {
     let want = run(one);
     for row in [Row { tensor: 2, ..one }, Row { tensor: 2, replica: 2, sequence: true, ..one }] {
         let got = run(row);
-        assert!(got.curve == want.curve && got.tensors == want.tensors, "slices, {} replicas", row.replica);
+        assert!(
+            got.curve == want.curve && got.tensors == want.tensors,
+            "slices, {} replicas",
+            row.replica
+        );
     }
 }
 
@@ -564,14 +652,23 @@ fn central_storage_gives_the_bits_of_one_rank() {
     for (reference, cuts) in [(ONE, &[1, 2, 3][..]), (one, &[1, 2])] {
         let want = run(Row { storage: Storage::Ranks, ..reference });
         for &pipeline in cuts {
-            let central = Row { storage: Storage::Central, pipeline, tensor: reference.tensor_lanes, ..reference };
+            let central = Row {
+                storage: Storage::Central,
+                pipeline,
+                tensor: reference.tensor_lanes,
+                ..reference
+            };
             for (owners, replica) in [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (1, 8), (4, 2)] {
                 let row = Row { shard: owners, replica, ..central };
                 let ranks = pipeline * owners * replica * row.tensor;
                 if ranks > 8 {
                     continue;
                 }
-                for row in [row, Row { offload: true, ..row }, Row { algorithm: Algorithm::ReduceToOne, ..row }] {
+                for row in [
+                    row,
+                    Row { offload: true, ..row },
+                    Row { algorithm: Algorithm::ReduceToOne, ..row },
+                ] {
                     let (got, Row { algorithm, offload, tensor, .. }) = (run(row), row);
                     let name = format!(
                         "{owners} owners of {replica} replicas, pipeline {pipeline}, tensor {tensor}, {algorithm}, offload {offload}"
@@ -589,8 +686,17 @@ fn central_storage_gives_the_bits_of_one_rank() {
     for (Row { shard, offload, .. }, peaks) in of_whole {
         for (rank, [parameters, optimizer, _, offloaded]) in peaks.iter().enumerate() {
             let owned = if rank < *shard { padded / shard } else { 0 };
-            let kept = if *offload { (0, offloaded_bytes(2, owned / size_of::<f32>())) } else { (2 * owned, 0) };
-            assert_eq!((*optimizer, *offloaded), kept, "rank {rank} of {} with {shard} owners", peaks.len());
+            let kept = if *offload {
+                (0, offloaded_bytes(2, owned / size_of::<f32>()))
+            } else {
+                (2 * owned, 0)
+            };
+            assert_eq!(
+                (*optimizer, *offloaded),
+                kept,
+                "rank {rank} of {} with {shard} owners",
+                peaks.len()
+            );
             assert_eq!(*parameters, padded);
         }
     }
@@ -620,7 +726,8 @@ fn other_orders_of_addition_are_close() {
     ];
     for row in rows {
         let got = loss(row);
-        // A few updates of AdamW turn rounding in tiny gradients into visible, still small, differences.
+        // A few updates of AdamW turn rounding in tiny gradients into visible, still small,
+        // differences.
         assert!((got / want - 1.0).abs() < 1e-5, "{got}, one rank with 8 lanes {want}");
     }
 }
@@ -636,9 +743,13 @@ fn sharding_saves_what_it_promises() {
     ] {
         let [have_parameters, have_optimizer, _, offloaded] = run(row).peaks[0];
         assert_eq!(offloaded, 0);
-        let [bare_parameters, bare_optimizer, _, offloaded] = run(Row { offload: true, ..row }).peaks[0];
+        let [bare_parameters, bare_optimizer, _, offloaded] =
+            run(Row { offload: true, ..row }).peaks[0];
         // Of two moments for every owned element; all but the full parameters is on the host.
-        assert_eq!((bare_optimizer, offloaded), (0, offloaded_bytes(RULE.state().len(), optimizer / 8)));
+        assert_eq!(
+            (bare_optimizer, offloaded),
+            (0, offloaded_bytes(RULE.state().len(), optimizer / 8))
+        );
         let masters = if row.zero == Zero::Three { optimizer / 2 } else { 0 };
         assert_eq!(bare_parameters, have_parameters - masters);
         assert_eq!(have_optimizer, optimizer);
@@ -651,8 +762,11 @@ fn sharding_saves_what_it_promises() {
 
 /// A stage of the row's pipeline, with loans in bytes that buffers of their length take.
 fn stage_in_bytes(pipeline: usize, index: usize) -> Stage {
-    let stage =
-        Stage::new(&partition(&[1.0; BLOCKS], pipeline, |_, _| true).unwrap(), index, &loans(&GPT.blocks::<Cpu>()));
+    let stage = Stage::new(
+        &partition(&[1.0; BLOCKS], pipeline, |_, _| true).unwrap(),
+        index,
+        &loans(&GPT.blocks::<Cpu>()),
+    );
     let bytes = |len: usize| (len * size_of::<f32>()).next_multiple_of(64);
     let borrowed = |loan: TiedImport| TiedImport { len: bytes(loan.len), ..loan };
     let lent = |lent: &TiedExport| TiedExport { len: bytes(lent.len), ..*lent };
@@ -670,28 +784,36 @@ fn most(row: Row, index: usize, units: &[usize], what: fn(&Moment) -> usize) -> 
     let alone = StepSchedule::alone(row.lanes / row.shard / row.replica, row.micros_per_lane);
     let schedule = StepSchedule { stage: index, stages: row.pipeline, order: row.order, ..alone };
     let sizes: Vec<usize> = stage.slots().map(|unit| units[unit]).collect();
-    let timeline = MemoryTimeline { stage: &stage, sizes: &sizes, shards: row.shard, keep, schedule };
+    let timeline =
+        MemoryTimeline { stage: &stage, sizes: &sizes, shards: row.shard, keep, schedule };
     timeline.step().iter().map(what).max().unwrap()
 }
 
-/// Peaks of parameters and gradients on the first rank of each stage, against the timeline: measured ones are from `least` to
-/// `most` of it.
+/// Peaks of parameters and gradients on the first rank of each stage, against the timeline:
+/// measured ones are from `least` to `most` of it.
 fn assert_peaks(row: Row, name: &str, least: f64, most_times: f64) {
     let units = unit_bytes(row.lanes);
     let outcome = run(row);
     for index in 0..row.pipeline {
         let [parameters, _, gradients, _] = outcome.peaks[index * row.shard * row.replica];
         let stage = stage_in_bytes(row.pipeline, index);
-        let of = |units_of: &[usize]| units_of.iter().map(|unit| units[*unit]).sum::<usize>() / row.shard;
+        let of = |units_of: &[usize]| {
+            units_of.iter().map(|unit| units[*unit]).sum::<usize>() / row.shard
+        };
         let slots: Vec<usize> = stage.slots().collect();
         let masters = if row.zero == Zero::Three { of(&slots) } else { 0 };
         let said = [
             masters + most(row, index, &units, |moment| moment.params),
             most(row, index, &units, |moment| moment.grads),
         ];
-        for (what, have, said) in [("parameters", parameters, said[0]), ("gradients", gradients, said[1])] {
+        for (what, have, said) in
+            [("parameters", parameters, said[0]), ("gradients", gradients, said[1])]
+        {
             let range = (said as f64 * least) as usize..=(said as f64 * most_times) as usize;
-            assert!(range.contains(&have), "{what} in stage {index}, {name}: {have} and not {said} bytes");
+            assert!(
+                range.contains(&have),
+                "{what} in stage {index}, {name}: {have} and not {said} bytes"
+            );
         }
     }
 }
@@ -702,31 +824,54 @@ fn no_more_full_buffers_live_than_is_said() {
     for zero in [Zero::One, Zero::Two, Zero::Three] {
         for (lanes, micros_per_lane) in [(1, 1), (1, 2), (1, 6), (2, 1), (2, 3), (3, 2)] {
             for (ahead, recompute) in [(0, false), (1, true), (1, false), (2, true), (8, false)] {
-                let row = Row { zero, lanes: RANKS * lanes, micros_per_lane, shard: RANKS, ahead, recompute, ..ONE };
-                // A reused buffer may be a quarter larger than requested, and is counted by its own size. If a unit's
-                // buffers only ever take each other's places, and a loan's, few are larger.
+                let row = Row {
+                    zero,
+                    lanes: RANKS * lanes,
+                    micros_per_lane,
+                    shard: RANKS,
+                    ahead,
+                    recompute,
+                    ..ONE
+                };
+                // A reused buffer may be a quarter larger than requested, and is counted by its own
+                // size. If a unit's buffers only ever take each other's places, and a loan's, few
+                // are larger.
                 let exact = (zero, lanes, micros_per_lane) == (Zero::Three, 1, 2);
                 let name = format!("{zero:?}, {lanes} lanes of {micros_per_lane}, {ahead} ahead");
                 assert_peaks(row, &name, 1.0, if exact { 1.01 } else { 1.05 });
             }
         }
     }
-    // As many buffers as it takes: at depth 0 a block's own and the one it borrows, then one more a step of depth.
+    // As many buffers as it takes: at depth 0 a block's own and the one it borrows, then one more a
+    // step of depth.
     let two = Row { zero: Zero::Three, lanes: RANKS, micros_per_lane: 2, shard: RANKS, ..ONE };
-    let buffers = [0, 1, 2, 8].map(|ahead| most(Row { ahead, ..two }, 0, &[RANKS; 4], |moment| moment.params) / RANKS);
+    let buffers = [0, 1, 2, 8]
+        .map(|ahead| most(Row { ahead, ..two }, 0, &[RANKS; 4], |moment| moment.params) / RANKS);
     assert_eq!(buffers, [2, 3, 4, 4]);
 }
 
 #[test]
 fn stages_hold_the_buffers_that_are_said() {
     let orders = [PipelineSchedule::OneForwardOneBackward, PipelineSchedule::ZeroBubble];
-    for (pipeline, order) in [2, 3, 4].into_iter().flat_map(|pipeline| orders.map(|order| (pipeline, order))) {
+    for (pipeline, order) in
+        [2, 3, 4].into_iter().flat_map(|pipeline| orders.map(|order| (pipeline, order)))
+    {
         for zero in [Zero::One, Zero::Two, Zero::Three] {
             for (lanes, micros_per_lane) in [(1, 1), (1, 4), (2, 3)] {
-                let row = Row { pipeline, order, zero, lanes: 2 * lanes, micros_per_lane, shard: 2, ..ONE };
-                // A gradient that leaves for another stage is given back sooner or later; parts that come are small buffers,
-                // which take the places of larger ones.
-                let name = format!("{pipeline} stages {order}, {zero:?}, {lanes} lanes of {micros_per_lane}");
+                let row = Row {
+                    pipeline,
+                    order,
+                    zero,
+                    lanes: 2 * lanes,
+                    micros_per_lane,
+                    shard: 2,
+                    ..ONE
+                };
+                // A gradient that leaves for another stage is given back sooner or later; parts
+                // that come are small buffers, which take the places of larger ones.
+                let name = format!(
+                    "{pipeline} stages {order}, {zero:?}, {lanes} lanes of {micros_per_lane}"
+                );
                 assert_peaks(row, &name, 0.5, 1.1);
             }
         }

@@ -7,11 +7,15 @@ use hpctrain_base::spawn::spawn_scoped;
 use hpctrain_comm::{Algorithm, Comm, start_threads};
 use hpctrain_device::Backend;
 
-/// Runs `rank` on `ranks` threads, each with its communicator; returns their results, in order of ranks.
+/// Runs `rank` on `ranks` threads, each with its communicator; returns their results, in order of
+/// ranks.
 ///
 /// # Errors
 /// The error of the rank that made the others fail.
-pub fn on_threads<B: Backend, T: Send>(ranks: usize, rank: impl Fn(&Comm<B>) -> Result<T> + Sync) -> Result<Vec<T>> {
+pub fn on_threads<B: Backend, T: Send>(
+    ranks: usize,
+    rank: impl Fn(&Comm<B>) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
     let comms = start_threads(ranks, Algorithm::Tree)?;
     let rank = &rank;
     let results: Vec<Result<T>> = std::thread::scope(|scope| {
@@ -22,10 +26,13 @@ pub fn on_threads<B: Backend, T: Send>(ranks: usize, rank: impl Fn(&Comm<B>) -> 
         let threads: Vec<_> = comms.into_iter().map(start).collect();
         let panicked = || Err((0, Error::internal("a rank panicked")));
         let name = |(rank, e): (usize, Error)| if e.is_shared() { e } else { e.on_rank(rank) };
-        let join = |thread: ScopedJoinHandle<'_, _>| thread.join().unwrap_or_else(|_| panicked()).map_err(name);
+        let join = |thread: ScopedJoinHandle<'_, _>| {
+            thread.join().unwrap_or_else(|_| panicked()).map_err(name)
+        };
         threads.into_iter().map(|thread| thread.and_then(join)).collect()
     });
-    let (mut given, mut errors) = (Vec::with_capacity(ranks), Vec::new());
+    let mut given = Vec::with_capacity(ranks);
+    let mut errors = Vec::new();
     for result in results {
         match result {
             Ok(value) => given.push(value),

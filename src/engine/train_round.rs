@@ -1,5 +1,6 @@
-//! One round of optimizer steps from their data to their updates: repeated by a run, compared by `hpctrain verify`. A round is
-//! one step, or where replicas train apart, the steps to their next average.
+//! One round of optimizer steps from their data to their updates: repeated by a run, compared by
+//! `hpctrain verify`. A round is one step, or where replicas train apart, the steps to their next
+//! average.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +11,8 @@ use hpctrain_device::Kernels;
 use hpctrain_nn::MicroBatch;
 use hpctrain_parallel::Progress;
 use hpctrain_parallel::{
-    AllFlags, ControlFlags, Hyper, LocalSgd, ReducedStep, ReplicaStep, RoundSummary, mean, steps_of_replicas,
+    AllFlags, ControlFlags, Hyper, LocalSgd, ReducedStep, ReplicaStep, RoundSummary, mean,
+    steps_of_replicas,
 };
 
 /// A round that was taken: the same on all ranks, but for its times.
@@ -22,8 +24,8 @@ pub struct Round {
     pub flags: AllFlags,
 }
 
-/// A step that was taken: the same on all ranks, but for its times. Where replicas train apart, loss and norm are means over
-/// them.
+/// A step that was taken: the same on all ranks, but for its times. Where replicas train apart,
+/// loss and norm are means over them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepResult {
     /// Mean loss of the global batch.
@@ -32,7 +34,8 @@ pub struct StepResult {
     pub norm: f64,
     /// Learning rate.
     pub lr: f64,
-    /// Replicas that left the update out because loss or gradient was not finite: of a step that all take together, 1.
+    /// Replicas that left the update out because loss or gradient was not finite: of a step that
+    /// all take together, 1.
     pub skips: usize,
     /// Seconds that each rank computed, without its waits for messages and data.
     pub compute: Vec<f64>,
@@ -47,8 +50,9 @@ impl StepResult {
     }
 }
 
-/// Takes the next round: of each step gradients of all micro-batches, then the clipped update, unless they are not finite.
-/// `next` gives micro-batches in order. `flags` is asked for this rank's requests at the end of the round.
+/// Takes the next round: of each step gradients of all micro-batches, then the clipped update,
+/// unless they are not finite. `next` gives micro-batches in order. `flags` is asked for this
+/// rank's requests at the end of the round.
 ///
 /// # Errors
 /// A failure of the data, the device, or a message between ranks.
@@ -63,7 +67,9 @@ pub fn train_round<B: Kernels>(
     let mut flags = || flags.take().map_or_else(ControlFlags::empty, |flags| flags());
     let round = match plan.averaging {
         None => sync_step(plan, engine, &mut next, progress, &mut flags)?,
-        Some(averaging) => local_sgd_round(plan, averaging, engine, &mut next, progress, &mut flags)?,
+        Some(averaging) => {
+            local_sgd_round(plan, averaging, engine, &mut next, progress, &mut flags)?
+        }
     };
     progress.step += round.steps.len() as u64;
     progress.position += plan.config.batch.global * round.steps.len() as u64;
@@ -80,9 +86,11 @@ fn sync_step<B: Kernels>(
 ) -> Result<Round> {
     let step = progress.step;
     let reduced = engine.gradients(step, next, flags)?;
-    let Update { loss, skipped, took: updating } = update(plan, engine, &reduced, step, &mut progress.updates)?;
+    let Update { loss, skipped, took: updating } =
+        update(plan, engine, &reduced, step, &mut progress.updates)?;
     let ReducedStep { norm, compute, flags, .. } = reduced;
-    let (lr, skips) = (plan.schedule.rate(step), usize::from(skipped));
+    let lr = plan.schedule.rate(step);
+    let skips = usize::from(skipped);
     Ok(Round { steps: vec![StepResult { loss, norm, lr, skips, compute, updating }], flags })
 }
 
@@ -95,16 +103,20 @@ fn local_sgd_round<B: Kernels>(
     progress: &mut Progress,
     flags: &mut dyn FnMut() -> ControlFlags,
 ) -> Result<Round> {
-    let (steps, here) = (progress.step..plan.round_end(progress.step), engine.model.sharded.replicas_here());
+    let steps = progress.step..plan.round_end(progress.step);
+    let here = engine.model.sharded.replicas_here();
     let mut taken = vec![Vec::new(); here];
     // A replica that leaves an update out has taken fewer than others.
     let mut updates = vec![progress.updates; here];
-    let (mut compute, mut updating) = (Vec::new(), Vec::new());
+    let mut compute = Vec::new();
+    let mut updating = Vec::new();
     for step in steps.clone() {
-        let (mut seconds, mut time) = (0.0, Duration::ZERO);
+        let mut seconds = 0.0;
+        let mut time = Duration::ZERO;
         for replica in 0..here {
             let reduced = engine.gradients(step, &mut *next, ControlFlags::empty)?;
-            let Update { loss, skipped, took } = update(plan, engine, &reduced, step, &mut updates[replica])?;
+            let Update { loss, skipped, took } =
+                update(plan, engine, &reduced, step, &mut updates[replica])?;
             taken[replica].push(ReplicaStep { loss, norm: reduced.norm, skipped });
             seconds += reduced.compute[engine.model.sharded.step_rank()];
             time += took;
@@ -114,17 +126,24 @@ fn local_sgd_round<B: Kernels>(
         updating.push(time);
     }
     let sharded = &mut engine.model.sharded;
-    let (begun, waited) = (Instant::now(), sharded.waited());
+    let begun = Instant::now();
+    let waited = sharded.waited();
     sharded.average()?;
     let waited = Duration::from_secs_f64(sharded.waited() - waited);
     *updating.last_mut().ok_or_else(|| Error::internal("a round without steps"))? +=
         begun.elapsed().saturating_sub(waited);
 
-    let mine = RoundSummary { flags: flags(), compute, first_replica: sharded.first_replica(), replicas: taken };
+    let mine = RoundSummary {
+        flags: flags(),
+        compute,
+        first_replica: sharded.first_replica(),
+        replicas: taken,
+    };
     let told = sharded.tell(&mine)?;
     let replicas = steps_of_replicas(&told, averaging.replicas, updating.len())?;
     // The state that all have now is that of as many updates as the most that any has taken.
-    let updates = |steps: &Vec<ReplicaStep>| steps.iter().filter(|step| !step.skipped).count() as u64;
+    let updates =
+        |steps: &Vec<ReplicaStep>| steps.iter().filter(|step| !step.skipped).count() as u64;
     progress.updates += replicas.iter().map(updates).max().unwrap_or(0);
     let result = |(index, (step, updating)): (usize, (u64, Duration))| {
         let of_replicas = || replicas.iter().map(|steps| &steps[index]);
@@ -149,7 +168,8 @@ struct Update {
     took: Duration,
 }
 
-/// The clipped update by the gradients of step `step`, unless they are not finite; it is one more of `updates`.
+/// The clipped update by the gradients of step `step`, unless they are not finite; it is one more
+/// of `updates`.
 fn update<B: Kernels>(
     plan: &ResolvedConfig,
     engine: &mut Engine<B>,

@@ -1,4 +1,5 @@
-//! A step on random samples that leaves nothing behind: it shows what training will ask of the device.
+//! A step on random samples that leaves nothing behind: it shows what training will ask of the
+//! device.
 
 use super::forward_backward::Engine;
 use super::micro_batches;
@@ -9,17 +10,23 @@ use hpctrain_data::{Batch, SampleFields};
 use hpctrain_device::Kernels;
 use hpctrain_parallel::ControlFlags;
 
-/// Takes a step on random samples up to its gradients, which are forgotten: parameters and optimizer state stay as they are, and
-/// so do random streams, which know their step by its number. Collective over the ranks that take a step together; where replicas
-/// train apart, a rank's first one takes it.
+/// Takes a step on random samples up to its gradients, which are forgotten: parameters and
+/// optimizer state stay as they are, and so do random streams, which know their step by its number.
+/// Collective over the ranks that take a step together; where replicas train apart, a rank's first
+/// one takes it.
 ///
 /// # Errors
 /// The device or a message between ranks failed.
 pub fn warmup_step<B: Kernels>(plan: &ResolvedConfig, engine: &mut Engine<B>) -> Result<()> {
     let batch = random(plan, plan.micro as usize);
-    let (backend, time) = (engine.model.backend.clone(), plan.network.context());
+    let backend = engine.model.backend.clone();
+    let time = plan.network.context();
     let stage = engine.model.sharded.stage().clone();
-    engine.gradients(0, || micro_batches::micro(&backend, &batch, time, 0, &stage), ControlFlags::empty)?;
+    engine.gradients(
+        0,
+        || micro_batches::micro(&backend, &batch, time, 0, &stage),
+        ControlFlags::empty,
+    )?;
     engine.model.sharded.skip()
 }
 

@@ -15,17 +15,20 @@ use hpctrain_device::Kernels;
 
 /// A network that a program builds of [blocks](super::Block).
 pub trait ModelBuilder: Send + Sync + 'static {
-    /// Its name, and its size, for people. Checkpoints keep it, and a run that goes on says if it has changed.
+    /// Its name, and its size, for people. Checkpoints keep it, and a run that goes on says if it
+    /// has changed.
     fn name(&self) -> String;
 
     /// The samples that it takes.
     fn input(&self) -> Input;
 
-    /// Elements of its output at each prediction: a logit for each class, or numbers. Of text, a logit for each id.
+    /// Elements of its output at each prediction: a logit for each class, or numbers. Of text, a
+    /// logit for each id.
     fn outputs(&self) -> usize;
 
-    /// Its blocks in order. Those of any number of ranks are whole: other axes than `parallel.tensor` divide them. The first finds its
-    /// input in [`Context::micro`](super::Context), and its argument `x` is empty.
+    /// Its blocks in order. Those of any number of ranks are whole: other axes than
+    /// `parallel.tensor` divide them. The first finds its input in
+    /// [`Context::micro`](super::Context), and its argument `x` is empty.
     fn blocks<B: Kernels>(&self) -> Blocks<B>;
 }
 
@@ -85,7 +88,9 @@ impl<N: ModelBuilder> Make for N {
 impl CustomModel {
     /// The network that `network` builds.
     pub fn new(network: impl ModelBuilder) -> Self {
-        let (name, input, outputs) = (network.name(), network.input(), network.outputs());
+        let name = network.name();
+        let input = network.input();
+        let outputs = network.outputs();
         Self { name, built: Some(Built { input, outputs, make: Arc::new(network) }) }
     }
 
@@ -94,7 +99,8 @@ impl CustomModel {
         &self.name
     }
 
-    /// The samples that it takes; none of one that was read from a file, and that no program has built here.
+    /// The samples that it takes; none of one that was read from a file, and that no program has
+    /// built here.
     pub fn input(&self) -> Option<&Input> {
         self.built.as_ref().map(|built| &built.input)
     }
@@ -139,8 +145,12 @@ impl CustomModel {
         };
         match self.input() {
             Some(Input::Text { .. }) | None => SampleSpec::Text,
-            Some(Input::Numbers(shape)) => SampleSpec::Rows { input: shape.iter().product(), ids: Ids::None, target },
-            Some(Input::Ids { count, below }) => SampleSpec::Rows { input: *count, ids: Ids::Input(*below), target },
+            Some(Input::Numbers(shape)) => {
+                SampleSpec::Rows { input: shape.iter().product(), ids: Ids::None, target }
+            }
+            Some(Input::Ids { count, below }) => {
+                SampleSpec::Rows { input: *count, ids: Ids::Input(*below), target }
+            }
         }
     }
 }
@@ -154,7 +164,7 @@ impl PartialEq for CustomModel {
 
 impl fmt::Debug for CustomModel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "OwnNetwork({:?})", self.name)
+        write!(f, "CustomModel({:?})", self.name)
     }
 }
 

@@ -15,7 +15,8 @@ pub struct ResidualDropout {
 }
 
 impl ResidualDropout {
-    /// Drops at a site in place; the backward makes the same call. `x` are rows of the micro-batch from `first_row` on.
+    /// Drops at a site in place; the backward makes the same call. `x` are rows of the micro-batch
+    /// from `first_row` on.
     ///
     /// # Errors
     /// The device failed.

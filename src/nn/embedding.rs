@@ -1,5 +1,5 @@
-//! The first block of language models: a row of the token table for each token, and of learned positions where there are
-//! any.
+//! The first block of language models: a row of the token table for each token, and of learned
+//! positions where there are any.
 
 use std::ops::Range;
 
@@ -36,7 +36,10 @@ impl Embedding {
 
     /// Lengths of the tensors of a lane's section.
     fn lens(&self, lane: usize) -> [usize; 2] {
-        [self.ids(lane).len() * self.width(), self.places.map_or(0, |(_, context)| context * self.width())]
+        [
+            self.ids(lane).len() * self.width(),
+            self.places.map_or(0, |(_, context)| context * self.width()),
+        ]
     }
 
     /// Elements of the positions of a sequence, which may be shorter than the context.
@@ -45,16 +48,26 @@ impl Embedding {
     }
 
     /// The rows of tokens, the first of which stands at this position of its sequence.
-    fn rows<B: Kernels>(&self, cx: &Context<'_, B>, params: &Params<'_, B>, position: usize) -> Result<B::Buf> {
-        let (b, lanes, len) = (cx.backend, TensorParallel::new(cx, &self.slices), cx.micro.rows() * self.width());
+    fn rows<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        params: &Params<'_, B>,
+        position: usize,
+    ) -> Result<B::Buf> {
+        let b = cx.backend;
+        let lanes = TensorParallel::new(cx, &self.slices);
+        let len = cx.micro.rows() * self.width();
         let [words, places] = lanes.parameters(params, |lane| self.lens(lane));
         let before = if self.places.is_some() { position * self.width() } else { 0 };
         // Of all lanes one has a token's row and the first has its place: the others add nothing.
         let sum = lanes.sum(len, None, |k, mut y| {
             let first = self.ids(self.slices.held.start + k).start;
             let (_, places) = B::split_at(places[k], if lanes.is_first(k) { before } else { 0 });
-            let (places, _) = B::split_at(places, if lanes.is_first(k) { self.used(cx) } else { 0 });
-            lanes.narrow(len, B::reborrow(&mut y), |y| b.embedding(&cx.micro.parts.ids, first, words[k], places, y))
+            let (places, _) =
+                B::split_at(places, if lanes.is_first(k) { self.used(cx) } else { 0 });
+            lanes.narrow(len, B::reborrow(&mut y), |y| {
+                b.embedding(&cx.micro.parts.ids, first, words[k], places, y)
+            })
         })?;
         let mut y = lanes.settle(lanes.request(sum), self.width())?;
         self.dropout.apply(cx, 0, lanes.own().start, B::all_mut(&mut y))?;
@@ -70,7 +83,9 @@ impl<B: Kernels> Block<B> for Embedding {
     fn tensors(&self) -> Vec<Tensor> {
         let words = Tensor::new(self.words, &[self.vocabulary, self.width()], Init::Normal(INIT));
         let words = words.cut(Cut::Rows { segments: 1 });
-        let places = self.places.map(|(name, context)| Tensor::new(name, &[context, self.width()], Init::Normal(INIT)));
+        let places = self
+            .places
+            .map(|(name, context)| Tensor::new(name, &[context, self.width()], Init::Normal(INIT)));
         std::iter::once(words).chain(places).collect()
     }
 
@@ -95,7 +110,12 @@ impl<B: Kernels> Block<B> for Embedding {
         self.slices.own(self.width()) + self.slices.gathered(self.width())
     }
 
-    fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, _: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
+    fn forward(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        _: &B::Buf,
+    ) -> Result<(B::Buf, Vec<B::Buf>)> {
         Ok((self.rows(cx, &params, 0)?, vec![]))
     }
 
@@ -124,14 +144,22 @@ impl<B: Kernels> Block<B> for Embedding {
         _: Vec<B::Buf>,
         mut dy: B::Buf,
     ) -> Result<B::Buf> {
-        let (b, lanes) = (cx.backend, TensorParallel::new(cx, &self.slices));
+        let b = cx.backend;
+        let lanes = TensorParallel::new(cx, &self.slices);
         self.dropout.apply(cx, 0, lanes.own().start, B::all_mut(&mut dy))?;
         let dy = lanes.gathered(dy, self.width())?;
         let [words, places] = lanes.places(params.section, |lane| self.lens(lane));
         for (k, lane) in self.slices.held.clone().enumerate() {
-            let place = places[k].start..places[k].start + if lanes.is_first(k) { self.used(cx) } else { 0 };
+            let place = places[k].start
+                ..places[k].start + if lanes.is_first(k) { self.used(cx) } else { 0 };
             let (dwords, dplaces) = grads.pair(&words[k], &place);
-            b.embedding_backward(&cx.micro.parts.ids, self.ids(lane).start, B::all(&dy), dwords, dplaces)?;
+            b.embedding_backward(
+                &cx.micro.parts.ids,
+                self.ids(lane).start,
+                B::all(&dy),
+                dwords,
+                dplaces,
+            )?;
         }
         b.alloc(MemoryKind::Activations, 0)
     }

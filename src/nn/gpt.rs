@@ -1,5 +1,5 @@
-//! GPT-2 (Radford et al., "Language models are unsupervised multitask learners", 2019): learned positions,
-//! pre-norm blocks, tanh-GELU, an output head tied to the token table.
+//! GPT-2 (Radford et al., "Language models are unsupervised multitask learners", 2019): learned
+//! positions, pre-norm blocks, tanh-GELU, an output head tied to the token table.
 //!
 //! Shape letters: b sequences, t context, d width, h heads, v vocabulary; rows are b·t.
 
@@ -100,11 +100,25 @@ impl Transformer {
         [self.gpt.width / self.slices.total, 4 * self.gpt.width / self.slices.total]
     }
 
-    /// Lengths of a lane's tensors in storage order: four matrices and two biases, which are cut; biases of sums and norms.
+    /// Lengths of a lane's tensors in storage order: four matrices and two biases, which are cut;
+    /// biases of sums and norms.
     fn lens(&self) -> [usize; 12] {
         let (d, [a, h]) = (self.gpt.width, self.of_lane());
         let bias = |len| self.gpt.bias_len(len);
-        [3 * a * d, d * a, h * d, d * h, bias(3 * a), bias(h), bias(d), bias(d), d, bias(d), d, bias(d)]
+        [
+            3 * a * d,
+            d * a,
+            h * d,
+            d * h,
+            bias(3 * a),
+            bias(h),
+            bias(d),
+            bias(d),
+            d,
+            bias(d),
+            d,
+            bias(d),
+        ]
     }
 
     fn shapes<B: Backend>(&self, cx: &Context<'_, B>) -> Shapes {
@@ -140,11 +154,24 @@ impl Transformer {
         mut past: Option<&mut KvCache<B>>,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
         let (b, rows, d, [a, h]) = (cx.backend, cx.micro.rows(), self.gpt.width, self.of_lane());
-        let (s, lanes) = (self.shapes(cx), TensorParallel::new(cx, &self.slices));
+        let s = self.shapes(cx);
+        let lanes = TensorParallel::new(cx, &self.slices);
         let new = |len| b.alloc(MemoryKind::Activations, len);
         let exact = |len| b.alloc_f32(MemoryKind::Activations, len);
-        let [w_qkv, w_out, w_up, w_down, b_qkv, b_up, b_out, b_down, w_norm1, b_norm1, w_norm2, b_norm2] =
-            lanes.parameters(&params, |_| self.lens());
+        let [
+            w_qkv,
+            w_out,
+            w_up,
+            w_down,
+            b_qkv,
+            b_up,
+            b_out,
+            b_down,
+            w_norm1,
+            b_norm1,
+            w_norm2,
+            b_norm2,
+        ] = lanes.parameters(&params, |_| self.lens());
         let has_bias = self.gpt.bias;
         let ([site1, site2], first_row) = (self.sites(), lanes.own().start);
         let before = x;
@@ -157,12 +184,21 @@ impl Transformer {
         let branch = lanes.sum(rows * d, None, |k, y| {
             let x = B::all(all_rows.as_ref().unwrap_or(&norm1));
             let project = |_, to: B::ViewMut<'_>| b.linear(s.qkv, x, w_qkv[k], b_qkv[k], to);
-            let (mut heads, mut lse) = (new(rows * a)?, exact(rows * s.attention.heads)?);
-            let qkv = attend(b, past.as_deref_mut(), k, s.attention, project, [&mut heads, &mut lse])?;
+            let mut heads = new(rows * a)?;
+            let mut lse = exact(rows * s.attention.heads)?;
+            let qkv =
+                attend(b, past.as_deref_mut(), k, s.attention, project, [&mut heads, &mut lse])?;
             if joined {
                 b.linear_add(s.out, B::all(&heads), w_out[k], b_out[k], B::all(before), y)?;
             } else {
-                lanes.row_linear(k, s.out, B::all(&heads), w_out[k], has_bias.then_some(b_out[k]), y)?;
+                lanes.row_linear(
+                    k,
+                    s.out,
+                    B::all(&heads),
+                    w_out[k],
+                    has_bias.then_some(b_out[k]),
+                    y,
+                )?;
             }
             of_lanes.extend(qkv.into_iter().chain([heads, lse]));
             Ok(())
@@ -177,13 +213,21 @@ impl Transformer {
         };
         let all_rows = lanes.gather(&norm2, d)?;
         let branch = lanes.sum(rows * d, None, |k, y| {
-            let (mut up, mut act) = (new(rows * h)?, new(rows * h)?);
+            let mut up = new(rows * h)?;
+            let mut act = new(rows * h)?;
             let x = B::all(all_rows.as_ref().unwrap_or(&norm2));
             b.linear_gelu(s.up, x, w_up[k], b_up[k], B::all_mut(&mut up), B::all_mut(&mut act))?;
             if joined {
                 b.linear_add(s.down, B::all(&act), w_down[k], b_down[k], B::all(&stream), y)?;
             } else {
-                lanes.row_linear(k, s.down, B::all(&act), w_down[k], has_bias.then_some(b_down[k]), y)?;
+                lanes.row_linear(
+                    k,
+                    s.down,
+                    B::all(&act),
+                    w_down[k],
+                    has_bias.then_some(b_down[k]),
+                    y,
+                )?;
             }
             of_lanes.extend([up, act]);
             Ok(())
@@ -214,14 +258,17 @@ impl<B: Kernels> Block<B> for Transformer {
     }
 
     fn tensors(&self) -> Vec<Tensor> {
-        let (d, layer) = (self.gpt.width, self.layer);
+        let d = self.gpt.width;
+        let layer = self.layer;
         let name = |rest: &str| format!("h.{layer}.{rest}");
-        // Both ends of a residual branch start smaller, so that the stream's variance does not grow with depth.
+        // Both ends of a residual branch start smaller, so that the stream's variance does not grow
+        // with depth.
         let residual = INIT / (2.0 * self.gpt.layers as f32).sqrt();
         let matrix = |rest: &str, shape: [usize; 2], init, cut| {
             Tensor::new(name(rest), &shape, Init::Normal(init)).overwritten().cut(cut)
         };
-        let (of_heads, rows) = (Cut::Rows { segments: 3 }, Cut::Rows { segments: 1 });
+        let of_heads = Cut::Rows { segments: 3 };
+        let rows = Cut::Rows { segments: 1 };
         let matrices = [
             matrix("attn.c_attn.weight", [3 * d, d], INIT, of_heads),
             matrix("attn.c_proj.weight", [d, d], residual, Cut::Columns),
@@ -262,8 +309,8 @@ impl<B: Kernels> Block<B> for Transformer {
     }
 
     fn scratch_per_row(&self) -> usize {
-        // The gradient of the stream, also that of the branch where dropout masks it. That of up takes the place of its GELU;
-        // sums over lanes come when ups are not needed any more.
+        // The gradient of the stream, also that of the branch where dropout masks it. That of up
+        // takes the place of its GELU; sums over lanes come when ups are not needed any more.
         let (d, [_, h], slices) = (self.gpt.width, self.of_lane(), &self.slices);
         let streams = if self.gpt.dropout > 0.0 { 2 } else { 1 };
         let sums = slices.sums(d).saturating_sub(slices.held.len() * h);
@@ -271,18 +318,25 @@ impl<B: Kernels> Block<B> for Transformer {
     }
 
     fn deferred_per_row(&self) -> usize {
-        // The inputs of the four maps, and the gradients of their outputs: those of sums are whole in every lane.
+        // The inputs of the four maps, and the gradients of their outputs: those of sums are whole
+        // in every lane.
         let (d, [a, h]) = (self.gpt.width, self.of_lane());
         (2 * d + 2 * d) + self.slices.held.len() * ((a + h) + (3 * a + h))
     }
 
     fn deferred_scratch_per_row(&self) -> usize {
-        // When queries, keys and values get theirs: the gradients of stream, norm and maps' outputs, less up.
+        // When queries, keys and values get theirs: the gradients of stream, norm and maps'
+        // outputs, less up.
         let (d, [a, _], slices) = (self.gpt.width, self.of_lane(), &self.slices);
         slices.own(d) + slices.sums(d).max(d) + 2 * d + slices.held.len() * 3 * a
     }
 
-    fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
+    fn forward(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        x: &B::Buf,
+    ) -> Result<(B::Buf, Vec<B::Buf>)> {
         self.compute(cx, params, x, None)
     }
 
@@ -312,15 +366,30 @@ impl<B: Kernels> Block<B> for Transformer {
         mut dy: B::Buf,
     ) -> Result<B::Buf> {
         let (b, rows, d, [a, h]) = (cx.backend, cx.micro.rows(), self.gpt.width, self.of_lane());
-        let (s, lanes, count) = (self.shapes(cx), TensorParallel::new(cx, &self.slices), self.slices.held.len());
+        let s = self.shapes(cx);
+        let lanes = TensorParallel::new(cx, &self.slices);
+        let count = self.slices.held.len();
         let new = |len| b.alloc(MemoryKind::Activations, len);
         let [w_qkv, w_out, w_up, w_down, _, _, _, _, w_norm1, _, w_norm2, _] =
             lanes.parameters(&params, |_| self.lens());
-        let [a_qkv, a_out, a_up, a_down, b_qkv, b_up, b_out, b_down, a_norm1, b_norm1, a_norm2, b_norm2] =
-            lanes.places(params.section, |_| self.lens());
+        let [
+            a_qkv,
+            a_out,
+            a_up,
+            a_down,
+            b_qkv,
+            b_up,
+            b_out,
+            b_down,
+            a_norm1,
+            b_norm1,
+            a_norm2,
+            b_norm2,
+        ] = lanes.places(params.section, |_| self.lens());
         let mut saved = saved.into_iter();
         let [norm1, stats1, stream, norm2, stats2] = take(&mut saved)?;
-        let attention: Vec<[B::Buf; 3]> = (0..count).map(|_| take(&mut saved)).collect::<Result<_>>()?;
+        let attention: Vec<[B::Buf; 3]> =
+            (0..count).map(|_| take(&mut saved)).collect::<Result<_>>()?;
         let mlp: Vec<[B::Buf; 2]> = (0..count).map(|_| take(&mut saved)).collect::<Result<_>>()?;
         let (dropout, [site1, site2]) = (self.gpt.dropout(), self.sites());
 
@@ -328,21 +397,36 @@ impl<B: Kernels> Block<B> for Transformer {
         let mut dups = Vec::with_capacity(count);
         let branch = lanes.branch(dropout, site2, &dy, grads.later.is_some())?;
         for (k, [up, act]) in mlp.into_iter().enumerate() {
-            let (at, bias) = (At::Own(a_down[k].clone()), lanes.bias_of_sum(&b_down[k]));
+            let at = At::Own(a_down[k].clone());
+            let bias = lanes.bias_of_sum(&b_down[k]);
             grads.linear(b, s.down, branch.of_output(&dy), &Arc::new(act), at, bias)?;
             let mut dup = new(rows * h)?;
-            b.linear_gelu_backward_input(s.down, branch.all(&dy), w_down[k], B::all(&up), B::all_mut(&mut dup))?;
+            b.linear_gelu_backward_input(
+                s.down,
+                branch.all(&dy),
+                w_down[k],
+                B::all(&up),
+                B::all_mut(&mut dup),
+            )?;
             dups.push((Arc::new(dup), 0..rows * h));
         }
         lanes.add_bias(branch.own(&dy), d, &mut grads, &b_down)?;
         drop(branch);
-        let map = Column { shapes: vec![s.up; count], weights: w_up, places: At::own(a_up), biases: b_up };
+        let map = Column {
+            shapes: vec![s.up; count],
+            weights: w_up,
+            places: At::own(a_up),
+            biases: b_up,
+        };
         let dnorm = lanes.column_backward(&map, &mut grads, dups, lanes.gathered(norm2, d)?)?;
         let places = Places { weights: &a_norm2, biases: &b_norm2 };
-        lanes.norm_backward(s.norm, &dnorm, &stream, w_norm2[0], &stats2, &mut dy, &mut grads, places)?;
+        lanes.norm_backward(
+            s.norm, &dnorm, &stream, w_norm2[0], &stats2, &mut dy, &mut grads, places,
+        )?;
         drop(dnorm);
 
-        // The second norm's input is not needed any more: its memory takes the gradient of the heads.
+        // The second norm's input is not needed any more: its memory takes the gradient of the
+        // heads.
         let mut spare = Some(stream).filter(|_| self.slices.total == 1);
         let mut dqkvs = Vec::with_capacity(count);
         let branch = lanes.branch(dropout, site1, &dy, grads.later.is_some())?;
@@ -350,16 +434,24 @@ impl<B: Kernels> Block<B> for Transformer {
             let mut dheads = spare.take().map_or_else(|| new(rows * a), Ok)?;
             b.linear_backward_input(s.out, branch.all(&dy), w_out[k], B::all_mut(&mut dheads))?;
             let mut dqkv = new(rows * 3 * a)?;
-            let (y, lse, g) = (B::all(&heads), B::all(&lse), B::all(&dheads));
+            let y = B::all(&heads);
+            let lse = B::all(&lse);
+            let g = B::all(&dheads);
             b.attention_backward(s.attention, B::all(&qkv), y, lse, g, B::all_mut(&mut dqkv))?;
             drop(qkv);
-            let (at, bias) = (At::Own(a_out[k].clone()), lanes.bias_of_sum(&b_out[k]));
+            let at = At::Own(a_out[k].clone());
+            let bias = lanes.bias_of_sum(&b_out[k]);
             grads.linear(b, s.out, branch.of_output(&dy), &Arc::new(heads), at, bias)?;
             dqkvs.push((Arc::new(dqkv), 0..rows * 3 * a));
         }
         lanes.add_bias(branch.own(&dy), d, &mut grads, &b_out)?;
         drop(branch);
-        let map = Column { shapes: vec![s.qkv; count], weights: w_qkv, places: At::own(a_qkv), biases: b_qkv };
+        let map = Column {
+            shapes: vec![s.qkv; count],
+            weights: w_qkv,
+            places: At::own(a_qkv),
+            biases: b_qkv,
+        };
         let dnorm = lanes.column_backward(&map, &mut grads, dqkvs, lanes.gathered(norm1, d)?)?;
         let places = Places { weights: &a_norm1, biases: &b_norm1 };
         lanes.norm_backward(s.norm, &dnorm, x, w_norm1[0], &stats1, &mut dy, &mut grads, places)?;

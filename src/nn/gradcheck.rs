@@ -1,8 +1,9 @@
 //! Is a backward the derivative of its forward? Checked by central differences, on the CPU in f32.
 //!
-//! A loss is differentiated along one direction in each tensor: half the gradient's own, along which it changes much
-//! against the rounding of f32; half random signs, to which a wrong gradient cannot be orthogonal. At kinks, such as a rectifier's at zero,
-//! there is no derivative: check on smooth paths, or with inputs that keep away from them.
+//! A loss is differentiated along one direction in each tensor: half the gradient's own, along
+//! which it changes much against the rounding of f32; half random signs, to which a wrong gradient
+//! cannot be orthogonal. At kinks, such as a rectifier's at zero, there is no derivative: check on
+//! smooth paths, or with inputs that keep away from them.
 
 use super::{Block, Context, Grads, MicroBatch, Params, Training};
 use hpctrain_base::error::{Error, Result};
@@ -42,8 +43,9 @@ impl Derivative {
     }
 }
 
-/// Compares the gradients of a loss with its differences. `at` computes the loss for some values of the tensors, and its
-/// gradients by all or some of them, by name. It must be a function: the same values, the same loss.
+/// Compares the gradients of a loss with its differences. `at` computes the loss for some values of
+/// the tensors, and its gradients by all or some of them, by name. It must be a function: the same
+/// values, the same loss.
 ///
 /// The tolerance is made for a loss of the size of one, such as a mean.
 ///
@@ -57,7 +59,9 @@ pub fn derivatives(
     let mut moved = tensors.to_vec();
     let mut all = Vec::with_capacity(gradients.len());
     for (tensor, gradient) in gradients {
-        let which = tensors.iter().position(|(name, values)| *name == tensor && values.len() == gradient.len());
+        let which = tensors
+            .iter()
+            .position(|(name, values)| *name == tensor && values.len() == gradient.len());
         let which = which.ok_or_else(|| {
             Error::input(format!(
                 "a gradient of {} elements by {tensor}, which is no tensor of that length",
@@ -80,8 +84,9 @@ pub fn derivatives(
         let found = Derivative { tensor, backward, differences, allowed: 5e-3 * size + 5e-4 };
         if !found.agrees() {
             let Derivative { tensor, backward, differences, .. } = found;
-            let message =
-                format!("{tensor}: the derivative is {backward:.6} by backward, {differences:.6} by differences");
+            let message = format!(
+                "{tensor}: the derivative is {backward:.6} by backward, {differences:.6} by differences"
+            );
             return Err(Error::numeric(message));
         }
         all.push(found);
@@ -89,27 +94,31 @@ pub fn derivatives(
     Ok(all)
 }
 
-/// Checks a block by itself, on `samples` samples of `time` rows each (1 for networks by layers), with random
-/// parameters, input and gradient of the output. Besides the derivatives by its parameters and its input it checks the
-/// other properties that the trainer relies on: that the backward adds to the gradients, or overwrites them where it
-/// should, that decayed tensors come first, and that no more is kept for the backward than the block says.
+/// Checks a block by itself, on `samples` samples of `time` rows each (1 for networks by layers),
+/// with random parameters, input and gradient of the output. Besides the derivatives by its
+/// parameters and its input it checks the other properties that the trainer relies on: that the
+/// backward adds to the gradients, or overwrites them where it should, that decayed tensors come
+/// first, and that no more is kept for the backward than the block says.
 ///
 /// ```
-/// use hpctrain_nn::check;
+/// use hpctrain_nn::gradcheck;
 /// use hpctrain_nn::gpt::Gpt;
 ///
 /// let gpt = Gpt { layers: 1, heads: 2, width: 8, context: 5, vocabulary: 10, bias: true, dropout: 0.1 };
 /// // The first is the embedding, which has no input; the second a transformer block.
-/// let found = check::block(&*gpt.blocks()[1], 3, 5)?;
+/// let found = gradcheck::block(&*gpt.blocks()[1], 3, 5)?;
 /// assert!(found.iter().any(|derivative| derivative.tensor == "h.0.mlp.c_fc.weight"));
 /// # Ok::<(), hpctrain_base::error::Error>(())
 /// ```
 ///
 /// # Errors
-/// The fault, with the names of the block and the tensor. Blocks that [borrow](Block::tied_to) parameters, or have no
-/// input but the data, are refused: check the network that they are in by [`derivatives`].
+/// The fault, with the names of the block and the tensor. Blocks that [borrow](Block::tied_to)
+/// parameters, or have no input but the data, are refused: check the network that they are in by
+/// [`derivatives`].
 pub fn block(block: &dyn Block<Cpu>, samples: usize, time: usize) -> Result<Vec<Derivative>> {
-    Checked::new(block, samples, time).and_then(|checked| checked.run()).map_err(|e| e.at(block.name()))
+    Checked::new(block, samples, time)
+        .and_then(|checked| checked.run())
+        .map_err(|e| e.at(block.name()))
 }
 
 /// A fixed random sign for each element.
@@ -135,13 +144,17 @@ struct Checked<'a> {
 impl<'a> Checked<'a> {
     fn new(block: &'a dyn Block<Cpu>, samples: usize, time: usize) -> Result<Self> {
         if block.tied_to().is_some() || block.input_per_row() == 0 {
-            return Err(Error::input("a block that borrows parameters or has no input cannot be checked by itself")
-                .hint("check its network with hpctrain::nn::check::derivatives"));
+            return Err(Error::input(
+                "a block that borrows parameters or has no input cannot be checked by itself",
+            )
+            .hint("check its network with hpctrain::nn::gradcheck::derivatives"));
         }
         let tensors = block.tensors();
         if !tensors.is_sorted_by_key(|tensor| !tensor.decays()) {
-            return Err(Error::input("tensors() has one of a single dimension before one of several")
-                .hint("weight decay is one range of a unit: matrices first, then biases and norms"));
+            return Err(Error::input(
+                "tensors() has one of a single dimension before one of several",
+            )
+            .hint("weight decay is one range of a unit: matrices first, then biases and norms"));
         }
         let backend = Cpu::new(1);
         let micro = MicroBatch::upload(&backend, SampleFields::default(), samples, time, 0)?;
@@ -152,7 +165,8 @@ impl<'a> Checked<'a> {
         let mut tensors: Vec<Named> = Vec::new();
         for tensor in &self.layout.tensors {
             let centre = if tensor.init == Init::Ones { 1.0 } else { 0.0 };
-            let values = normal(&tensor.name, tensor.len()).into_iter().map(|x| centre + 0.3 * x).collect();
+            let values =
+                normal(&tensor.name, tensor.len()).into_iter().map(|x| centre + 0.3 * x).collect();
             tensors.push((tensor.name.clone(), values));
         }
         tensors.push((INPUT.into(), normal(INPUT, self.micro.rows() * self.block.input_per_row())));
@@ -160,21 +174,32 @@ impl<'a> Checked<'a> {
         derivatives(&tensors, |tensors| self.at(tensors, 1))
     }
 
-    /// The first backward must overwrite the gradients that it says it does, a second one double those of the first.
+    /// The first backward must overwrite the gradients that it says it does, a second one double
+    /// those of the first.
     fn adds(&self, tensors: &[Named]) -> Result<()> {
         let ((_, once), (_, twice)) = (self.at(tensors, 1)?, self.at(tensors, 2)?);
         for (tensor, (_, once)) in self.layout.tensors.iter().zip(&once) {
             if tensor.overwritten && once.iter().any(|x| x.is_nan()) {
-                let message = format!("the first backward does not overwrite the gradient of {}", tensor.name);
-                return Err(Error::input(message).hint("= where Grads::first, or leave out Tensor::overwritten"));
+                let message = format!(
+                    "the first backward does not overwrite the gradient of {}",
+                    tensor.name
+                );
+                return Err(Error::input(message)
+                    .hint("= where Grads::first, or leave out Tensor::overwritten"));
             }
         }
-        for ((tensor, once), (_, twice)) in once.iter().zip(&twice).filter(|((tensor, _), _)| tensor != INPUT) {
-            let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+        for ((tensor, once), (_, twice)) in
+            once.iter().zip(&twice).filter(|((tensor, _), _)| tensor != INPUT)
+        {
+            let norm = |values: &mut dyn Iterator<Item = f32>| {
+                values.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt()
+            };
             let off = norm(&mut once.iter().zip(twice).map(|(once, twice)| twice - 2.0 * once));
             if off > 1e-3 * norm(&mut once.iter().copied()) {
-                return Err(Error::input(format!("the backward does not add to the gradient of {tensor}"))
-                    .hint("micro-batches add up in it: += instead of ="));
+                return Err(Error::input(format!(
+                    "the backward does not add to the gradient of {tensor}"
+                ))
+                .hint("micro-batches add up in it: += instead of ="));
             }
         }
         Ok(())
@@ -200,7 +225,8 @@ impl<'a> Checked<'a> {
         let mut grads = self.backend.upload(MemoryKind::Gradients, &grads)?;
         let params = || Params::of(&unit);
 
-        let (mut loss, mut dx) = (0.0, Vec::new());
+        let mut loss = 0.0;
+        let mut dx = Vec::new();
         for backward in 0..backwards {
             let (y, kept) = self.block.forward(&cx, params(), &x)?;
             self.keeps_what_it_says(&kept)?;
@@ -209,24 +235,31 @@ impl<'a> Checked<'a> {
             let dy: Vec<f32> = (0..y.len()).map(|i| sign(i) * scale).collect();
             loss = y.iter().zip(&dy).map(|(y, dy)| f64::from(*y) * f64::from(*dy)).sum();
             let dy = self.backend.upload(MemoryKind::Activations, &dy)?;
-            let (own, first) = (Cpu::all_mut(&mut grads), backward == 0);
+            let own = Cpu::all_mut(&mut grads);
+            let first = backward == 0;
             let into = Grads { own, first, lent: None, lent_first: false, later: None };
             dx = self.download(&self.block.backward(&cx, params(), into, &x, kept, dy)?)?;
         }
 
         let grads = self.download(&grads)?;
-        let named = self.layout.ranges().map(|(tensor, range)| (tensor.name.clone(), grads[range].to_vec()));
+        let named = self
+            .layout
+            .ranges()
+            .map(|(tensor, range)| (tensor.name.clone(), grads[range].to_vec()));
         Ok((loss, named.chain([(INPUT.to_string(), dx)]).collect()))
     }
 
     /// The estimate of memory believes the block.
     fn keeps_what_it_says(&self, kept: &[CpuBuf]) -> Result<()> {
         let kept: usize = kept.iter().map(Cpu::len).sum();
-        let said = self.micro.rows() * (self.block.saved_elems_per_row() + self.block.saved_f32_per_row());
+        let said =
+            self.micro.rows() * (self.block.saved_elems_per_row() + self.block.saved_f32_per_row());
         if kept <= said {
             return Ok(());
         }
-        let message = format!("{kept} elements are kept for the backward, {said} by saved_per_row and exact_per_row");
+        let message = format!(
+            "{kept} elements are kept for the backward, {said} by saved_per_row and exact_per_row"
+        );
         Err(Error::input(message).hint("count all that forward returns besides the output"))
     }
 
@@ -241,7 +274,9 @@ impl<'a> Checked<'a> {
 mod tests {
     use super::*;
     use hpctrain_base::layout::Tensor;
-    use hpctrain_device::{Activation, ActivationOps, ElementwiseOps, Linear, LinearOps, split, split_mut};
+    use hpctrain_device::{
+        Activation, ActivationOps, ElementwiseOps, Linear, LinearOps, split, split_mut,
+    };
 
     /// The fault of a block.
     #[derive(Debug, Clone, Copy, PartialEq)]
@@ -302,11 +337,18 @@ mod tests {
             WIDTH
         }
 
-        fn forward(&self, cx: &Context<'_, Cpu>, params: Params<'_, Cpu>, x: &CpuBuf) -> Result<(CpuBuf, Vec<CpuBuf>)> {
-            let (b, shape) = (cx.backend, Self::shape(cx));
+        fn forward(
+            &self,
+            cx: &Context<'_, Cpu>,
+            params: Params<'_, Cpu>,
+            x: &CpuBuf,
+        ) -> Result<(CpuBuf, Vec<CpuBuf>)> {
+            let b = cx.backend;
+            let shape = Self::shape(cx);
             let [weight, bias] = split::<Cpu, 2>(params.own, [WIDTH * WIDTH, WIDTH]);
             let new = || b.alloc(MemoryKind::Activations, shape.rows * WIDTH);
-            let (mut h, mut y) = (new()?, new()?);
+            let mut h = new()?;
+            let mut y = new()?;
             b.linear(shape, Cpu::all(x), weight, bias, Cpu::all_mut(&mut h))?;
             b.activation(Activation::Silu, Cpu::all(&h), Cpu::all_mut(&mut y))?;
             Ok((y, vec![h]))
@@ -321,7 +363,8 @@ mod tests {
             saved: Vec<CpuBuf>,
             mut dy: CpuBuf,
         ) -> Result<CpuBuf> {
-            let (b, shape) = (cx.backend, Self::shape(cx));
+            let b = cx.backend;
+            let shape = Self::shape(cx);
             let [weight, _] = split::<Cpu, 2>(params.own, [WIDTH * WIDTH, WIDTH]);
             let add = !grads.first || self.0 == Fault::NeverOverwrites;
             let [mut dweight, mut dbias] = split_mut::<Cpu, 2>(grads.own, [WIDTH * WIDTH, WIDTH]);
@@ -343,9 +386,13 @@ mod tests {
     #[test]
     fn what_is_right_passes() {
         let found = block(&Layer(Fault::None), 4, 3).unwrap();
-        let tensors: Vec<&str> = found.iter().map(|derivative| derivative.tensor.as_str()).collect();
+        let tensors: Vec<&str> =
+            found.iter().map(|derivative| derivative.tensor.as_str()).collect();
         assert_eq!(tensors, ["w", "b", INPUT]);
-        assert!(found.iter().all(|derivative| derivative.agrees() && derivative.backward.abs() > 0.1), "{found:?}");
+        assert!(
+            found.iter().all(|derivative| derivative.agrees() && derivative.backward.abs() > 0.1),
+            "{found:?}"
+        );
     }
 
     #[test]
@@ -353,7 +400,10 @@ mod tests {
         for (fault, said) in [
             (Fault::InputGradient, "layer: input: the derivative is "),
             (Fault::Overwrites, "layer: the backward does not add to the gradient of w"),
-            (Fault::NeverOverwrites, "layer: the first backward does not overwrite the gradient of w"),
+            (
+                Fault::NeverOverwrites,
+                "layer: the first backward does not overwrite the gradient of w",
+            ),
             (Fault::KeepsMore, "layer: 60 elements are kept for the backward, 48 by saved_per_row"),
             (Fault::Order, "layer: tensors() has one of a single dimension before one of several"),
             (Fault::Borrows, "layer: a block that borrows parameters"),
@@ -366,7 +416,8 @@ mod tests {
     #[test]
     fn gradients_of_nothing_are_refused() {
         let tensors = [("w".to_string(), vec![1.0])];
-        let error = derivatives(&tensors, |_| Ok((0.0, vec![("v".to_string(), vec![0.0])]))).unwrap_err();
+        let error =
+            derivatives(&tensors, |_| Ok((0.0, vec![("v".to_string(), vec![0.0])]))).unwrap_err();
         assert!(error.to_string().contains("a gradient of 1 elements by v"), "{error}");
     }
 }

@@ -1,4 +1,5 @@
-//! Keys and values of the positions that a language model has seen, so that a continuation computes its new positions alone.
+//! Keys and values of the positions that a language model has seen, so that a continuation computes
+//! its new positions alone.
 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Attention, AttentionOps, Backend, MemoryKind};
@@ -7,7 +8,8 @@ use hpctrain_device::{Attention, AttentionOps, Backend, MemoryKind};
 pub struct KvCache<B: Backend> {
     seen: usize,
     room: usize,
-    /// Of each tensor lane, the queries, keys and values of every position, packed as attention takes them; made on first use.
+    /// Of each tensor lane, the queries, keys and values of every position, packed as attention
+    /// takes them; made on first use.
     lanes: Vec<B::Buf>,
 }
 
@@ -30,7 +32,10 @@ impl<B: Backend> KvCache<B> {
         self.seen += positions;
         match self.seen <= self.room {
             true => Ok(()),
-            false => Err(Error::internal(format!("{} positions where there is room for {}", self.seen, self.room))),
+            false => Err(Error::internal(format!(
+                "{} positions where there is room for {}",
+                self.seen, self.room
+            ))),
         }
     }
 
@@ -43,8 +48,9 @@ impl<B: Backend> KvCache<B> {
     }
 }
 
-/// Attention of the rows of a micro-batch, of lane number `k`. `project(first, to)` writes their queries, keys and values, the
-/// first of which is position `first`; with a `past` they join it, and see all positions before them. Returns them without one.
+/// Attention of the rows of a micro-batch, of lane number `k`. `project(first, to)` writes their
+/// queries, keys and values, the first of which is position `first`; with a `past` they join it,
+/// and see all positions before them. Returns them without one.
 ///
 /// # Errors
 /// The device failed, or of `project`.
@@ -63,13 +69,23 @@ pub fn attend<B: AttentionOps>(
         b.attention(shape, B::all(&qkv), B::all_mut(y), B::all_mut(lse))?;
         return Ok(Some(qkv));
     };
-    let (first, last) = (past.seen, past.seen + shape.time);
+    let first = past.seen;
+    let last = past.seen + shape.time;
     if shape.batch != 1 || last > past.room {
-        return Err(Error::internal(format!("{} sequences up to position {last} of {}", shape.batch, past.room)));
+        return Err(Error::internal(format!(
+            "{} sequences up to position {last} of {}",
+            shape.batch, past.room
+        )));
     }
     let rows = past.lane(b, k, packed)?;
     project(first, B::view_mut(rows, first * packed..last * packed))?;
     let seen = B::view(rows, 0..last * packed);
-    b.attention_from(Attention { time: last, ..shape }, first, seen, B::all_mut(y), B::all_mut(lse))?;
+    b.attention_from(
+        Attention { time: last, ..shape },
+        first,
+        seen,
+        B::all_mut(y),
+        B::all_mut(lse),
+    )?;
     Ok(None)
 }

@@ -1,8 +1,8 @@
-//! Llama (Touvron et al., "LLaMA: open and efficient foundation language models", 2023): RMS norms, rotary positions,
-//! SwiGLU, no biases; grouped-query attention as in Llama 2 and 3.
+//! Llama (Touvron et al., "LLaMA: open and efficient foundation language models", 2023): RMS norms,
+//! rotary positions, SwiGLU, no biases; grouped-query attention as in Llama 2 and 3.
 //!
-//! Tensors have the names of Hugging Face's `LlamaForCausalLM`, without `model.`. Queries, keys and values lie one after
-//! the other in a unit, and so do gates and ups: each is one matrix product.
+//! Tensors have the names of Hugging Face's `LlamaForCausalLM`, without `model.`. Queries, keys and
+//! values lie one after the other in a unit, and so do gates and ups: each is one matrix product.
 //!
 //! Shape letters: b sequences, t context, d width, f hidden width; rows are b·t.
 
@@ -55,7 +55,8 @@ impl Llama {
         self.sliced(&TensorShards::whole())
     }
 
-    /// The network as blocks, of which this rank has `slices`: heads of keys divide among all tensor lanes.
+    /// The network as blocks, of which this rank has `slices`: heads of keys divide among all
+    /// tensor lanes.
     pub fn sliced<B: Kernels>(&self, slices: &TensorShards) -> Blocks<B> {
         let embedding = Embedding {
             words: "embed_tokens.weight",
@@ -74,8 +75,18 @@ impl Llama {
             table: if self.tied { Table::Tied } else { Table::Own("lm_head.weight") },
             slices: slices.clone(),
         };
-        let angles = Arc::new(RopeTable::new(self.rope_theta, self.rope_scaling, self.head_width(), self.context));
-        let decoder = |layer| Decoder { llama: self.clone(), layer, angles: angles.clone(), slices: slices.clone() };
+        let angles = Arc::new(RopeTable::new(
+            self.rope_theta,
+            self.rope_scaling,
+            self.head_width(),
+            self.context,
+        ));
+        let decoder = |layer| Decoder {
+            llama: self.clone(),
+            layer,
+            angles: angles.clone(),
+            slices: slices.clone(),
+        };
         let mut blocks: Blocks<B> = vec![Box::new(embedding)];
         blocks.extend((0..self.layers).map(|layer| Box::new(decoder(layer)) as _));
         blocks.push(Box::new(head));
@@ -101,10 +112,11 @@ struct Decoder<B: Backend> {
 }
 
 impl<B: Backend> Decoder<B> {
-    /// Lengths of the parts of a lane that are used at once, in storage order: queries, keys and values; out; gates and
-    /// ups; down; two norms.
+    /// Lengths of the parts of a lane that are used at once, in storage order: queries, keys and
+    /// values; out; gates and ups; down; two norms.
     fn lens(&self, lane: usize) -> [usize; 6] {
-        let (d, f) = (self.llama.width, self.hidden(lane));
+        let d = self.llama.width;
+        let f = self.hidden(lane);
         [self.packed() * d, d * self.heads_width(), 2 * f * d, f * d, d, d]
     }
 
@@ -131,15 +143,25 @@ impl<B: Backend> Decoder<B> {
 
     fn shapes(&self, cx: &Context<'_, B>) -> Shapes {
         let Llama { width: d, epsilon, .. } = self.llama;
-        let (rows, batch, time, head_width) =
-            (cx.micro.rows(), cx.micro.samples, cx.micro.time, self.llama.head_width());
-        let [heads, kv_heads] = [self.llama.heads, self.llama.kv_heads].map(|heads| heads / self.slices.total);
+        let rows = cx.micro.rows();
+        let batch = cx.micro.samples;
+        let time = cx.micro.time;
+        let head_width = self.llama.head_width();
+        let [heads, kv_heads] =
+            [self.llama.heads, self.llama.kv_heads].map(|heads| heads / self.slices.total);
         let packed = self.packed();
         Shapes {
             norm: Norm { rows, width: d, epsilon, centred: false },
             qkv: Linear::new(rows, d, packed),
             // Queries and keys turn; the values behind them do not.
-            rotary: Rotary { batch, time, heads: heads + kv_heads, head_width, width: packed, back: false },
+            rotary: Rotary {
+                batch,
+                time,
+                heads: heads + kv_heads,
+                head_width,
+                width: packed,
+                back: false,
+            },
             attention: Attention { batch, time, heads, kv_heads, head_width },
             out: Linear::new(rows, self.heads_width(), d),
         }
@@ -179,11 +201,16 @@ impl<B: Kernels> Decoder<B> {
         x: &B::Buf,
         mut past: Option<&mut KvCache<B>>,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (b, rows, d, drop_out) = (cx.backend, cx.micro.rows(), self.llama.width, self.llama.dropout());
-        let (s, lanes) = (self.shapes(cx), TensorParallel::new(cx, &self.slices));
+        let b = cx.backend;
+        let rows = cx.micro.rows();
+        let d = self.llama.width;
+        let drop_out = self.llama.dropout();
+        let s = self.shapes(cx);
+        let lanes = TensorParallel::new(cx, &self.slices);
         let new = |len| b.alloc(MemoryKind::Activations, len);
         let exact = |len| b.alloc_f32(MemoryKind::Activations, len);
-        let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] = lanes.parameters(&params, |lane| self.lens(lane));
+        let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] =
+            lanes.parameters(&params, |lane| self.lens(lane));
         let (none, _) = B::split_at(params.own, 0);
         let ([site1, site2], first_row) = (self.sites(), lanes.own().start);
         let before = x;
@@ -197,11 +224,14 @@ impl<B: Kernels> Decoder<B> {
             let x = B::all(all_rows.as_ref().unwrap_or(&norm1));
             let project = |first: usize, mut to: B::ViewMut<'_>| {
                 b.linear(s.qkv, x, w_qkv[k], none, B::reborrow(&mut to))?;
-                let (_, angles) = B::split_at(self.angles.table(b)?, first * self.llama.head_width());
+                let (_, angles) =
+                    B::split_at(self.angles.table(b)?, first * self.llama.head_width());
                 b.rotary(s.rotary, angles, to)
             };
-            let (mut heads, mut lse) = (new(rows * self.heads_width())?, exact(rows * s.attention.heads)?);
-            let qkv = attend(b, past.as_deref_mut(), k, s.attention, project, [&mut heads, &mut lse])?;
+            let mut heads = new(rows * self.heads_width())?;
+            let mut lse = exact(rows * s.attention.heads)?;
+            let qkv =
+                attend(b, past.as_deref_mut(), k, s.attention, project, [&mut heads, &mut lse])?;
             match joined {
                 true => b.linear_add(s.out, B::all(&heads), w_out[k], none, B::all(before), y)?,
                 false => b.linear(s.out, B::all(&heads), w_out[k], none, y)?,
@@ -221,12 +251,20 @@ impl<B: Kernels> Decoder<B> {
         let branch = lanes.sum(rows * d, None, |k, y| {
             let lane = self.slices.held.start + k;
             let f = self.hidden(lane);
-            let (mut gate_up, mut act) = (new(rows * 2 * f)?, new(rows * f)?);
+            let mut gate_up = new(rows * 2 * f)?;
+            let mut act = new(rows * f)?;
             let x = B::all(all_rows.as_ref().unwrap_or(&norm2));
             b.linear(self.gate_up(rows, lane), x, w_gate_up[k], none, B::all_mut(&mut gate_up))?;
             b.swiglu(f, B::all(&gate_up), B::all_mut(&mut act))?;
             match joined {
-                true => b.linear_add(self.down(rows, lane), B::all(&act), w_down[k], none, B::all(&stream), y)?,
+                true => b.linear_add(
+                    self.down(rows, lane),
+                    B::all(&act),
+                    w_down[k],
+                    none,
+                    B::all(&stream),
+                    y,
+                )?,
                 false => b.linear(self.down(rows, lane), B::all(&act), w_down[k], none, y)?,
             }
             of_lanes.extend([gate_up, act]);
@@ -250,13 +288,15 @@ impl<B: Kernels> Block<B> for Decoder<B> {
     fn tensors(&self) -> Vec<Tensor> {
         let Llama { kv_heads, width: d, hidden: f, layers, .. } = self.llama;
         let keys = kv_heads * self.llama.head_width();
-        // Both ends of a residual branch start smaller, so that the stream's variance does not grow with depth.
+        // Both ends of a residual branch start smaller, so that the stream's variance does not grow
+        // with depth.
         let residual = INIT / (2.0 * layers as f32).sqrt();
         let tensor = |rest: &str, shape: &[usize], init| {
             Tensor::new(format!("layers.{}.{rest}.weight", self.layer), shape, init)
         };
-        let matrix =
-            |rest: &str, shape: [usize; 2], init, cut| tensor(rest, &shape, Init::Normal(init)).overwritten().cut(cut);
+        let matrix = |rest: &str, shape: [usize; 2], init, cut| {
+            tensor(rest, &shape, Init::Normal(init)).overwritten().cut(cut)
+        };
         let rows = Cut::Rows { segments: 1 };
         vec![
             matrix("self_attn.q_proj", [d, d], INIT, rows),
@@ -276,9 +316,12 @@ impl<B: Kernels> Block<B> for Decoder<B> {
     }
 
     fn saved_elems_per_row(&self) -> usize {
-        // Norm 1, stream, norm 2; of each lane queries, keys and values, heads; gates, ups and their product.
+        // Norm 1, stream, norm 2; of each lane queries, keys and values, heads; gates, ups and
+        // their product.
         let of_lane = self.packed() + self.heads_width();
-        self.slices.own(3 * self.llama.width) + self.slices.held.len() * of_lane + 3 * self.all_hidden()
+        self.slices.own(3 * self.llama.width)
+            + self.slices.held.len() * of_lane
+            + 3 * self.all_hidden()
     }
 
     fn saved_f32_per_row(&self) -> usize {
@@ -292,8 +335,9 @@ impl<B: Kernels> Block<B> for Decoder<B> {
     }
 
     fn scratch_per_row(&self) -> usize {
-        // The stream's gradient, and that of the branch where dropout masks it. The gradient of queries, keys and values
-        // comes when the memory of gates, ups and their product is free; sums over lanes when that of the product is.
+        // The stream's gradient, and that of the branch where dropout masks it. The gradient of
+        // queries, keys and values comes when the memory of gates, ups and their product is free;
+        // sums over lanes when that of the product is.
         let (Llama { width, dropout, .. }, slices) = (&self.llama, &self.slices);
         let streams = if *dropout > 0.0 { 2 } else { 1 };
         let packed = (slices.held.len() * self.packed()).saturating_sub(3 * self.all_hidden());
@@ -302,25 +346,34 @@ impl<B: Kernels> Block<B> for Decoder<B> {
     }
 
     fn deferred_per_row(&self) -> usize {
-        // The inputs of the four maps: two norms, heads, gates times ups; and the gradients of their outputs.
-        let (width, lanes) = (self.llama.width, self.slices.held.len());
+        // The inputs of the four maps: two norms, heads, gates times ups; and the gradients of
+        // their outputs.
+        let width = self.llama.width;
+        let lanes = self.slices.held.len();
         (2 * width + lanes * self.heads_width() + self.all_hidden())
             + (lanes * self.packed() + width + 2 * self.all_hidden() + width)
     }
 
     fn deferred_scratch_per_row(&self) -> usize {
-        // With the stream's gradient and those that are copied: the gradient of the gates times ups; or, later, the norm's and
-        // that of queries, keys and values.
-        let (width, slices) = (self.llama.width, &self.slices);
+        // With the stream's gradient and those that are copied: the gradient of the gates times
+        // ups; or, later, the norm's and that of queries, keys and values.
+        let width = self.llama.width;
+        let slices = &self.slices;
         let packed = slices.held.len() * self.packed();
-        (2 * width + self.all_hidden()).max(slices.own(width) + slices.sums(width).max(width) + 2 * width + packed)
+        (2 * width + self.all_hidden())
+            .max(slices.own(width) + slices.sums(width).max(width) + 2 * width + packed)
     }
 
     fn constants(&self) -> usize {
         if self.layer == 0 { self.angles.len() } else { 0 }
     }
 
-    fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
+    fn forward(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        x: &B::Buf,
+    ) -> Result<(B::Buf, Vec<B::Buf>)> {
         self.compute(cx, params, x, None)
     }
 
@@ -349,25 +402,35 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         saved: Vec<B::Buf>,
         mut dy: B::Buf,
     ) -> Result<B::Buf> {
-        let (b, rows, d, a) = (cx.backend, cx.micro.rows(), self.llama.width, self.heads_width());
-        let (s, lanes, count) = (self.shapes(cx), TensorParallel::new(cx, &self.slices), self.slices.held.len());
-        let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] = lanes.parameters(&params, |lane| self.lens(lane));
-        let [a_qkv, a_out, a_gate_up, a_down, a_norm1, a_norm2] = lanes.places(params.section, |lane| self.lens(lane));
+        let b = cx.backend;
+        let rows = cx.micro.rows();
+        let d = self.llama.width;
+        let a = self.heads_width();
+        let s = self.shapes(cx);
+        let lanes = TensorParallel::new(cx, &self.slices);
+        let count = self.slices.held.len();
+        let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] =
+            lanes.parameters(&params, |lane| self.lens(lane));
+        let [a_qkv, a_out, a_gate_up, a_down, a_norm1, a_norm2] =
+            lanes.places(params.section, |lane| self.lens(lane));
         let mut saved = saved.into_iter();
         let [norm1, stats1, stream, norm2, stats2] = take(&mut saved)?;
-        let attention: Vec<[B::Buf; 3]> = (0..count).map(|_| take(&mut saved)).collect::<Result<_>>()?;
+        let attention: Vec<[B::Buf; 3]> =
+            (0..count).map(|_| take(&mut saved)).collect::<Result<_>>()?;
         let mlp: Vec<[B::Buf; 2]> = (0..count).map(|_| take(&mut saved)).collect::<Result<_>>()?;
         let (dropout, [site1, site2]) = (self.llama.dropout(), self.sites());
         let new = |len| b.alloc(MemoryKind::Activations, len);
         let no_biases = vec![0..0; count];
 
-        // dy is the gradient of the stream from here on; each branch adds its share. Buffers whose values are not
-        // needed any more take gradients.
+        // dy is the gradient of the stream from here on; each branch adds its share. Buffers whose
+        // values are not needed any more take gradients.
         let mut dgate_ups = Vec::with_capacity(count);
         let branch = lanes.branch(dropout, site2, &dy, grads.later.is_some())?;
         for (k, [mut gate_up, act]) in mlp.into_iter().enumerate() {
             let lane = self.slices.held.start + k;
-            let (down, f, act) = (self.down(rows, lane), self.hidden(lane), Arc::new(act));
+            let down = self.down(rows, lane);
+            let f = self.hidden(lane);
+            let act = Arc::new(act);
             grads.linear(b, down, branch.of_output(&dy), &act, At::Own(a_down[k].clone()), 0..0)?;
             let mut dact = Arc::into_inner(act).map_or_else(|| new(rows * f), Ok)?;
             b.linear_backward_input(down, branch.all(&dy), w_down[k], B::all_mut(&mut dact))?;
@@ -376,10 +439,18 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         }
         drop(branch);
         let shapes = self.slices.held.clone().map(|lane| self.gate_up(rows, lane)).collect();
-        let map = Column { shapes, weights: w_gate_up, places: At::own(a_gate_up), biases: no_biases.clone() };
-        let dnorm = lanes.column_backward(&map, &mut grads, dgate_ups, lanes.gathered(norm2, d)?)?;
+        let map = Column {
+            shapes,
+            weights: w_gate_up,
+            places: At::own(a_gate_up),
+            biases: no_biases.clone(),
+        };
+        let dnorm =
+            lanes.column_backward(&map, &mut grads, dgate_ups, lanes.gathered(norm2, d)?)?;
         let places = Places { weights: &a_norm2, biases: &no_biases };
-        lanes.norm_backward(s.norm, &dnorm, &stream, w_norm2[0], &stats2, &mut dy, &mut grads, places)?;
+        lanes.norm_backward(
+            s.norm, &dnorm, &stream, w_norm2[0], &stats2, &mut dy, &mut grads, places,
+        )?;
         drop(dnorm);
 
         let mut spare = Some(stream).filter(|_| self.slices.total == 1);
@@ -389,16 +460,33 @@ impl<B: Kernels> Block<B> for Decoder<B> {
             let mut dheads = spare.take().map_or_else(|| new(rows * a), Ok)?;
             b.linear_backward_input(s.out, branch.all(&dy), w_out[k], B::all_mut(&mut dheads))?;
             let mut dqkv = new(rows * self.packed())?;
-            let (y, lse, g) = (B::all(&heads), B::all(&lse), B::all(&dheads));
+            let y = B::all(&heads);
+            let lse = B::all(&lse);
+            let g = B::all(&dheads);
             b.attention_backward(s.attention, B::all(&qkv), y, lse, g, B::all_mut(&mut dqkv))?;
             drop(qkv);
-            grads.linear(b, s.out, branch.of_output(&dy), &Arc::new(heads), At::Own(a_out[k].clone()), 0..0)?;
-            b.rotary(Rotary { back: true, ..s.rotary }, self.angles.table(b)?, B::all_mut(&mut dqkv))?;
+            grads.linear(
+                b,
+                s.out,
+                branch.of_output(&dy),
+                &Arc::new(heads),
+                At::Own(a_out[k].clone()),
+                0..0,
+            )?;
+            b.rotary(
+                Rotary { back: true, ..s.rotary },
+                self.angles.table(b)?,
+                B::all_mut(&mut dqkv),
+            )?;
             dqkvs.push((Arc::new(dqkv), 0..rows * self.packed()));
         }
         drop(branch);
-        let map =
-            Column { shapes: vec![s.qkv; count], weights: w_qkv, places: At::own(a_qkv), biases: no_biases.clone() };
+        let map = Column {
+            shapes: vec![s.qkv; count],
+            weights: w_qkv,
+            places: At::own(a_qkv),
+            biases: no_biases.clone(),
+        };
         let dnorm = lanes.column_backward(&map, &mut grads, dqkvs, lanes.gathered(norm1, d)?)?;
         let places = Places { weights: &a_norm1, biases: &no_biases };
         lanes.norm_backward(s.norm, &dnorm, x, w_norm1[0], &stats1, &mut dy, &mut grads, places)?;

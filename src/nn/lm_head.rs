@@ -1,4 +1,5 @@
-//! The last block of language models: a norm, then logits against a table of its own or the token table.
+//! The last block of language models: a norm, then logits against a table of its own or the token
+//! table.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -47,8 +48,8 @@ impl Head {
         Norm { rows, width: self.width, epsilon: self.epsilon, centred: self.centred }
     }
 
-    /// The map to a lane's logits. Their rows are padded: a vocabulary may be any number, and products are fast where rows are
-    /// aligned.
+    /// The map to a lane's logits. Their rows are padded: a vocabulary may be any number, and
+    /// products are fast where rows are aligned.
     fn logits<B: Backend>(&self, rows: usize, lane: usize) -> Linear {
         let classes = self.classes(lane);
         Linear { stride: B::row_stride(classes), ..Linear::new(rows, self.width, classes) }
@@ -76,12 +77,18 @@ impl Head {
     }
 
     /// The table of each lane.
-    fn tables<'p, B: Kernels>(&self, params: &Params<'p, B>, own: Vec<B::View<'p>>) -> Result<Vec<B::View<'p>>> {
+    fn tables<'p, B: Kernels>(
+        &self,
+        params: &Params<'p, B>,
+        own: Vec<B::View<'p>>,
+    ) -> Result<Vec<B::View<'p>>> {
         match self.table {
             Table::Own(_) => Ok(own),
             Table::Tied => {
                 let lanes = self.slices.held.clone().enumerate();
-                let table = |lane: usize, from: B::View<'p>| B::split_at(from, self.classes(lane) * self.width).0;
+                let table = |lane: usize, from: B::View<'p>| {
+                    B::split_at(from, self.classes(lane) * self.width).0
+                };
                 lanes.map(|(k, lane)| Ok(table(lane, params.lent_lane(k)?))).collect()
             }
         }
@@ -94,7 +101,11 @@ impl Head {
             Table::Tied => {
                 let stride = self.classes(0) * self.width;
                 let lanes = self.slices.held.clone().enumerate();
-                lanes.map(|(k, lane)| At::Lent(k * stride..k * stride + self.classes(lane) * self.width)).collect()
+                lanes
+                    .map(|(k, lane)| {
+                        At::Lent(k * stride..k * stride + self.classes(lane) * self.width)
+                    })
+                    .collect()
             }
         }
     }
@@ -114,12 +125,15 @@ impl<B: Kernels> Block<B> for Head {
             }
         };
         let weight = Tensor::new(format!("{}.weight", self.norm), &[self.width], Init::Ones);
-        let bias = self.bias.then(|| Tensor::new(format!("{}.bias", self.norm), &[self.width], Init::Zeros));
+        let bias = self
+            .bias
+            .then(|| Tensor::new(format!("{}.bias", self.norm), &[self.width], Init::Zeros));
         table.into_iter().chain([weight]).chain(bias).collect()
     }
 
     fn tied_to(&self) -> Option<TiedParam> {
-        (self.table == Table::Tied).then_some(TiedParam { unit: EMBEDDING_UNIT, len: self.all_classes() * self.width })
+        (self.table == Table::Tied)
+            .then_some(TiedParam { unit: EMBEDDING_UNIT, len: self.all_classes() * self.width })
     }
 
     fn input_per_row(&self) -> usize {
@@ -162,18 +176,32 @@ impl<B: Kernels> Block<B> for Head {
         !(self.slices.sequence && self.slices.ranks() > 1)
     }
 
-    fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (b, rows, lanes) = (cx.backend, cx.micro.rows(), TensorParallel::new(cx, &self.slices));
+    fn forward(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        x: &B::Buf,
+    ) -> Result<(B::Buf, Vec<B::Buf>)> {
+        let b = cx.backend;
+        let rows = cx.micro.rows();
+        let lanes = TensorParallel::new(cx, &self.slices);
         let [own, weight, bias] = lanes.parameters(&params, |lane| self.lens(lane));
         let tables = self.tables(&params, own)?;
         let (no_bias, _) = B::split_at(params.own, 0);
         let (norm, stats) = lanes.norm(self.shape(rows), x, weight[0], bias[0])?;
         let all_rows = lanes.gather(&norm, self.width)?;
         let of_lanes = self.slices.of_lanes(rows, self.vocabulary, B::row_stride);
-        let mut logits = b.alloc(MemoryKind::Activations, of_lanes.last().map_or(0, |last| last.end))?;
+        let mut logits =
+            b.alloc(MemoryKind::Activations, of_lanes.last().map_or(0, |last| last.end))?;
         for ((lane, at), table) in self.slices.held.clone().zip(of_lanes).zip(tables) {
             let x = B::all(all_rows.as_ref().unwrap_or(&norm));
-            b.linear(self.logits::<B>(rows, lane), x, table, no_bias, B::view_mut(&mut logits, at))?;
+            b.linear(
+                self.logits::<B>(rows, lane),
+                x,
+                table,
+                no_bias,
+                B::view_mut(&mut logits, at),
+            )?;
         }
         Ok((logits, vec![norm, stats]))
     }
@@ -203,7 +231,9 @@ impl<B: Kernels> Block<B> for Head {
         saved: Vec<B::Buf>,
         dlogits: B::Buf,
     ) -> Result<B::Buf> {
-        let (b, rows, lanes) = (cx.backend, cx.micro.rows(), TensorParallel::new(cx, &self.slices));
+        let b = cx.backend;
+        let rows = cx.micro.rows();
+        let lanes = TensorParallel::new(cx, &self.slices);
         let [own, weight, _] = lanes.parameters(&params, |lane| self.lens(lane));
         let [a_table, a_weight, a_bias] = lanes.places(params.section, |lane| self.lens(lane));
         let [norm, stats] = unpack(saved)?;
@@ -217,11 +247,21 @@ impl<B: Kernels> Block<B> for Head {
         let of_lanes = self.slices.of_lanes(rows, self.vocabulary, B::row_stride);
         let of_lanes = of_lanes.into_iter().map(|at| (dlogits.clone(), at)).collect();
         drop(dlogits);
-        let dnorm = lanes.column_backward(&map, &mut grads, of_lanes, lanes.gathered(norm, self.width)?)?;
+        let dnorm =
+            lanes.column_backward(&map, &mut grads, of_lanes, lanes.gathered(norm, self.width)?)?;
         let mut dx = b.alloc(MemoryKind::Activations, lanes.own().len() * self.width)?;
         b.zero(B::all_mut(&mut dx))?;
         let places = Places { weights: &a_weight, biases: &a_bias };
-        lanes.norm_backward(self.shape(rows), &dnorm, x, weight[0], &stats, &mut dx, &mut grads, places)?;
+        lanes.norm_backward(
+            self.shape(rows),
+            &dnorm,
+            x,
+            weight[0],
+            &stats,
+            &mut dx,
+            &mut grads,
+            places,
+        )?;
         Ok(dx)
     }
 }

@@ -1,4 +1,5 @@
-//! Losses: the end of the forward and the seed of the backward. And the metrics of a network's output.
+//! Losses: the end of the forward and the seed of the backward. And the metrics of a network's
+//! output.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -8,7 +9,8 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::TensorShards;
 use hpctrain_comm::Group;
 use hpctrain_device::{
-    Backend, CrossEntropy, CrossEntropyPart, Deviation, Kernels, LogitsPart, LossWeights, MemoryKind, Regression,
+    Backend, CrossEntropy, CrossEntropyPart, Deviation, Kernels, LogitsPart, LossWeights,
+    MemoryKind, Regression,
 };
 
 /// The loss that a network minimises; the mean over all predictions.
@@ -35,7 +37,8 @@ impl Loss {
 /// A number that is measured beside the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Metric {
-    /// Part of the predictions whose likeliest class is the target; of logits, those on the target's side.
+    /// Part of the predictions whose likeliest class is the target; of logits, those on the
+    /// target's side.
     Accuracy,
     /// Part of the predictions whose target is among the five likeliest classes.
     Top5,
@@ -96,7 +99,8 @@ pub struct Objective<B: Backend> {
     width: usize,
     /// The tensor lanes of this rank, each with some classes.
     slices: TensorShards,
-    /// Whether rows of the output are padded, as of [`Block::pads_output`](super::Block::pads_output).
+    /// Whether rows of the output are padded, as of
+    /// [`Block::pads_output`](super::Block::pads_output).
     is_padded: bool,
     metrics: Vec<Metric>,
     /// Weights of classes, on the device from their first use on.
@@ -113,7 +117,14 @@ impl<B: Kernels> Objective<B> {
             Loss::Deviation(_) => vec![Metric::MeanAbsolute, Metric::RootMeanSquare],
         };
         let metrics = if metrics { all } else { vec![] };
-        Self { loss, width, slices: TensorShards::whole(), is_padded: false, metrics, weights: OnceLock::new() }
+        Self {
+            loss,
+            width,
+            slices: TensorShards::whole(),
+            is_padded: false,
+            metrics,
+            weights: OnceLock::new(),
+        }
     }
 
     /// The same, of logits that the tensor lanes divide among themselves.
@@ -131,17 +142,26 @@ impl<B: Kernels> Objective<B> {
         if self.is_padded { B::row_stride(columns) } else { columns }
     }
 
-    /// The elements of each lane, in an output of so many rows with those of one lane after the other.
+    /// The elements of each lane, in an output of so many rows with those of one lane after the
+    /// other.
     fn of_lanes(&self, rows: usize) -> Vec<Range<usize>> {
         self.slices.of_lanes(rows, self.width, |columns| self.stride(columns))
     }
 
-    /// Rows `from` on of an output of so many rows, on the host without padding; of lanes, the rows of one after those of the other.
+    /// Rows `from` on of an output of so many rows, on the host without padding; of lanes, the rows
+    /// of one after those of the other.
     ///
     /// # Errors
     /// The device failed.
-    pub fn download(&self, backend: &B, output: &B::Buf, rows: usize, from: usize) -> Result<Vec<f32>> {
-        let (mut host, mut row) = (Vec::new(), Vec::new());
+    pub fn download(
+        &self,
+        backend: &B,
+        output: &B::Buf,
+        rows: usize,
+        from: usize,
+    ) -> Result<Vec<f32>> {
+        let mut host = Vec::new();
+        let mut row = Vec::new();
         for (lane, at) in self.slices.held.clone().zip(self.of_lanes(rows)) {
             let columns = self.slices.share(self.width, lane).len();
             let stride = self.stride(columns);
@@ -167,8 +187,8 @@ impl<B: Kernels> Objective<B> {
         }
     }
 
-    /// Σ of the losses of a micro-batch's predictions, each times the weights of its class and sample; replaces `output` (rows ×
-    /// width) by its gradient times `scale`.
+    /// Σ of the losses of a micro-batch's predictions, each times the weights of its class and
+    /// sample; replaces `output` (rows × width) by its gradient times `scale`.
     ///
     /// # Errors
     /// The device failed.
@@ -184,23 +204,41 @@ impl<B: Kernels> Objective<B> {
         let mut losses = backend.alloc_f32(MemoryKind::Activations, rows)?;
         match &self.loss {
             Loss::CrossEntropy { smoothing, .. } => {
-                let (classes, stride) = (self.width, self.stride(self.width));
-                let shape = CrossEntropy { rows, classes, stride, scale, gradient: true, smoothing: *smoothing };
-                let weights = LossWeights { classes: self.weights(backend)?, rows: B::all(&micro.parts.weights) };
+                let classes = self.width;
+                let stride = self.stride(self.width);
+                let shape = CrossEntropy {
+                    rows,
+                    classes,
+                    stride,
+                    scale,
+                    gradient: true,
+                    smoothing: *smoothing,
+                };
+                let weights = LossWeights {
+                    classes: self.weights(backend)?,
+                    rows: B::all(&micro.parts.weights),
+                };
                 self.cross_entropy(backend, tensor, shape, output, micro, weights, &mut losses)?;
             }
             Loss::Deviation(by) => {
                 let width = self.unpadded(output, rows)?;
                 let shape = Regression { rows, width, by: *by, scale, gradient: true };
-                let (values, weights) = (B::all(&micro.parts.values), B::all(&micro.parts.weights));
-                backend.regression(shape, B::all_mut(output), values, weights, B::all_mut(&mut losses))?;
+                let values = B::all(&micro.parts.values);
+                let weights = B::all(&micro.parts.weights);
+                backend.regression(
+                    shape,
+                    B::all_mut(output),
+                    values,
+                    weights,
+                    B::all_mut(&mut losses),
+                )?;
             }
         }
         backend.sum(B::all(&losses))
     }
 
-    /// The losses of rows. Of logits that are divided among tensor lanes each lane tells the largest and a few sums, once for all
-    /// lanes; its gradient then needs no other lane's logits.
+    /// The losses of rows. Of logits that are divided among tensor lanes each lane tells the
+    /// largest and a few sums, once for all lanes; its gradient then needs no other lane's logits.
     #[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
     fn cross_entropy(
         &self,
@@ -214,13 +252,24 @@ impl<B: Kernels> Objective<B> {
     ) -> Result<()> {
         let (targets, TensorShards { total, held, .. }) = (&micro.parts.classes, &self.slices);
         if *total == 1 {
-            return backend.cross_entropy(shape, B::all_mut(output), targets, weights, B::all_mut(losses));
+            return backend.cross_entropy(
+                shape,
+                B::all_mut(output),
+                targets,
+                weights,
+                B::all_mut(losses),
+            );
         }
         let CrossEntropy { rows, classes, scale, gradient, smoothing, .. } = shape;
         let parts: Vec<_> = held.clone().zip(self.of_lanes(rows)).collect();
         let part = |lane: usize| {
             let share = self.slices.share(classes, lane);
-            LogitsPart { rows, classes: share.len(), stride: self.stride(share.len()), first: share.start }
+            LogitsPart {
+                rows,
+                classes: share.len(),
+                stride: self.stride(share.len()),
+                first: share.start,
+            }
         };
         let of_lane = rows * LogitsPart::STATS;
         let mut stats = backend.alloc_f32(MemoryKind::Activations, total * of_lane)?;
@@ -232,16 +281,30 @@ impl<B: Kernels> Objective<B> {
             stats = tensor.all_gather(stats).wait()?;
         }
         for (lane, at) in parts {
-            let shape = CrossEntropyPart { part: part(lane), parts: *total, classes, scale, gradient, smoothing };
+            let shape = CrossEntropyPart {
+                part: part(lane),
+                parts: *total,
+                classes,
+                scale,
+                gradient,
+                smoothing,
+            };
             let logits = B::view_mut(output, at);
-            backend.cross_entropy_part(shape, B::all(&stats), logits, targets, weights, B::all_mut(losses))?;
+            backend.cross_entropy_part(
+                shape,
+                B::all(&stats),
+                logits,
+                targets,
+                weights,
+                B::all_mut(losses),
+            )?;
         }
         Ok(())
     }
 
-    /// Σ over a micro-batch's predictions of the loss, without smoothing and weights, and of the values whose means are
-    /// the metrics, which there are none of where logits are divided among tensor lanes. Then Σ of the loss over each of `parts` of the
-    /// predictions.
+    /// Σ over a micro-batch's predictions of the loss, without smoothing and weights, and of the
+    /// values whose means are the metrics, which there are none of where logits are divided among
+    /// tensor lanes. Then Σ of the loss over each of `parts` of the predictions.
     ///
     /// # Errors
     /// The device, or a message between ranks, failed.
@@ -260,20 +323,37 @@ impl<B: Kernels> Objective<B> {
             true => Ok(0.0),
             false => backend.read(backend.sum(B::view(values, part.clone()))?),
         };
-        let of_parts = |values: &B::Buf| parts.iter().map(|part| of_part(values, part)).collect::<Result<Vec<f64>>>();
+        let of_parts = |values: &B::Buf| {
+            parts.iter().map(|part| of_part(values, part)).collect::<Result<Vec<f64>>>()
+        };
         let losses_of_parts;
         let none = backend.alloc_f32(MemoryKind::Activations, 0)?;
         match &self.loss {
             Loss::CrossEntropy { .. } => {
-                let (classes, stride) = (self.width, self.stride(self.width));
-                let shape = CrossEntropy { rows, classes, stride, scale: 0.0, gradient: false, smoothing: 0.0 };
+                let classes = self.width;
+                let stride = self.stride(self.width);
+                let shape = CrossEntropy {
+                    rows,
+                    classes,
+                    stride,
+                    scale: 0.0,
+                    gradient: false,
+                    smoothing: 0.0,
+                };
                 let weights = LossWeights { classes: B::all(&none), rows: B::all(&none) };
                 self.cross_entropy(backend, tensor, shape, output, micro, weights, &mut values)?;
                 sums.push(backend.read(backend.sum(B::all(&values))?)?);
                 losses_of_parts = of_parts(&values)?;
                 for metric in &self.metrics {
                     let k = if *metric == Metric::Top5 { 5 } else { 1 };
-                    backend.hits(classes, stride, k, B::all(output), &micro.parts.classes, B::all_mut(&mut values))?;
+                    backend.hits(
+                        classes,
+                        stride,
+                        k,
+                        B::all(output),
+                        &micro.parts.classes,
+                        B::all_mut(&mut values),
+                    )?;
                     sums.push(backend.read(backend.sum(B::all(&values))?)?);
                 }
             }
@@ -286,8 +366,15 @@ impl<B: Kernels> Objective<B> {
                 };
                 let mut measure = |by: Deviation, values: &mut B::Buf| {
                     let shape = Regression { rows, width, by, scale: 0.0, gradient: false };
-                    let (targets, weights) = (B::all(&micro.parts.values), B::all(&none));
-                    backend.regression(shape, B::all_mut(output), targets, weights, B::all_mut(values))?;
+                    let targets = B::all(&micro.parts.values);
+                    let weights = B::all(&none);
+                    backend.regression(
+                        shape,
+                        B::all_mut(output),
+                        targets,
+                        weights,
+                        B::all_mut(values),
+                    )?;
                     backend.read(backend.sum(B::all(values))?)
                 };
                 sums.push(measure(*by, &mut values)?);
@@ -304,7 +391,9 @@ impl<B: Kernels> Objective<B> {
     /// Elements of a row of an output that lies in memory without padding.
     fn unpadded(&self, output: &B::Buf, rows: usize) -> Result<usize> {
         if self.stride(self.width) > self.width {
-            return Err(Error::internal("rows of numbers are padded, as those of classes alone may be"));
+            return Err(Error::internal(
+                "rows of numbers are padded, as those of classes alone may be",
+            ));
         }
         Ok(B::len(output) / rows.max(1))
     }
@@ -318,6 +407,9 @@ impl<B: Kernels> Objective<B> {
             // Another thread's are the same.
             let _ = self.weights.set(backend.upload_f32(MemoryKind::Activations, weights)?);
         }
-        self.weights.get().map(B::all).ok_or_else(|| Error::internal("weights that were set are not there"))
+        self.weights
+            .get()
+            .map(B::all)
+            .ok_or_else(|| Error::internal("weights that were set are not there"))
     }
 }

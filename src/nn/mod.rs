@@ -40,8 +40,8 @@ const INIT: f32 = 0.02;
 
 /// One micro-batch on the device.
 pub struct MicroBatch<B: Backend> {
-    /// Each part, sample after sample: classes and numbers to predict `samples`·`time` times, numbers to predict and weights
-    /// in f32.
+    /// Each part, sample after sample: classes and numbers to predict `samples`·`time` times,
+    /// numbers to predict and weights in f32.
     pub parts: SampleFields<B::IndexBuf, B::Buf>,
     /// Samples; of language models, sequences.
     pub samples: usize,
@@ -59,8 +59,8 @@ impl<B: Backend> MicroBatch<B> {
         self.samples * self.time
     }
 
-    /// A micro-batch on the device, of samples of `time` predictions; `first` is the index of its first sample in the global
-    /// batch.
+    /// A micro-batch on the device, of samples of `time` predictions; `first` is the index of its
+    /// first sample in the global batch.
     ///
     /// # Errors
     /// The device is out of memory.
@@ -82,7 +82,8 @@ impl<B: Backend> MicroBatch<B> {
         Ok(Self { parts, samples, time, first, host_ids: Vec::new() })
     }
 
-    /// Rows `rows` alone, each as a sample of one prediction, without ids and features: for what works row by row.
+    /// Rows `rows` alone, each as a sample of one prediction, without ids and features: for what
+    /// works row by row.
     ///
     /// # Errors
     /// The device failed.
@@ -114,7 +115,13 @@ impl<B: Backend> MicroBatch<B> {
     ///
     /// # Errors
     /// As [`MicroBatch::upload`].
-    pub fn of_text(backend: &B, ids: &[u32], targets: &[u32], time: usize, first: u64) -> Result<Self> {
+    pub fn of_text(
+        backend: &B,
+        ids: &[u32],
+        targets: &[u32],
+        time: usize,
+        first: u64,
+    ) -> Result<Self> {
         let parts = SampleFields { ids, classes: targets, ..SampleFields::default() };
         Self::upload(backend, parts, ids.len() / time.max(1), time, first)
     }
@@ -143,7 +150,8 @@ impl<B: Backend> Context<'_, B> {
 pub struct Training<'a, B: Backend> {
     /// Names the step's dropout masks.
     pub dropout: u64,
-    /// The ranks that compute micro-batches of the same step at the same time, each its own; none alone.
+    /// The ranks that compute micro-batches of the same step at the same time, each its own; none
+    /// alone.
     pub ranks: Option<&'a Group<B>>,
     /// The part of the global batch that this micro-batch is.
     pub share: f32,
@@ -193,7 +201,9 @@ impl<'a, B: Backend> Params<'a, B> {
     /// # Errors
     /// Nothing is lent.
     pub fn lent_lane(&self, k: usize) -> Result<B::View<'a>> {
-        let lent = self.lent.ok_or_else(|| Error::internal("a block that borrows parameters was handed none"))?;
+        let lent = self
+            .lent
+            .ok_or_else(|| Error::internal("a block that borrows parameters was handed none"))?;
         Ok(B::split_at(lent, k * self.lent_section).1)
     }
 }
@@ -203,7 +213,8 @@ impl<'a, B: Backend> Params<'a, B> {
 pub struct TiedParam {
     /// The unit, of an earlier block.
     pub unit: usize,
-    /// Elements of its gradient: equally many for each tensor lane of this rank, as many as the first lane of all has.
+    /// Elements of its gradient: equally many for each tensor lane of this rank, as many as the
+    /// first lane of all has.
     pub len: usize,
 }
 
@@ -212,12 +223,12 @@ pub trait Block<B: Kernels>: Send + Sync {
     /// The unit's name.
     fn name(&self) -> String;
 
-    /// Parameters in storage order, with their whole shapes: those that are cut among tensor lanes first, and of each kind
-    /// decayed ones first.
+    /// Parameters in storage order, with their whole shapes: those that are cut among tensor lanes
+    /// first, and of each kind decayed ones first.
     fn tensors(&self) -> Vec<Tensor>;
 
-    /// Parameters of an earlier block's unit that this one uses as well. The gradients of both blocks are summed apart, and
-    /// added when a lane ends.
+    /// Parameters of an earlier block's unit that this one uses as well. The gradients of both
+    /// blocks are summed apart, and added when a lane ends.
     fn tied_to(&self) -> Option<TiedParam> {
         None
     }
@@ -228,10 +239,12 @@ pub trait Block<B: Kernels>: Send + Sync {
     /// Elements that one row keeps between forward and backward, besides the input.
     fn saved_elems_per_row(&self) -> usize;
 
-    /// As [`Block::saved_elems_per_row`], of elements that are f32 with any compute type, and not counted there.
+    /// As [`Block::saved_elems_per_row`], of elements that are f32 with any compute type, and not
+    /// counted there.
     fn saved_f32_per_row(&self) -> usize;
 
-    /// Elements a row that live at once in this block's forward, besides the saved ones and the output.
+    /// Elements a row that live at once in this block's forward, besides the saved ones and the
+    /// output.
     fn forward_scratch_per_row(&self) -> usize {
         0
     }
@@ -239,32 +252,33 @@ pub trait Block<B: Kernels>: Send + Sync {
     /// Elements a row that live at once while this block works, besides the saved ones.
     fn scratch_per_row(&self) -> usize;
 
-    /// Elements of one row that wait after a backward for the gradients of weights, which it [puts off](Grads::later); none if
-    /// it makes all at once.
+    /// Elements of one row that wait after a backward for the gradients of weights, which it [puts
+    /// off](Grads::later); none if it makes all at once.
     fn deferred_per_row(&self) -> usize {
         0
     }
 
-    /// As [`Block::scratch_per_row`], in a backward that puts gradients off: elements besides the saved ones, with those
-    /// that wait.
+    /// As [`Block::scratch_per_row`], in a backward that puts gradients off: elements besides the
+    /// saved ones, with those that wait.
     fn deferred_scratch_per_row(&self) -> usize {
         self.scratch_per_row()
     }
 
-    /// Whether from a row of its output to the next it is [`Backend::row_stride`] elements, which kernels of classes alone can read:
-    /// of a network's last block. Otherwise rows lie one behind the other.
+    /// Whether from a row of its output to the next it is [`Backend::row_stride`] elements, which
+    /// kernels of classes alone can read: of a network's last block. Otherwise rows lie one behind
+    /// the other.
     fn pads_output(&self) -> bool {
         false
     }
 
-    /// Whether each row of its output follows from the same row of its input alone, and from no [data](Context::micro): so a network's
-    /// last block may be computed some rows at a time.
+    /// Whether each row of its output follows from the same row of its input alone, and from no
+    /// [data](Context::micro): so a network's last block may be computed some rows at a time.
     fn is_row_by_row(&self) -> bool {
         false
     }
 
-    /// Elements of f32 that it keeps from its first use on, with any batch; elements that blocks share are counted by
-    /// one of them.
+    /// Elements of f32 that it keeps from its first use on, with any batch; elements that blocks
+    /// share are counted by one of them.
     fn constants(&self) -> usize {
         0
     }
@@ -273,19 +287,25 @@ pub trait Block<B: Kernels>: Send + Sync {
     ///
     /// # Errors
     /// The device failed.
-    fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)>;
+    fn forward(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        x: &B::Buf,
+    ) -> Result<(B::Buf, Vec<B::Buf>)>;
 
-    /// Whether [`Block::forward_cached`] gives an output: of a network whose blocks all do, a sequence is continued by the computation
-    /// of its new positions alone.
+    /// Whether [`Block::forward_cached`] gives an output: of a network whose blocks all do, a
+    /// sequence is continued by the computation of its new positions alone.
     fn supports_kv_cache(&self) -> bool {
         false
     }
 
-    /// The output as [`Block::forward`] has it outside training, of one sequence whose earlier positions `past` knows: those of `x`
-    /// follow them, and join them.
+    /// The output as [`Block::forward`] has it outside training, of one sequence whose earlier
+    /// positions `past` knows: those of `x` follow them, and join them.
     ///
     /// # Errors
-    /// The device failed, there is no room for more positions, or the block does not continue sequences.
+    /// The device failed, there is no room for more positions, or the block does not continue
+    /// sequences.
     fn forward_cached(
         &self,
         _cx: &Context<'_, B>,
@@ -296,9 +316,10 @@ pub trait Block<B: Kernels>: Send + Sync {
         Err(Error::internal(format!("block {} does not continue sequences", self.name())))
     }
 
-    /// Adds to the gradients of the parameters, or overwrites them as [`Grads`] tells, and returns that of `x` (empty for
-    /// the first block). Products of [`Grads::linear`] may be put off; all else is done when it returns.
-    /// Takes the buffers that the forward saved, and the gradient of the output.
+    /// Adds to the gradients of the parameters, or overwrites them as [`Grads`] tells, and returns
+    /// that of `x` (empty for the first block). Products of [`Grads::linear`] may be put off; all
+    /// else is done when it returns. Takes the buffers that the forward saved, and the gradient of
+    /// the output.
     ///
     /// # Errors
     /// The device failed.
@@ -330,5 +351,6 @@ fn unpack<T, const N: usize>(saved: Vec<T>) -> Result<[T; N]> {
 fn take<T, const N: usize>(saved: &mut impl Iterator<Item = T>) -> Result<[T; N]> {
     let next: Vec<T> = saved.take(N).collect();
     let found = next.len();
-    next.try_into().map_err(|_| Error::internal(format!("{found} saved buffers where the backward wants {N}")))
+    next.try_into()
+        .map_err(|_| Error::internal(format!("{found} saved buffers where the backward wants {N}")))
 }

@@ -13,8 +13,8 @@ use hpctrain_cpu::Cpu;
 use hpctrain_data::{SampleSpec, Target};
 use hpctrain_device::Kernels;
 
-/// Operations of matrix products that stand for an element which is written, kept and read again: a rough figure, with which
-/// they are a twentieth of the work of a block of GPT-2.
+/// Operations of matrix products that stand for an element which is written, kept and read again: a
+/// rough figure, with which they are a twentieth of the work of a block of GPT-2.
 const AN_ELEMENT: f64 = 64.0;
 
 /// A product that may be more than any work.
@@ -44,8 +44,8 @@ pub struct Summary {
     pub output: Vec<usize>,
     /// Elements of its tensors.
     pub parameters: usize,
-    /// Multiplications and additions of a forward's matrix products, a sample. Attention counts those that a causal
-    /// mask leaves.
+    /// Multiplications and additions of a forward's matrix products, a sample. Attention counts
+    /// those that a causal mask leaves.
     pub flops: u64,
     /// Elements that a sample keeps from its forward to the backward, without recomputation.
     pub kept: usize,
@@ -60,18 +60,24 @@ impl Network {
             Network::Gpt(gpt) => (gpt.width, gpt.heads),
             Network::Llama(llama) => (llama.width, llama.heads),
         };
-        let (context, blocks) = (self.context(), self.blocks::<Cpu>());
+        let context = self.context();
+        let blocks = self.blocks::<Cpu>();
         let last = blocks.len() - 1;
         let row = |i: usize, block: &dyn Block<Cpu>| {
             let tensors = block.tensors();
-            let matrices: usize = tensors.iter().filter(|tensor| tensor.decays()).map(Tensor::len).sum();
+            let matrices: usize =
+                tensors.iter().filter(|tensor| tensor.decays()).map(Tensor::len).sum();
             let (columns, multiplied) = match i {
                 0 => (width, 0),
                 i if i == last => (self.outputs(), self.outputs() * width),
                 _ => (width, matrices),
             };
             // Scores and their product with the values, of half of all pairs.
-            let attention = if i == 0 || i == last { 0 } else { product(&[2, context, context, width / heads, heads]) };
+            let attention = if i == 0 || i == last {
+                0
+            } else {
+                product(&[2, context, context, width / heads, heads])
+            };
             Summary {
                 name: block.name(),
                 output: vec![context, columns],
@@ -85,10 +91,12 @@ impl Network {
 
     /// The parts of a network of a program's own: each matrix counts as one product a row.
     fn own_summary(&self) -> Vec<Summary> {
-        let (context, blocks) = (self.context(), self.blocks::<Cpu>());
+        let context = self.context();
+        let blocks = self.blocks::<Cpu>();
         let row = |i: usize, block: &dyn Block<Cpu>| {
             let tensors = block.tensors();
-            let matrices: usize = tensors.iter().filter(|tensor| tensor.decays()).map(Tensor::len).sum();
+            let matrices: usize =
+                tensors.iter().filter(|tensor| tensor.decays()).map(Tensor::len).sum();
             let columns = blocks.get(i + 1).map_or(self.outputs(), |next| next.input_per_row());
             Summary {
                 name: block.name(),
@@ -111,11 +119,11 @@ impl Network {
 
     /// Model FLOPs of training on one sample: the numerator of MFU (model FLOPs utilisation).
     ///
-    /// Three times the forward's matmuls (the backward has two for each), which is 6 per weight and position where N
-    /// counts the weights that multiply, LM head included and embedding look-ups excluded; attention adds
-    /// 12 · layers · width · context per position, counted whole although a causal mask leaves half of it. Recomputation
-    /// does not count. This is the convention of Chowdhery et al., "PaLM: scaling language modeling with pathways"
-    /// (2022), appendix B.
+    /// Three times the forward's matmuls (the backward has two for each), which is 6 per weight and
+    /// position where N counts the weights that multiply, LM head included and embedding look-ups
+    /// excluded; attention adds 12 · layers · width · context per position, counted whole although
+    /// a causal mask leaves half of it. Recomputation does not count. This is the convention of
+    /// Chowdhery et al., "PaLM: scaling language modeling with pathways" (2022), appendix B.
     pub fn training_flops(&self) -> f64 {
         let forward: f64 = self.blocks_summary().iter().map(|block| block.flops as f64).sum();
         let (layers, width) = match self {
@@ -128,19 +136,21 @@ impl Network {
         3.0 * (forward + masked)
     }
 
-    /// The work of every block in a training step, a sample, in operations of matrix products. Elements that are kept for
-    /// the backward stand for the rest, which reads and writes memory.
+    /// The work of every block in a training step, a sample, in operations of matrix products.
+    /// Elements that are kept for the backward stand for the rest, which reads and writes memory.
     pub fn work(&self, recompute: bool) -> Vec<f64> {
         let blocks = self.blocks_summary();
         let last = blocks.len() - 1;
         // A forward, a backward twice as long, and another forward where nothing inside is kept.
         let passes = |block: usize| if recompute && block != last { 4.0 } else { 3.0 };
-        let one = |(i, block): (usize, &Summary)| passes(i) * (block.flops as f64 + AN_ELEMENT * block.kept as f64);
+        let one = |(i, block): (usize, &Summary)| {
+            passes(i) * (block.flops as f64 + AN_ELEMENT * block.kept as f64)
+        };
         blocks.iter().enumerate().map(one).collect()
     }
 
-    /// The same network, whose first block is nothing but tables that a host can keep in a device's stead; or the reason why it has
-    /// none. Names of tensors, and their values, stay.
+    /// The same network, whose first block is nothing but tables that a host can keep in a device's
+    /// stead; or the reason why it has none. Names of tensors, and their values, stay.
     ///
     /// # Errors
     /// The reason, to follow the name of a key.
@@ -164,7 +174,8 @@ impl Network {
         self.sliced(&TensorShards::whole())
     }
 
-    /// The network as blocks, of which this rank has `slices`; those of a network by layers or of a program's own are always whole.
+    /// The network as blocks, of which this rank has `slices`; those of a network by layers or of a
+    /// program's own are always whole.
     pub fn sliced<B: Kernels>(&self, slices: &TensorShards) -> Blocks<B> {
         match self {
             Network::Gpt(gpt) => gpt.sliced(slices),
@@ -174,8 +185,8 @@ impl Network {
         }
     }
 
-    /// Returns the blocks of a rank with `slices` on a CPU, to ask for their tensors and sizes. It is not generic, so that callers in
-    /// other crates compile no copy of the kernels' code.
+    /// Returns the blocks of a rank with `slices` on a CPU, to ask for their tensors and sizes. It
+    /// is not generic, so that callers in other crates compile no copy of the kernels' code.
     pub fn cpu_blocks(&self, slices: &TensorShards) -> Blocks<Cpu> {
         self.sliced(slices)
     }
@@ -200,7 +211,17 @@ impl Network {
                      {biases} biases"
                 )
             }
-            Network::Llama(Llama { layers, heads, kv_heads, width, hidden, context, vocabulary, tied, .. }) => {
+            Network::Llama(Llama {
+                layers,
+                heads,
+                kv_heads,
+                width,
+                hidden,
+                context,
+                vocabulary,
+                tied,
+                ..
+            }) => {
                 let head = if *tied { "tied" } else { "own" };
                 format!(
                     "Llama, {layers} layers, {heads} heads ({kv_heads} of keys), width {width}, hidden {hidden}, \
@@ -208,7 +229,12 @@ impl Network {
                 )
             }
             Network::Layers(layers) => {
-                format!("{} layers from {} to {}", layers.len(), shown(layers.input()), shown(layers.output()))
+                format!(
+                    "{} layers from {} to {}",
+                    layers.len(),
+                    shown(layers.input()),
+                    shown(layers.output())
+                )
             }
             Network::Own(own) => own.name().to_owned(),
         }
@@ -235,7 +261,11 @@ impl Network {
             Loss::CrossEntropy { .. } => Target::Class(self.outputs()),
             Loss::Deviation(_) => Target::Values(self.outputs()),
         };
-        SampleSpec::Rows { input: layers.input().iter().product(), ids: layers.ids().clone(), target }
+        SampleSpec::Rows {
+            input: layers.input().iter().product(),
+            ids: layers.ids().clone(),
+            target,
+        }
     }
 
     /// Whether it is of text: it predicts tokens.

@@ -6,7 +6,8 @@ use std::sync::OnceLock;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Backend, MemoryKind};
 
-/// Scaling of the frequencies of rotary positions, for contexts that are longer than those of pre-training.
+/// Scaling of the frequencies of rotary positions, for contexts that are longer than those of
+/// pre-training.
 ///
 /// Names are those of the `rope_scaling` of Hugging Face's transformers (`modeling_rope_utils`).
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -14,20 +15,23 @@ pub enum FrequencyScaling {
     /// Leaves frequencies as they are.
     #[default]
     Unscaled,
-    /// Divides all frequencies by `factor` (position interpolation: Chen et al., "Extending context window of large
-    /// language models via positional interpolation", 2023).
+    /// Divides all frequencies by `factor` (position interpolation: Chen et al., "Extending context
+    /// window of large language models via positional interpolation", 2023).
     Linear {
         /// At least 1.
         factor: f64,
     },
-    /// Divides low frequencies by `factor`, keeps high ones, and interpolates between the two: that of Llama 3.1 to 3.3
-    /// (Grattafiori et al., "The Llama 3 herd of models", 2024; `apply_scaling` in Meta's `llama-models`).
+    /// Divides low frequencies by `factor`, keeps high ones, and interpolates between the two: that
+    /// of Llama 3.1 to 3.3 (Grattafiori et al., "The Llama 3 herd of models", 2024; `apply_scaling`
+    /// in Meta's `llama-models`).
     Llama3 {
         /// At least 1.
         factor: f64,
-        /// Pairs that turn at most this many times within the original context are divided by `factor`.
+        /// Pairs that turn at most this many times within the original context are divided by
+        /// `factor`.
         low_freq_factor: f64,
-        /// Pairs that turn at least this many times within the original context are kept; more than `low_freq_factor`.
+        /// Pairs that turn at least this many times within the original context are kept; more than
+        /// `low_freq_factor`.
         high_freq_factor: f64,
         /// Positions of a sequence in pre-training.
         original_max_position_embeddings: usize,
@@ -40,9 +44,15 @@ impl FrequencyScaling {
         match self {
             Self::Unscaled => frequency,
             Self::Linear { factor } => frequency / factor,
-            Self::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
+            Self::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_max_position_embeddings,
+            } => {
                 let turns = original_max_position_embeddings as f64 * frequency / TAU;
-                let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+                let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor))
+                    .clamp(0.0, 1.0);
                 kept * frequency + (1.0 - kept) * frequency / factor
             }
         }
@@ -59,8 +69,9 @@ pub struct RopeTable<B: Backend> {
 }
 
 impl<B: Backend> RopeTable<B> {
-    /// Returns the angles of `context` positions, for heads of `head_width` elements: pair i has the frequency
-    /// `base`^(-2i / `head_width`), scaled by `scaling`, and position t turns it by t times that.
+    /// Returns the angles of `context` positions, for heads of `head_width` elements: pair i has
+    /// the frequency `base`^(-2i / `head_width`), scaled by `scaling`, and position t turns it by t
+    /// times that.
     pub fn new(base: f64, scaling: FrequencyScaling, head_width: usize, context: usize) -> Self {
         Self { base, scaling, head_width, context, table: OnceLock::new() }
     }
@@ -70,7 +81,8 @@ impl<B: Backend> RopeTable<B> {
         self.context * self.head_width
     }
 
-    /// The table, context × head width: a row is the cosines of a position's angles, then the sines.
+    /// The table, context × head width: a row is the cosines of a position's angles, then the
+    /// sines.
     ///
     /// # Errors
     /// Out of memory.
@@ -79,7 +91,10 @@ impl<B: Backend> RopeTable<B> {
             // Another thread's is the same.
             let _ = self.table.set(backend.upload_f32(MemoryKind::Activations, &self.values())?);
         }
-        self.table.get().map(B::all).ok_or_else(|| Error::internal("a table that was set is not there"))
+        self.table
+            .get()
+            .map(B::all)
+            .ok_or_else(|| Error::internal("a table that was set is not there"))
     }
 
     /// Computed in f64 and rounded once: far positions have large angles.
@@ -99,22 +114,29 @@ impl<B: Backend> RopeTable<B> {
 mod tests {
     use super::*;
 
-    /// Llama 3.1: at 8192 positions pairs keep their frequency up to a wavelength of 2048 and are slowed down to an eighth from
-    /// 8192 on.
+    /// Llama 3.1: at 8192 positions pairs keep their frequency up to a wavelength of 2048 and are
+    /// slowed down to an eighth from 8192 on.
     #[test]
     fn llama3_slows_long_waves_and_keeps_short_ones() {
-        let (factor, low_freq_factor, high_freq_factor) = (8.0, 1.0, 4.0);
+        let factor = 8.0;
+        let low_freq_factor = 1.0;
+        let high_freq_factor = 4.0;
         let llama3 = FrequencyScaling::Llama3 {
             factor,
             low_freq_factor,
             high_freq_factor,
             original_max_position_embeddings: 8192,
         };
-        for (wavelength, kept) in [(7.0, 1.0), (2048.0, 1.0), (4096.0, 1.0 / 3.0), (8192.0, 0.0), (1e6, 0.0)] {
+        for (wavelength, kept) in
+            [(7.0, 1.0), (2048.0, 1.0), (4096.0, 1.0 / 3.0), (8192.0, 0.0), (1e6, 0.0)]
+        {
             let frequency = TAU / wavelength;
             let expected = frequency * (kept + (1.0 - kept) / factor);
             let scaled = llama3.scaled(frequency);
-            assert!((scaled / expected - 1.0).abs() < 1e-12, "{wavelength}: {scaled}, not {expected}");
+            assert!(
+                (scaled / expected - 1.0).abs() < 1e-12,
+                "{wavelength}: {scaled}, not {expected}"
+            );
         }
         assert_eq!(FrequencyScaling::Linear { factor }.scaled(0.5), 0.0625);
         assert_eq!(FrequencyScaling::Unscaled.scaled(0.5), 0.5);

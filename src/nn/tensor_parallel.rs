@@ -1,12 +1,14 @@
-//! A block's work on its tensor lanes (Shoeybi et al., "Megatron-LM", 2019): maps whose columns are divided give each lane an
-//! output of its own; the outputs of maps whose inputs are divided are summed over all lanes.
+//! A block's work on its tensor lanes (Shoeybi et al., "Megatron-LM", 2019): maps whose columns are
+//! divided give each lane an output of its own; the outputs of maps whose inputs are divided are
+//! summed over all lanes.
 //!
-//! Lanes are computed one after the other and summed by one tree, on a rank and between ranks: whichever rank has a lane,
-//! the sum has the same bits. Narrow compute types are summed in f32.
+//! Lanes are computed one after the other and summed by one tree, on a rank and between ranks:
+//! whichever rank has a lane, the sum has the same bits. Narrow compute types are summed in f32.
 //!
-//! With sequence parallelism (Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022) a
-//! rank keeps its own rows of the stream between the maps, and sums leave each rank its rows. The gradients of norms and of
-//! biases of sums are always taken over the rows of each lane apart, so that both ways have the same bits.
+//! With sequence parallelism (Korthikanti et al., "Reducing activation recomputation in large
+//! transformer models", 2022) a rank keeps its own rows of the stream between the maps, and sums
+//! leave each rank its rows. The gradients of norms and of biases of sums are always taken over the
+//! rows of each lane apart, so that both ways have the same bits.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -65,27 +67,35 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         Self { cx, slices }
     }
 
-    /// The parameters of each lane, of tensors one after the other in its section, whose lengths `lens(lane)` has.
+    /// The parameters of each lane, of tensors one after the other in its section, whose lengths
+    /// `lens(lane)` has.
     pub fn parameters<'p, const N: usize>(
         &self,
         params: &Params<'p, B>,
         lens: impl Fn(usize) -> [usize; N],
     ) -> [Vec<B::View<'p>>; N] {
         let lanes = self.slices.held.clone().enumerate();
-        let split: Vec<_> = lanes.map(|(k, lane)| split::<B, N>(params.lane(k), lens(lane))).collect();
+        let split: Vec<_> =
+            lanes.map(|(k, lane)| split::<B, N>(params.lane(k), lens(lane))).collect();
         std::array::from_fn(|tensor| split.iter().map(|of_lane| of_lane[tensor]).collect())
     }
 
     /// As [`TensorParallel::parameters`], their ranges in a unit with sections of so many elements.
-    pub fn places<const N: usize>(&self, section: usize, lens: impl Fn(usize) -> [usize; N]) -> [Vec<Range<usize>>; N] {
+    pub fn places<const N: usize>(
+        &self,
+        section: usize,
+        lens: impl Fn(usize) -> [usize; N],
+    ) -> [Vec<Range<usize>>; N] {
         let lanes = self.slices.held.clone().enumerate();
-        let moved = |k: usize, range: Range<usize>| range.start + k * section..range.end + k * section;
-        let split: Vec<_> = lanes.map(|(k, lane)| ranges(lens(lane)).map(|range| moved(k, range))).collect();
+        let moved =
+            |k: usize, range: Range<usize>| range.start + k * section..range.end + k * section;
+        let split: Vec<_> =
+            lanes.map(|(k, lane)| ranges(lens(lane)).map(|range| moved(k, range))).collect();
         std::array::from_fn(|tensor| split.iter().map(|of_lane| of_lane[tensor].clone()).collect())
     }
 
-    /// The place of the bias of a summed map's gradient for [`Grads::linear`]: more lanes than one take their rows apart, in
-    /// [`TensorParallel::add_bias`].
+    /// The place of the bias of a summed map's gradient for [`Grads::linear`]: more lanes than one
+    /// take their rows apart, in [`TensorParallel::add_bias`].
     pub fn bias_of_sum(&self, bias: &Range<usize>) -> Range<usize> {
         if self.slices.total == 1 { bias.clone() } else { 0..0 }
     }
@@ -100,13 +110,18 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         self.slices.divides(self.cx.micro.rows())
     }
 
-    /// The rows of each lane, of this rank's rows; and the number of the lane among those of this rank, if it is one.
+    /// The rows of each lane, of this rank's rows; and the number of the lane among those of this
+    /// rank, if it is one.
     fn rows(&self) -> Vec<(Range<usize>, Option<usize>)> {
-        let (rows, own, total) = (self.cx.micro.rows(), self.own(), self.slices.total);
+        let rows = self.cx.micro.rows();
+        let own = self.own();
+        let total = self.slices.total;
         let of_lane = |lane: usize| {
-            let range = (lane * rows / total).max(own.start)..((lane + 1) * rows / total).min(own.end);
+            let range =
+                (lane * rows / total).max(own.start)..((lane + 1) * rows / total).min(own.end);
             let held = self.slices.held.contains(&lane).then(|| lane - self.slices.held.start);
-            (range.start < range.end).then(|| (range.start - own.start..range.end - own.start, held))
+            (range.start < range.end)
+                .then(|| (range.start - own.start..range.end - own.start, held))
         };
         (0..total).filter_map(of_lane).collect()
     }
@@ -127,7 +142,8 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
     /// The device or a message failed.
     pub fn gather(&self, own: &B::Buf, width: usize) -> Result<Option<B::Buf>> {
         let Some(group) = self.cx.tensor.filter(|_| self.is_divided()) else { return Ok(None) };
-        let (b, rows) = (self.cx.backend, self.own());
+        let b = self.cx.backend;
+        let rows = self.own();
         let mut all = b.alloc(MemoryKind::Activations, self.cx.micro.rows() * width)?;
         b.copy(B::all(own), B::view_mut(&mut all, rows.start * width..rows.end * width))?;
         group.all_gather(all).wait().map(Some)
@@ -141,8 +157,8 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         Ok(self.gather(&own, width)?.unwrap_or(own))
     }
 
-    /// The sum over this rank's lanes of the `len` elements that `product(k, to)` writes for lane number `k`. `spare` is
-    /// memory of as many elements of the compute type.
+    /// The sum over this rank's lanes of the `len` elements that `product(k, to)` writes for lane
+    /// number `k`. `spare` is memory of as many elements of the compute type.
     ///
     /// # Errors
     /// The device failed, or of `product`.
@@ -169,11 +185,13 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
                 Ok::<_, Error>(())
             })?;
         }
-        let sum = tree.finish(|into: &mut B::Buf, from: B::Buf| b.add(B::all(&from), B::all_mut(into)))?;
+        let sum =
+            tree.finish(|into: &mut B::Buf, from: B::Buf| b.add(B::all(&from), B::all_mut(into)))?;
         sum.ok_or_else(|| Error::internal("a block without tensor lanes"))
     }
 
-    /// Fills partial sums `to`, of `len` elements, with numbers that `compute` gives in the compute type.
+    /// Fills partial sums `to`, of `len` elements, with numbers that `compute` gives in the compute
+    /// type.
     ///
     /// # Errors
     /// The device failed, or of `compute`.
@@ -206,16 +224,20 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
     /// # Errors
     /// The device or a message failed.
     pub fn settle(&self, sum: Pending<B::Buf>, width: usize) -> Result<B::Buf> {
-        let (sum, rows) = (sum.wait()?, self.own());
+        let sum = sum.wait()?;
+        let rows = self.own();
         if !self.is_divided() && !self.sums_wide() {
             return Ok(sum);
         }
         let mut own = self.cx.backend.alloc(MemoryKind::Activations, rows.len() * width)?;
-        self.cx.backend.copy(B::view(&sum, rows.start * width..rows.end * width), B::all_mut(&mut own))?;
+        self.cx
+            .backend
+            .copy(B::view(&sum, rows.start * width..rows.end * width), B::all_mut(&mut own))?;
         Ok(own)
     }
 
-    /// Whether sums over lanes are the products of one: what is added to the sum can be added to the product.
+    /// Whether sums over lanes are the products of one: what is added to the sum can be added to
+    /// the product.
     pub fn is_uncut(&self) -> bool {
         self.slices.total == 1
     }
@@ -250,7 +272,13 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
     ///
     /// # Errors
     /// The device failed.
-    pub fn norm(&self, s: Norm, x: &B::Buf, weight: B::View<'_>, bias: B::View<'_>) -> Result<(B::Buf, B::Buf)> {
+    pub fn norm(
+        &self,
+        s: Norm,
+        x: &B::Buf,
+        weight: B::View<'_>,
+        bias: B::View<'_>,
+    ) -> Result<(B::Buf, B::Buf)> {
         let b = self.cx.backend;
         self.normalised(s.width, |rows, at, y, stats| {
             b.norm(Norm { rows, ..s }, B::view(x, at), weight, bias, y, stats)
@@ -271,19 +299,21 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
     ) -> Result<(B::Buf, B::Buf)> {
         let b = self.cx.backend;
         self.normalised(s.width, |rows, at, y, stats| {
-            let (x, stream) = (B::view(x, at.clone()), B::view_mut(stream, at));
+            let x = B::view(x, at.clone());
+            let stream = B::view_mut(stream, at);
             b.add_norm(Norm { rows, ..s }, x, stream, weight, bias, y, stats)
         })
     }
 
-    /// The results of a norm of this rank's rows: each lane's by themselves, as the backward wants their statistics.
-    /// `norm(rows, at, y, stats)` computes some rows, elements `at`.
+    /// The results of a norm of this rank's rows: each lane's by themselves, as the backward wants
+    /// their statistics. `norm(rows, at, y, stats)` computes some rows, elements `at`.
     fn normalised(
         &self,
         width: usize,
         mut norm: impl FnMut(usize, Range<usize>, B::ViewMut<'_>, B::ViewMut<'_>) -> Result<()>,
     ) -> Result<(B::Buf, B::Buf)> {
-        let (b, rows) = (self.cx.backend, self.own().len());
+        let b = self.cx.backend;
+        let rows = self.own().len();
         let mut y = b.alloc(MemoryKind::Activations, rows * width)?;
         let mut stats = b.alloc_f32(MemoryKind::Activations, rows * 2)?;
         for (rows, _) in self.rows() {
@@ -294,8 +324,8 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         Ok((y, stats))
     }
 
-    /// Adds to the gradient `dx` of the norm's input, this rank's rows; and, for the rows of each of its lanes, to the lane's
-    /// gradients of weight and bias, at `places`.
+    /// Adds to the gradient `dx` of the norm's input, this rank's rows; and, for the rows of each
+    /// of its lanes, to the lane's gradients of weight and bias, at `places`.
     ///
     /// # Errors
     /// The device failed.
@@ -315,13 +345,17 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         // Of rows of other ranks' lanes those ranks have the gradients of the weight.
         let mut others = None;
         for (rows, held) in self.rows() {
-            let (s, at) = (Norm { rows: rows.len(), ..s }, rows.start * s.width..rows.end * s.width);
+            let (s, at) =
+                (Norm { rows: rows.len(), ..s }, rows.start * s.width..rows.end * s.width);
             let stats = B::view(stats, rows.start * 2..rows.end * 2);
-            let (dy, x, dx) = (B::view(dy, at.clone()), B::view(x, at.clone()), B::view_mut(dx, at));
+            let dy = B::view(dy, at.clone());
+            let x = B::view(x, at.clone());
+            let dx = B::view_mut(dx, at);
             let (dweight, dbias) = match held {
                 Some(k) => grads.pair(&places.weights[k], &places.biases[k]),
                 None => {
-                    let [weight, bias] = [places.weights, places.biases].map(|of_lanes| of_lanes[0].len());
+                    let [weight, bias] =
+                        [places.weights, places.biases].map(|of_lanes| of_lanes[0].len());
                     let scratch = match &mut others {
                         Some(scratch) => scratch,
                         none => none.insert(b.alloc_f32(MemoryKind::Activations, weight + bias)?),
@@ -334,8 +368,8 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         Ok(())
     }
 
-    /// Adds to each lane's gradient of the bias of a summed map, at `places`, the lane's rows of `dy`: this rank's rows, of
-    /// `width` elements. With one lane [`Grads::linear`] has done so.
+    /// Adds to each lane's gradient of the bias of a summed map, at `places`, the lane's rows of
+    /// `dy`: this rank's rows, of `width` elements. With one lane [`Grads::linear`] has done so.
     ///
     /// # Errors
     /// The device failed.
@@ -350,7 +384,9 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
             return Ok(());
         }
         for (rows, held) in self.rows() {
-            let Some(place) = held.map(|k| &places[k]).filter(|place| !place.is_empty()) else { continue };
+            let Some(place) = held.map(|k| &places[k]).filter(|place| !place.is_empty()) else {
+                continue;
+            };
             let (_, from) = B::split_at(dy, rows.start * width);
             let (dy, _) = B::split_at(from, rows.len() * width);
             let (_, dbias) = grads.pair(&(place.start..place.start), place);
@@ -363,7 +399,13 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
     ///
     /// # Errors
     /// The device or a message failed.
-    pub fn branch(&self, dropout: ResidualDropout, site: usize, dy: &B::Buf, is_kept: bool) -> Result<Branch<B>> {
+    pub fn branch(
+        &self,
+        dropout: ResidualDropout,
+        site: usize,
+        dy: &B::Buf,
+        is_kept: bool,
+    ) -> Result<Branch<B>> {
         let mut masked = dropout.masked(self.cx, site, self.own().start, dy)?;
         let gathered = self.gather(masked.as_ref().unwrap_or(dy), dropout.width)?;
         if is_kept && self.slices.held.len() > 1 && masked.is_none() && gathered.is_none() {
@@ -375,8 +417,9 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         Ok(Branch { masked: masked.map(Arc::new), gathered: gathered.map(Arc::new) })
     }
 
-    /// The gradients of a map whose outputs are divided: of weights and biases, from those of the lanes' outputs and all rows
-    /// of the input; and this rank's rows of the input's gradient. The ranks' sum is under way while weights are computed.
+    /// The gradients of a map whose outputs are divided: of weights and biases, from those of the
+    /// lanes' outputs and all rows of the input; and this rank's rows of the input's gradient. The
+    /// ranks' sum is under way while weights are computed.
     ///
     /// # Errors
     /// The device or a message failed.
@@ -387,7 +430,8 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         dys: Vec<OfLane<B>>,
         x: B::Buf,
     ) -> Result<B::Buf> {
-        let (b, inputs) = (self.cx.backend, map.shapes.first().map_or(0, |shape| shape.inputs));
+        let b = self.cx.backend;
+        let inputs = map.shapes.first().map_or(0, |shape| shape.inputs);
         let x = Arc::new(x);
         let add_weights = |grads: &mut Grads<'_, B>| {
             dys.iter().enumerate().try_for_each(|(k, (dy, at))| {

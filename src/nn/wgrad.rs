@@ -1,5 +1,5 @@
-//! The gradients of a block's parameters: made in its backward, or partly put off until nobody waits for the gradient of
-//! its input.
+//! The gradients of a block's parameters: made in its backward, or partly put off until nobody
+//! waits for the gradient of its input.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,14 +8,16 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Backend, Kernels, Linear, MemoryKind};
 
 /// Gradients of a block's parameters. The backward adds into them, but for those of
-/// [`Tensor::overwritten`](hpctrain_base::layout::Tensor::overwritten) tensors when it is the first.
+/// [`Tensor::overwritten`](hpctrain_base::layout::Tensor::overwritten) tensors when it is the
+/// first.
 pub struct Grads<'a, B: Backend> {
     /// The block's unit.
     pub own: B::ViewMut<'a>,
-    /// Whether this backward is the first of its lane that `own` is for: overwritten tensors hold nothing yet.
+    /// Whether this backward is the first of its lane that `own` is for: overwritten tensors hold
+    /// nothing yet.
     pub first: bool,
-    /// The elements of [`Block::tied_to`](super::Block::tied_to), which this block alone adds to. The first backward of a
-    /// lane overwrites them.
+    /// The elements of [`Block::tied_to`](super::Block::tied_to), which this block alone adds to.
+    /// The first backward of a lane overwrites them.
     pub lent: Option<B::ViewMut<'a>>,
     /// Whether this backward is the first of its lane that `lent` is for: it holds nothing yet.
     pub lent_first: bool,
@@ -47,8 +49,8 @@ pub enum OutputGradient<'a, B: Backend> {
     Changing(&'a B::Buf),
 }
 
-/// The gradients of an affine map's weight and bias, yet to be computed. Backwards split in two are of Qi et al., "Zero bubble
-/// pipeline parallelism", 2023.
+/// The gradients of an affine map's weight and bias, yet to be computed. Backwards split in two are
+/// of Qi et al., "Zero bubble pipeline parallelism", 2023.
 pub struct DeferredWgrad<B: Backend> {
     shape: Linear,
     dy: (Arc<B::Buf>, Range<usize>),
@@ -59,7 +61,11 @@ pub struct DeferredWgrad<B: Backend> {
 
 impl<B: Kernels> Grads<'_, B> {
     /// Those of the block's own weight and bias. The bias comes later in the unit, or is empty.
-    pub fn pair(&mut self, weight: &Range<usize>, bias: &Range<usize>) -> (B::ViewMut<'_>, B::ViewMut<'_>) {
+    pub fn pair(
+        &mut self,
+        weight: &Range<usize>,
+        bias: &Range<usize>,
+    ) -> (B::ViewMut<'_>, B::ViewMut<'_>) {
         let (before, rest) = B::cut_mut(B::reborrow(&mut self.own), bias.start.max(weight.end));
         let (bias, _) = B::cut_mut(rest, bias.len());
         let (_, from_weight) = B::cut_mut(before, weight.start);
@@ -77,8 +83,8 @@ impl<B: Kernels> Grads<'_, B> {
         }
     }
 
-    /// Gradients of the weight and bias of an affine map with the input `x`, now or later: then `x` is kept until they are
-    /// computed.
+    /// Gradients of the weight and bias of an affine map with the input `x`, now or later: then `x`
+    /// is kept until they are computed.
     ///
     /// # Errors
     /// The device failed, or nothing is lent.
@@ -135,7 +141,8 @@ impl<B: Kernels> Grads<'_, B> {
                 backend.linear_backward_weight(shape, dy, x, dweight, dbias, !first)
             }
             At::Lent(weight) => {
-                let nothing_lent = || Error::internal("a block that borrows parameters was handed no gradients");
+                let nothing_lent =
+                    || Error::internal("a block that borrows parameters was handed no gradients");
                 let lent = B::reborrow(self.lent.as_mut().ok_or_else(nothing_lent)?);
                 let (dweight, _) = B::cut_mut(B::cut_mut(lent, weight.start).1, weight.len());
                 let (dbias, _) = B::cut_mut(B::reborrow(&mut self.own), 0);
@@ -168,7 +175,15 @@ mod tests {
     const TIME: usize = 5;
 
     fn networks() -> [(&'static str, Blocks<Cpu>); 4] {
-        let gpt = |bias, dropout| Gpt { layers: 1, heads: 2, width: 12, context: TIME, vocabulary: 7, bias, dropout };
+        let gpt = |bias, dropout| Gpt {
+            layers: 1,
+            heads: 2,
+            width: 12,
+            context: TIME,
+            vocabulary: 7,
+            bias,
+            dropout,
+        };
         let llama = |tied, dropout| Llama {
             layers: 1,
             heads: 4,
@@ -197,24 +212,31 @@ mod tests {
         Cpu::new(1).upload(MemoryKind::Activations, &values).unwrap()
     }
 
-    /// Gradients of input, unit and loan after two micro-batches, and the elements that one has put off.
+    /// Gradients of input, unit and loan after two micro-batches, and the elements that one has put
+    /// off.
     fn gradients(block: &dyn Block<Cpu>, puts_off: bool) -> ([Vec<u32>; 3], usize) {
         let backend = Cpu::new(2);
         let ids = [1; SAMPLES * TIME];
         let micro = MicroBatch::of_text(&backend, &ids, &ids, TIME, 0).unwrap();
         let training = Training { dropout: 1, ranks: None, share: 1.0 };
-        let cx = Context { backend: &backend, micro: &micro, training: Some(training), tensor: None };
+        let cx =
+            Context { backend: &backend, micro: &micro, training: Some(training), tensor: None };
         let layout = UnitLayout::new(block.name(), block.tensors(), 1);
-        let (unit, loan) = (values("unit", layout.padded), block.tied_to().map(|loan| values("loan", loan.len)));
+        let unit = values("unit", layout.padded);
+        let loan = block.tied_to().map(|loan| values("loan", loan.len));
         // Tensors that are to be overwritten hold nothing yet.
-        let (mut own, mut lent) = (vec![f32::NAN; layout.padded], vec![f32::NAN; loan.as_ref().map_or(0, Cpu::len)]);
+        let mut own = vec![f32::NAN; layout.padded];
+        let mut lent = vec![f32::NAN; loan.as_ref().map_or(0, Cpu::len)];
         layout.zeroed().into_iter().for_each(|range| own[range].fill(0.0));
         let [mut own, mut lent] =
             [&mut own, &mut lent].map(|host| backend.upload(MemoryKind::Gradients, host).unwrap());
-        let (mut deferred, mut dxs, mut waiting) = (vec![vec![], vec![]], vec![], 0);
+        let mut deferred = vec![vec![], vec![]];
+        let mut dxs = vec![];
+        let mut waiting = 0;
         for (k, later) in deferred.iter_mut().enumerate() {
             let lent_section = loan.as_ref().map_or(0, Cpu::len);
-            let params = || Params { lent: loan.as_ref().map(Cpu::all), lent_section, ..Params::of(&unit) };
+            let params =
+                || Params { lent: loan.as_ref().map(Cpu::all), lent_section, ..Params::of(&unit) };
             let x = values(&format!("x {k}"), micro.rows() * block.input_per_row());
             let (y, kept) = block.forward(&cx, params(), &x).unwrap();
             let dy = values(&format!("dy {k}"), Cpu::len(&y));
@@ -230,7 +252,13 @@ mod tests {
         for (k, later) in deferred.into_iter().enumerate() {
             waiting = later.iter().map(|one| one.dy.1.len() + Cpu::len(&one.x)).sum();
             let lent = loan.as_ref().map(|_| Cpu::all_mut(&mut lent));
-            let mut grads = Grads { own: Cpu::all_mut(&mut own), first: k == 0, lent, lent_first: k == 0, later: None };
+            let mut grads = Grads {
+                own: Cpu::all_mut(&mut own),
+                first: k == 0,
+                lent,
+                lent_first: k == 0,
+                later: None,
+            };
             later.into_iter().for_each(|one| grads.add(&backend, one).unwrap());
         }
         let bits = |buf: &CpuBuf| -> Vec<u32> {
@@ -251,7 +279,8 @@ mod tests {
                 assert_eq!(nothing, 0, "{name}, {unit}");
                 assert_eq!(waiting, SAMPLES * TIME * block.deferred_per_row(), "{name}, {unit}");
                 assert!(waiting > 0 && at_once == later, "{name}, {unit}: other gradients");
-                let all_there = at_once.iter().flatten().all(|bits| !f32::from_bits(*bits).is_nan());
+                let all_there =
+                    at_once.iter().flatten().all(|bits| !f32::from_bits(*bits).is_nan());
                 assert!(all_there, "{name}, {unit}: a gradient that nothing has overwritten");
             }
         }
@@ -260,13 +289,18 @@ mod tests {
     #[test]
     fn weights_and_biases_are_found() {
         let backend = Cpu::new(1);
-        let mut unit = backend.upload(MemoryKind::Gradients, &[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]).unwrap();
+        let mut unit =
+            backend.upload(MemoryKind::Gradients, &[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]).unwrap();
         let own = Cpu::all_mut(&mut unit);
-        let mut grads = Grads::<Cpu> { own, first: true, lent: None, lent_first: true, later: None };
+        let mut grads =
+            Grads::<Cpu> { own, first: true, lent: None, lent_first: true, later: None };
         for (weight, bias) in [(0..2, 4..5), (1..4, 4..6), (2..5, 0..0)] {
             let (w, b) = grads.pair(&weight, &bias);
             assert_eq!((w.len(), b.len()), (weight.len(), bias.len()));
-            assert_eq!((w[0] as usize, b.first().map(|b| *b as usize)), (weight.start, bias.clone().next()));
+            assert_eq!(
+                (w[0] as usize, b.first().map(|b| *b as usize)),
+                (weight.start, bias.clone().next())
+            );
         }
     }
 }

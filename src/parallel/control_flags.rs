@@ -1,4 +1,5 @@
-//! The requests that ranks tell each other with every step, beside losses and norms, so that all act on them at the same step.
+//! The requests that ranks tell each other with every step, beside losses and norms, so that all
+//! act on them at the same step.
 
 use bitflags::bitflags;
 
@@ -49,7 +50,8 @@ mod tests {
 
     #[test]
     fn some_or_all() {
-        let (both, one) = (ControlFlags::END | ControlFlags::WRITTEN, ControlFlags::WRITTEN);
+        let both = ControlFlags::END | ControlFlags::WRITTEN;
+        let one = ControlFlags::WRITTEN;
         let flags = AllFlags(vec![both, one]);
         assert!(flags.any(ControlFlags::END) && !flags.all(ControlFlags::END));
         assert!(flags.all(ControlFlags::WRITTEN) && !flags.any(ControlFlags::STOP));

@@ -1,21 +1,24 @@
 //! Parameters and optimizer state of a range that live on the host, though a GPU computes.
 //!
-//! The range's traffic goes through one slot of page-locked memory, by turns: the gradient comes down as soon as it is
-//! reduced, beside compute; the CPU's kernels update the range from it; the new parameters take its place,
-//! rounded to the device's type, and go up. Rounding on the host halves the bytes that go up with bf16; it reads a
-//! fourth of the bytes that the update reads. While the CPU updates one range, gradients of the next and parameters of
-//! the one before may be on their way.
+//! The range's traffic goes through one slot of page-locked memory, by turns: the gradient comes
+//! down as soon as it is reduced, beside compute; the CPU's kernels update the range from it; the
+//! new parameters take its place, rounded to the device's type, and go up. Rounding on the host
+//! halves the bytes that go up with bf16; it reads a fourth of the bytes that the update reads.
+//! While the CPU updates one range, gradients of the next and parameters of the one before may be
+//! on their way.
 //!
 //! Only slots are page-locked: the CPU alone reads masters and moments.
 //!
-//! Fetching begins before the norm of the step is known. `ComputeOrderedCopies` orders copies and compute on the device
-//! itself, so no host thread waits to start a copy. The share of the copies that compute hides has not been measured.
+//! Fetching begins before the norm of the step is known. `ComputeOrderedCopies` orders copies and
+//! compute on the device itself, so no host thread waits to start a copy. The share of the copies
+//! that compute hides has not been measured.
 //!
-//! The host takes four bytes an owned parameter for the master, for each buffer of optimizer state and for the slot: 16
-//! with AdamW. Updates on the CPU and on the device round every operation separately and in the same order, so the
-//! place of the state does not change any bit. LAMB and LARS multiply by a ratio of norms that the host adds up in f64
-//! in another order than the device; rounded to f32 it has been the same in every test. Checkpoints read the state
-//! where it is and do not record its place.
+//! The host takes four bytes an owned parameter for the master, for each buffer of optimizer state
+//! and for the slot: 16 with AdamW. Updates on the CPU and on the device round every operation
+//! separately and in the same order, so the place of the state does not change any bit. LAMB and
+//! LARS multiply by a ratio of norms that the host adds up in f64 in another order than the device;
+//! rounded to f32 it has been the same in every test. Checkpoints read the state where it is and do
+//! not record its place.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -24,7 +27,9 @@ use super::device_state::{DeviceState, Recipe};
 use super::step_params::{Hyper, state_names};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_cpu::Cpu;
-use hpctrain_device::{Backend as _, CommBuffer, ComputeOrderedCopies, ElementwiseOps, Kernels, MemoryKind, Slot};
+use hpctrain_device::{
+    Backend as _, CommBuffer, ComputeOrderedCopies, ElementwiseOps, Kernels, MemoryKind, Slot,
+};
 use hpctrain_nn::optim::Pair;
 
 /// The host's side of a device: the CPU that updates in its stead, and the copies between them.
@@ -44,7 +49,8 @@ impl Host {
         Ok(Self { cpu, copies: backend.copies()? })
     }
 
-    /// All that compute requests from now on finds the parameters that were started to be brought up.
+    /// All that compute requests from now on finds the parameters that were started to be brought
+    /// up.
     ///
     /// # Errors
     /// The device failed.
@@ -52,7 +58,8 @@ impl Host {
         self.copies.as_ref().map_or(Ok(()), |copies| copies.before_compute())
     }
 
-    /// The gradients that were fetched may be freed: all that compute requests from now on comes after their copies.
+    /// The gradients that were fetched may be freed: all that compute requests from now on comes
+    /// after their copies.
     ///
     /// # Errors
     /// The device failed.
@@ -101,7 +108,8 @@ impl<B: Kernels> Offloaded<B> {
             None => Slot::of(Box::new(vec![0.0; len])),
         };
         // The outer step's starting point is one more.
-        let states = state_names(recipe.rule, recipe.average, recipe.outer).len() + usize::from(recipe.outer.is_some());
+        let states = state_names(recipe.rule, recipe.average, recipe.outer).len()
+            + usize::from(recipe.outer.is_some());
         let bytes = bytes(states, len);
         let held = DeviceState::new(&host.cpu, recipe, values, true)?;
         backend.ledger().take(MemoryKind::Offloaded, bytes);
@@ -126,7 +134,8 @@ impl<B: Kernels> Offloaded<B> {
         &mut self.held
     }
 
-    /// The reduced gradient is there: starts to bring it down. It must stay as it is until the update.
+    /// The reduced gradient is there: starts to bring it down. It must stay as it is until the
+    /// update.
     ///
     /// # Errors
     /// The device failed.
@@ -152,12 +161,22 @@ impl<B: Kernels> Offloaded<B> {
     ///
     /// # Errors
     /// The device failed.
-    pub fn squares(&mut self, hyper: Hyper, range: Range<usize>) -> Result<Vec<(usize, Pair<f64>)>> {
+    pub fn squares(
+        &mut self,
+        hyper: Hyper,
+        range: Range<usize>,
+    ) -> Result<Vec<(usize, Pair<f64>)>> {
         self.has_gradient()?;
-        self.held.squares(hyper, range, &self.slot.memory()?[..self.len], self.held.master()?.as_slice())
+        self.held.squares(
+            hyper,
+            range,
+            &self.slot.memory()?[..self.len],
+            self.held.master()?.as_slice(),
+        )
     }
 
-    /// Updates the parameters from the gradient that was fetched; `trust` as in [`DeviceState::update`].
+    /// Updates the parameters from the gradient that was fetched; `trust` as in
+    /// [`DeviceState::update`].
     ///
     /// # Errors
     /// The device failed.
@@ -198,7 +217,8 @@ impl<B: Kernels> Offloaded<B> {
     /// # Errors
     /// The device failed.
     pub fn apply_average(&mut self, mean: B::View<'_>) -> Result<()> {
-        let mut host = self.host.cpu.alloc_f32(MemoryKind::Offloaded, self.len * self.held.averaged())?;
+        let mut host =
+            self.host.cpu.alloc_f32(MemoryKind::Offloaded, self.len * self.held.averaged())?;
         self.backend.download(mean, host.as_mut_slice())?;
         self.held.apply_average(Cpu::all(&host), self.len, None)?;
         self.load()
@@ -221,7 +241,9 @@ impl<B: Kernels> Offloaded<B> {
         match self.cargo {
             OffloadTransfer::Parameters => {}
             OffloadTransfer::Nothing => self.load()?,
-            OffloadTransfer::Gradient => return Err(Error::internal("parameters wanted before their update")),
+            OffloadTransfer::Gradient => {
+                return Err(Error::internal("parameters wanted before their update"));
+            }
         }
         match full {
             CommBuffer::Host(full) => full.copy_from_slice(&self.slot.memory()?[..self.len]),
@@ -246,7 +268,8 @@ impl<B: Kernels> Offloaded<B> {
 
     /// Puts the parameters into the slot.
     fn load(&mut self) -> Result<()> {
-        let (master, words) = (self.held.master()?.as_slice(), self.slot.memory()?);
+        let master = self.held.master()?.as_slice();
+        let words = self.slot.memory()?;
         match self.backend.has_master_weights() {
             true => self.host.cpu.narrow(master, words),
             false => self.host.cpu.copy(master, &mut words[..self.len])?,
@@ -262,7 +285,8 @@ impl<B: Kernels> Drop for Offloaded<B> {
     }
 }
 
-/// Bytes on the host for so many elements with so many buffers of state: masters, state and the slot.
+/// Bytes on the host for so many elements with so many buffers of state: masters, state and the
+/// slot.
 pub fn bytes(states: usize, len: usize) -> usize {
     (2 + states) * len * size_of::<f32>()
 }

@@ -1,4 +1,5 @@
-//! Parameters and optimizer state of a range of a unit in the memory of one device, and their update there.
+//! Parameters and optimizer state of a range of a unit in the memory of one device, and their
+//! update there.
 
 use std::ops::Range;
 
@@ -28,7 +29,8 @@ pub struct DeviceState<B: Kernels> {
     /// The device.
     pub backend: B,
     recipe: Recipe,
-    /// The parameters of the range in f32. None where full ones live always, in f32: then they are its window of those.
+    /// The parameters of the range in f32. None where full ones live always, in f32: then they are
+    /// its window of those.
     master: Option<B::Buf>,
     /// One buffer for each name in [`Rule::state`], then the running average.
     state: Vec<B::Buf>,
@@ -48,7 +50,8 @@ struct OuterState<B: Kernels> {
 }
 
 impl<B: Kernels> DeviceState<B> {
-    /// Fresh optimizer state for a range whose parameters are `values`; those too, if they are kept apart.
+    /// Fresh optimizer state for a range whose parameters are `values`; those too, if they are kept
+    /// apart.
     ///
     /// # Errors
     /// Out of memory.
@@ -58,25 +61,33 @@ impl<B: Kernels> DeviceState<B> {
             backend.zero(B::all_mut(&mut buf))?;
             Ok(buf)
         };
-        let state = state_names(recipe.rule, recipe.average, None).into_iter().map(|name| match name {
-            AVERAGE => backend.upload_f32(MemoryKind::Optimizer, values),
-            _ => zeros(),
-        });
+        let state =
+            state_names(recipe.rule, recipe.average, None).into_iter().map(|name| match name {
+                AVERAGE => backend.upload_f32(MemoryKind::Optimizer, values),
+                _ => zeros(),
+            });
         let outer = |step: OuterOptimizer| {
             let anchor = backend.upload_f32(MemoryKind::Optimizer, values)?;
-            Ok::<_, Error>(OuterState { step, anchor, momentum: (step.momentum > 0.0).then(zeros).transpose()? })
+            Ok::<_, Error>(OuterState {
+                step,
+                anchor,
+                momentum: (step.momentum > 0.0).then(zeros).transpose()?,
+            })
         };
         Ok(Self {
             state: state.collect::<Result<_>>()?,
             outer: recipe.outer.map(outer).transpose()?,
-            master: is_apart.then(|| backend.upload_f32(MemoryKind::Parameters, values)).transpose()?,
+            master: is_apart
+                .then(|| backend.upload_f32(MemoryKind::Parameters, values))
+                .transpose()?,
             audit: recipe.audits.then(SdcChecksum::default),
             backend: backend.clone(),
             recipe,
         })
     }
 
-    /// The digest of parameters and state after the last update, where updates are audited and there was one.
+    /// The digest of parameters and state after the last update, where updates are audited and
+    /// there was one.
     ///
     /// # Errors
     /// That update had found other values than the one before it had left; or the device failed.
@@ -84,15 +95,16 @@ impl<B: Kernels> DeviceState<B> {
         self.audit.as_mut().map_or(Ok(None), |audit| audit.settle(&self.backend))
     }
 
-    /// Compares parameters and state with those that the last update has left, where updates are audited. `full` is as in
-    /// [`DeviceState::update`].
+    /// Compares parameters and state with those that the last update has left, where updates are
+    /// audited. `full` is as in [`DeviceState::update`].
     ///
     /// # Errors
     /// They differ; the device failed, or no buffer holds the parameters.
     pub fn compare<'a>(&'a mut self, full: Option<B::View<'a>>) -> Result<()> {
         let Some(audit) = &mut self.audit else { return Ok(()) };
         let params = self.master.as_ref().map(B::all).or(full).ok_or_else(nowhere)?;
-        let mut left: Vec<B::View<'_>> = std::iter::once(params).chain(self.state.iter().map(B::all)).collect();
+        let mut left: Vec<B::View<'_>> =
+            std::iter::once(params).chain(self.state.iter().map(B::all)).collect();
         let mut windows = Vec::new();
         for part in &self.recipe.parts {
             for view in &mut left {
@@ -113,8 +125,9 @@ impl<B: Kernels> DeviceState<B> {
         self.master.as_ref().ok_or_else(nowhere)
     }
 
-    /// The squares that scale the steps of tensors ([`Rule::squares`]): of their parts in `range`, which counts from
-    /// the start of this range. `params` and `grad` are windows of the whole range.
+    /// The squares that scale the steps of tensors ([`Rule::squares`]): of their parts in `range`,
+    /// which counts from the start of this range. `params` and `grad` are windows of the whole
+    /// range.
     ///
     /// # Errors
     /// The device failed.
@@ -127,14 +140,18 @@ impl<B: Kernels> DeviceState<B> {
     ) -> Result<Vec<(usize, Pair<B::Scalar>)>> {
         let rule = self.rule()?;
         let cut = |view, at: &Range<usize>| B::split_at(B::split_at(view, at.end).0, at.start).1;
-        let (mut squares, mut end) = (Vec::new(), 0);
+        let mut squares = Vec::new();
+        let mut end = 0;
         for part in &self.recipe.parts {
             let at = range.start.max(end)..range.end.min(end + part.len);
             end += part.len;
             let Some(tensor) = part.scaled_by.filter(|_| at.start < at.end) else { continue };
             let state: Vec<_> = self.state(&at).take(rule.state().len()).collect();
             let update = hyper.of(part, 1.0);
-            squares.push((tensor, rule.squares(&self.backend, update, cut(grad, &at), &state, cut(params, &at))?));
+            squares.push((
+                tensor,
+                rule.squares(&self.backend, update, cut(grad, &at), &state, cut(params, &at))?,
+            ));
         }
         Ok(squares)
     }
@@ -143,8 +160,8 @@ impl<B: Kernels> DeviceState<B> {
         self.recipe.rule.ok_or_else(|| Error::internal("an update without a rule"))
     }
 
-    /// Updates the parameters from their gradient. `full` is the range's window of full ones, where they live always;
-    /// `trust` has a factor for every tensor of the unit where steps are scaled.
+    /// Updates the parameters from their gradient. `full` is the range's window of full ones, where
+    /// they live always; `trust` has a factor for every tensor of the unit where steps are scaled.
     ///
     /// # Errors
     /// The device failed, or no buffer holds the parameters.
@@ -179,7 +196,13 @@ impl<B: Kernels> DeviceState<B> {
                 }
             }
             if let Some((decay, average)) = average {
-                self.backend.approach(1.0 - decay, B::shared(&params), average, None, audit.as_mut())?;
+                self.backend.approach(
+                    1.0 - decay,
+                    B::shared(&params),
+                    average,
+                    None,
+                    audit.as_mut(),
+                )?;
             }
         }
         if let (Some(kept), Some(audit)) = (&mut self.audit, audit) {
@@ -188,13 +211,16 @@ impl<B: Kernels> DeviceState<B> {
         Ok(())
     }
 
-    /// Lets the parameters and their average take each other's places, if one is kept. `full` as in [`DeviceState::update`].
+    /// Lets the parameters and their average take each other's places, if one is kept. `full` as in
+    /// [`DeviceState::update`].
     ///
     /// # Errors
     /// The device failed, or no buffer holds the parameters.
     pub fn swap_ema(&mut self, full: Option<B::ViewMut<'_>>) -> Result<()> {
         let b = &self.backend;
-        let Some(average) = self.state.last_mut().filter(|_| self.recipe.average.is_some()) else { return Ok(()) };
+        let Some(average) = self.state.last_mut().filter(|_| self.recipe.average.is_some()) else {
+            return Ok(());
+        };
         match (&mut self.master, full) {
             (Some(master), full) => {
                 std::mem::swap(master, average);
@@ -215,27 +241,45 @@ impl<B: Kernels> DeviceState<B> {
         1 + self.state.len()
     }
 
-    /// This replica's part of the mean over replicas: `rate` times parameters and state, one after the other, into `to`. `full` is
-    /// as in [`DeviceState::update`].
+    /// This replica's part of the mean over replicas: `rate` times parameters and state, one after
+    /// the other, into `to`. `full` is as in [`DeviceState::update`].
     ///
     /// # Errors
     /// The device failed, or no buffer holds the parameters.
-    pub fn scaled_state<'a>(&'a self, rate: f32, full: Option<B::View<'a>>, to: &mut B::Buf) -> Result<()> {
+    pub fn scaled_state<'a>(
+        &'a self,
+        rate: f32,
+        full: Option<B::View<'a>>,
+        to: &mut B::Buf,
+    ) -> Result<()> {
         let params = self.master.as_ref().map(B::all).or(full).ok_or_else(nowhere)?;
         self.backend.zero(B::all_mut(to))?;
         let len = B::len(to) / self.averaged();
-        for (part, values) in std::iter::once(params).chain(self.state.iter().map(B::all)).enumerate() {
-            self.backend.approach(rate, values, B::view_mut(to, part * len..(part + 1) * len), None, None)?;
+        for (part, values) in
+            std::iter::once(params).chain(self.state.iter().map(B::all)).enumerate()
+        {
+            self.backend.approach(
+                rate,
+                values,
+                B::view_mut(to, part * len..(part + 1) * len),
+                None,
+                None,
+            )?;
         }
         Ok(())
     }
 
-    /// Takes the mean over replicas, laid out as [`DeviceState::share`] has it: state as it is, parameters by the outer step, if
-    /// there is one. `full` is as in [`DeviceState::update`].
+    /// Takes the mean over replicas, laid out as [`DeviceState::share`] has it: state as it is,
+    /// parameters by the outer step, if there is one. `full` is as in [`DeviceState::update`].
     ///
     /// # Errors
     /// The device failed, or no buffer holds the parameters.
-    pub fn apply_average(&mut self, mean: B::View<'_>, len: usize, full: Option<B::ViewMut<'_>>) -> Result<()> {
+    pub fn apply_average(
+        &mut self,
+        mean: B::View<'_>,
+        len: usize,
+        full: Option<B::ViewMut<'_>>,
+    ) -> Result<()> {
         self.audit.iter_mut().for_each(SdcChecksum::forget);
         let b = &self.backend;
         let (params, mut rest) = B::split_at(mean, len);
@@ -263,8 +307,8 @@ impl<B: Kernels> DeviceState<B> {
         std::iter::repeat_n(0, copies).chain(1..=states).collect()
     }
 
-    /// Replaces parameters and state by the values that `load` gives: part 0 is the parameters, part k the k-th buffer
-    /// of state.
+    /// Replaces parameters and state by the values that `load` gives: part 0 is the parameters,
+    /// part k the k-th buffer of state.
     ///
     /// # Errors
     /// Of `load`.
@@ -302,22 +346,25 @@ fn set<B: Kernels>(
 }
 
 impl<B: Kernels> OuterState<B> {
-    /// The step from the last average towards the `mean` of the replicas. Statistics are no parameters that are trained: they
-    /// become the mean.
+    /// The step from the last average towards the `mean` of the replicas. Statistics are no
+    /// parameters that are trained: they become the mean.
     fn take(&mut self, backend: &B, parts: &[Part], mean: B::View<'_>) -> Result<()> {
         let OuterOptimizer { lr, momentum } = self.step;
-        let (mut mean, mut anchor, mut velocity) =
-            (mean, B::all_mut(&mut self.anchor), self.momentum.as_mut().map(B::all_mut));
+        let mut mean = mean;
+        let mut anchor = B::all_mut(&mut self.anchor);
+        let mut velocity = self.momentum.as_mut().map(B::all_mut);
         for part in parts {
             let (of_part, mean_rest) = B::split_at(mean, part.len);
             let (to, anchor_rest) = B::cut_mut(anchor, part.len);
-            let (of_velocity, velocity_rest) = velocity.map(|velocity| B::cut_mut(velocity, part.len)).unzip();
+            let (of_velocity, velocity_rest) =
+                velocity.map(|velocity| B::cut_mut(velocity, part.len)).unzip();
             match of_velocity {
                 _ if part.average.is_some() => backend.copy(of_part, to)?,
                 None => backend.approach(lr, of_part, to, None, None)?,
                 // The gradient is the anchor less the mean: its first term is a weight decay of 1.
                 Some(velocity) => {
-                    let step = Sgd { lr, momentum, nesterov: true, weight_decay: 1.0, grad_scale: -1.0 };
+                    let step =
+                        Sgd { lr, momentum, nesterov: true, weight_decay: 1.0, grad_scale: -1.0 };
                     backend.sgd(step, of_part, velocity, to, None, None)?;
                 }
             }
@@ -342,7 +389,8 @@ impl<B: Kernels> Windows<'_, '_, B> {
         let (params, params_rest) = B::cut_mut(self.params, at);
         let (state, state_rest) = self.state.into_iter().map(|view| B::cut_mut(view, at)).unzip();
         let (copy, copy_rest) = self.copy.map(|copy| B::cut_mut(copy, at)).unzip();
-        let rest = Self { grad: grad_rest, state: state_rest, params: params_rest, copy: copy_rest };
+        let rest =
+            Self { grad: grad_rest, state: state_rest, params: params_rest, copy: copy_rest };
         (Self { grad, state, params, copy }, rest)
     }
 }

@@ -75,7 +75,8 @@ pub struct Unit<B: Kernels> {
     pub owner: OptimizerShard<B>,
     /// Full parameters.
     pub params: BufferState<B::Buf>,
-    /// Shards and full parameters of the other replicas that this rank trains, in the order of their turns.
+    /// Shards and full parameters of the other replicas that this rank trains, in the order of
+    /// their turns.
     pub resting: VecDeque<InactiveReplica<B>>,
     /// The full gradient of the current lane.
     pub grads: Option<B::Buf>,
@@ -85,7 +86,8 @@ pub struct Unit<B: Kernels> {
     pub zeroed: Vec<Range<usize>>,
     /// The gradient of the current lane of parameters that the block borrows.
     pub borrowed: Option<B::Buf>,
-    /// Of blocks that borrow this unit, gradients of the current lane: each of the unit's first elements.
+    /// Of blocks that borrow this unit, gradients of the current lane: each of the unit's first
+    /// elements.
     pub returned: Vec<B::Buf>,
     /// Finished lanes of this rank.
     pub lanes: Tree<B::Buf>,
@@ -100,7 +102,9 @@ impl<B: Kernels> Unit<B> {
         }
         let first = !std::mem::replace(&mut self.grads_open, true);
         if let (true, Some(grads)) = (first, &mut self.grads) {
-            self.zeroed.iter().try_for_each(|range| backend.zero(B::view_mut(grads, range.clone())))?;
+            self.zeroed
+                .iter()
+                .try_for_each(|range| backend.zero(B::view_mut(grads, range.clone())))?;
         }
         Ok(first)
     }
@@ -114,12 +118,14 @@ impl<B: Kernels> Unit<B> {
         Ok(first)
     }
 
-    /// Adds the gradients that each tensor lane has of whole tensors, here and on the other ranks of `tensor`, and gives the
-    /// sum to all.
+    /// Adds the gradients that each tensor lane has of whole tensors, here and on the other ranks
+    /// of `tensor`, and gives the sum to all.
     pub fn add_copies(&mut self, backend: &B, tensor: &Group<B>) -> Result<()> {
-        let copies: Vec<Range<usize>> = self.layout.copies().filter(|copy| !copy.is_empty()).collect();
+        let copies: Vec<Range<usize>> =
+            self.layout.copies().filter(|copy| !copy.is_empty()).collect();
         let Some(len) = copies.first().map(Range::len) else { return Ok(()) };
-        let grads = self.grads.as_mut().ok_or_else(|| Error::internal("a lane ended before it began"))?;
+        let grads =
+            self.grads.as_mut().ok_or_else(|| Error::internal("a lane ended before it began"))?;
         let add = |into: &mut B::Buf, from: B::Buf| backend.add(B::all(&from), B::all_mut(into));
         let mut tree = Tree::default();
         for copy in &copies {
@@ -132,10 +138,11 @@ impl<B: Kernels> Unit<B> {
         copies.into_iter().try_for_each(|copy| backend.copy(B::all(&sum), B::view_mut(grads, copy)))
     }
 
-    /// The lane's gradient is final, those of borrowers included: it joins the rank's tree of lanes. After the `last` lane
-    /// their sum is ready to be reduced.
+    /// The lane's gradient is final, those of borrowers included: it joins the rank's tree of
+    /// lanes. After the `last` lane their sum is ready to be reduced.
     pub fn lane_done(&mut self, backend: &B, last: bool) -> Result<()> {
-        let mut lane = self.grads.take().ok_or_else(|| Error::internal("a lane ended before it began"))?;
+        let mut lane =
+            self.grads.take().ok_or_else(|| Error::internal("a lane ended before it began"))?;
         self.grads_open = false;
         for part in self.returned.drain(..) {
             // Equally many elements for each section, of which the last lanes may want fewer.
@@ -154,7 +161,8 @@ impl<B: Kernels> Unit<B> {
         };
         self.lanes.push(lane, &mut add)?;
         if last {
-            let sum = self.lanes.finish(&mut add)?.ok_or_else(|| Error::internal("no lane to reduce"))?;
+            let sum =
+                self.lanes.finish(&mut add)?.ok_or_else(|| Error::internal("no lane to reduce"))?;
             self.reduction = Some(Reduction::Ended(sum));
         } else {
             self.grads = spare;
@@ -171,8 +179,9 @@ impl<B: Kernels> Unit<B> {
         }
     }
 
-    /// A full buffer with this rank's part of the parameters, to be gathered; none if they are here or on their way. If this rank
-    /// is `alone` with it, they may still be on their way from the host.
+    /// A full buffer with this rank's part of the parameters, to be gathered; none if they are here
+    /// or on their way. If this rank is `alone` with it, they may still be on their way from the
+    /// host.
     pub fn contribution(&mut self, backend: &B, alone: bool) -> Result<Option<B::Buf>> {
         let BufferState::Gone = self.params else { return Ok(None) };
         let mut full = backend.alloc(MemoryKind::Parameters, self.layout.padded)?;
@@ -194,8 +203,8 @@ impl<B: Kernels> Unit<B> {
     }
 }
 
-/// The initial values of a unit: each tensor a stream of its own, named by the tensor, of which a rank takes its part. Without a
-/// seed, zero.
+/// The initial values of a unit: each tensor a stream of its own, named by the tensor, of which a
+/// rank takes its part. Without a seed, zero.
 pub fn initial(layout: &UnitLayout, seed: Option<u64>) -> Vec<f32> {
     let mut values = vec![0.0; layout.padded];
     let Some(seed) = seed else { return values };
@@ -207,7 +216,8 @@ pub fn initial(layout: &UnitLayout, seed: Option<u64>) -> Vec<f32> {
             Init::Zeros => continue,
             Init::Ones => vec![1.0; tensor.len()],
             Init::Normal(std) => {
-                let stream = random::Stream::new(random::derive(seed, &[random::name(&tensor.name)]));
+                let stream =
+                    random::Stream::new(random::derive(seed, &[random::name(&tensor.name)]));
                 let mut whole = vec![0.0; tensor.len()];
                 stream.fill_normal(&mut whole);
                 whole.iter_mut().for_each(|x| *x *= std);

@@ -38,8 +38,8 @@ pub struct StepGroups<B: Kernels> {
 }
 
 impl<B: Kernels> Groups<B> {
-    /// The groups of `mesh`, whose ranks are those of `comm`; `apart` is whether its replicas train apart. Collective over its
-    /// world.
+    /// The groups of `mesh`, whose ranks are those of `comm`; `apart` is whether its replicas train
+    /// apart. Collective over its world.
     ///
     /// # Errors
     /// A message between ranks failed.
@@ -77,7 +77,10 @@ impl<B: Kernels> Groups<B> {
     /// The same groups, with algorithms for the units' exchanges over shards and over replicas.
     #[must_use]
     pub fn with_algorithms(self, of_shards: Table, of_replicas: Table) -> Self {
-        let step = StepGroups { replica: self.step.replica.with_algorithms(of_replicas.clone()), ..self.step };
+        let step = StepGroups {
+            replica: self.step.replica.with_algorithms(of_replicas.clone()),
+            ..self.step
+        };
         Self {
             shard: self.shard.with_algorithms(of_shards),
             replica: self.replica.with_algorithms(of_replicas),

@@ -1,13 +1,15 @@
-//! Replicas that train apart: each takes its own steps, and every few steps all become their average.
+//! Replicas that train apart: each takes its own steps, and every few steps all become their
+//! average.
 //!
-//! With plain averages this is local SGD (Stich, "Local SGD converges fast and communicates little", 2019); with an average
-//! at the end alone, one-shot averaging (Zinkevich et al., "Parallelized stochastic gradient descent", 2010). An outer step
-//! makes it `DiLoCo` (Douillard et al., 2023). The optimizer's state is averaged too (Cheng and Glasgow, "Convergence of
-//! distributed adaptive optimization with local updates", 2024): after an average all replicas are equal, as they are at
-//! every step of other layouts, so a checkpoint there is one of any layout.
+//! With plain averages this is local SGD (Stich, "Local SGD converges fast and communicates
+//! little", 2019); with an average at the end alone, one-shot averaging (Zinkevich et al.,
+//! "Parallelized stochastic gradient descent", 2010). An outer step makes it `DiLoCo` (Douillard et
+//! al., 2023). The optimizer's state is averaged too (Cheng and Glasgow, "Convergence of
+//! distributed adaptive optimization with local updates", 2024): after an average all replicas are
+//! equal, as they are at every step of other layouts, so a checkpoint there is one of any layout.
 //!
-//! A rank may train several replicas in turn, which gives the bits of ranks that train one each: means are added by one
-//! tree, whose lower levels run inside a rank.
+//! A rank may train several replicas in turn, which gives the bits of ranks that train one each:
+//! means are added by one tree, whose lower levels run inside a rank.
 
 use super::control_flags::ControlFlags;
 use hpctrain_base::error::{Error, Result};
@@ -24,8 +26,8 @@ pub struct LocalSgd {
     pub outer: Option<OuterOptimizer>,
 }
 
-/// The outer step: SGD with Nesterov's momentum, whose gradient is the change of the averaged parameters since the last
-/// average, negated.
+/// The outer step: SGD with Nesterov's momentum, whose gradient is the change of the averaged
+/// parameters since the last average, negated.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OuterOptimizer {
     /// Learning rate.
@@ -45,7 +47,8 @@ pub struct ReplicaStep {
     pub skipped: bool,
 }
 
-/// A rank's message at an average, about the steps since the last one; little-endian f64 on the wire.
+/// A rank's message at an average, about the steps since the last one; little-endian f64 on the
+/// wire.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RoundSummary {
     /// The rank's requests.
@@ -63,22 +66,28 @@ impl RoundSummary {
         let Self { flags, compute, first_replica, replicas } = self;
         let head = [f64::from(flags.bits()), *first_replica as f64, compute.len() as f64];
         let steps = replicas.iter().flatten();
-        let steps = steps.flat_map(|step| [step.loss, step.norm, f64::from(u8::from(step.skipped))]);
+        let steps =
+            steps.flat_map(|step| [step.loss, step.norm, f64::from(u8::from(step.skipped))]);
         let all = head.into_iter().chain(compute.iter().copied()).chain(steps);
         all.flat_map(f64::to_le_bytes).collect()
     }
 
     pub(super) fn decode(bytes: &[u8]) -> Result<Self> {
-        let numbers: Vec<f64> = bytes.as_chunks().0.iter().map(|chunk| f64::from_le_bytes(*chunk)).collect();
+        let numbers: Vec<f64> =
+            bytes.as_chunks().0.iter().map(|chunk| f64::from_le_bytes(*chunk)).collect();
         let malformed = || Error::comm("another rank sent a malformed summary of its steps");
-        let [flags, first_replica, steps, rest @ ..] = numbers.as_slice() else { return Err(malformed()) };
+        let [flags, first_replica, steps, rest @ ..] = numbers.as_slice() else {
+            return Err(malformed());
+        };
         let steps = *steps as usize;
         let (compute, results) = rest.split_at_checked(steps).ok_or_else(malformed)?;
         if steps == 0 || results.is_empty() || !results.len().is_multiple_of(3 * steps) {
             return Err(malformed());
         }
-        let step = |&[loss, norm, skipped]: &[f64; 3]| ReplicaStep { loss, norm, skipped: skipped != 0.0 };
-        let replicas = results.as_chunks().0.chunks(steps).map(|steps| steps.iter().map(step).collect());
+        let step =
+            |&[loss, norm, skipped]: &[f64; 3]| ReplicaStep { loss, norm, skipped: skipped != 0.0 };
+        let replicas =
+            results.as_chunks().0.chunks(steps).map(|steps| steps.iter().map(step).collect());
         Ok(Self {
             flags: ControlFlags::from_bits_retain(*flags as u32),
             compute: compute.to_vec(),
@@ -92,12 +101,17 @@ impl RoundSummary {
 ///
 /// # Errors
 /// None tells of some replica, or one tells of other steps.
-pub fn steps_of_replicas(told: &[RoundSummary], replicas: usize, steps: usize) -> Result<Vec<Vec<ReplicaStep>>> {
+pub fn steps_of_replicas(
+    told: &[RoundSummary],
+    replicas: usize,
+    steps: usize,
+) -> Result<Vec<Vec<ReplicaStep>>> {
     let mut all = vec![None; replicas];
     for one in told {
         for (replica, taken) in (one.first_replica..).zip(&one.replicas) {
             let to = all.get_mut(replica).filter(|_| taken.len() == steps);
-            *to.ok_or_else(|| Error::comm("another rank has taken other steps"))? = Some(taken.clone());
+            *to.ok_or_else(|| Error::comm("another rank has taken other steps"))? =
+                Some(taken.clone());
         }
     }
     let missing = || Error::comm("no rank has told of some replica");

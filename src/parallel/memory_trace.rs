@@ -1,10 +1,11 @@
-//! A step played through with sizes alone: the full parameters and the gradients that are alive at each moment.
+//! A step played through with sizes alone: the full parameters and the gradients that are alive at
+//! each moment.
 //!
-//! It follows [`Sharded`](super::Sharded) allocation by allocation; a test compares the two. Of activations it knows how many
-//! micro-batches wait for their backward.
+//! It follows [`Sharded`](super::Sharded) allocation by allocation; a test compares the two. Of
+//! activations it knows how many micro-batches wait for their backward.
 //!
-//! The banner's `memory` lines follow from it: a GPU's memory is one pool, so its line is the largest sum over all
-//! moments; on the host every category counts with its own peak.
+//! The banner's `memory` lines follow from it: a GPU's memory is one pool, so its line is the
+//! largest sum over all moments; on the host every category counts with its own peak.
 
 use super::param_prefetch::{self, BlockUse, alive};
 use super::pipeline_schedule::{Action, StepSchedule};
@@ -63,7 +64,10 @@ impl MemoryTimeline<'_> {
         let pass = param_prefetch::step(&self.stage.borrows(), schedule);
         let blocks = self.stage.units.len();
         let mut grads = Gradients::new(self);
-        let (mut moments, mut turn, mut waiting, mut put_off) = (Vec::new(), 0, 0, 0);
+        let mut moments = Vec::new();
+        let mut turn = 0;
+        let mut waiting = 0;
+        let mut put_off = 0;
         let window = self.keep.ahead;
         for action in schedule.actions() {
             match action {
@@ -71,7 +75,13 @@ impl MemoryTimeline<'_> {
                     for block in 0..blocks {
                         let params = self.params(&pass, turn, window);
                         let when = When::Forward(block);
-                        moments.push(Moment { when, params, grads: grads.alive(), waiting, put_off });
+                        moments.push(Moment {
+                            when,
+                            params,
+                            grads: grads.alive(),
+                            waiting,
+                            put_off,
+                        });
                         turn += 1;
                     }
                     waiting += 1;
@@ -86,19 +96,41 @@ impl MemoryTimeline<'_> {
                     for block in (0..blocks).rev() {
                         grads.open(block);
                         let params = self.params(&pass, turn, window);
-                        let when = if puts_off { When::BackwardInput(block) } else { When::Backward(block) };
-                        moments.push(Moment { when, params, grads: grads.alive(), waiting, put_off });
+                        let when = if puts_off {
+                            When::BackwardInput(block)
+                        } else {
+                            When::Backward(block)
+                        };
+                        moments.push(Moment {
+                            when,
+                            params,
+                            grads: grads.alive(),
+                            waiting,
+                            put_off,
+                        });
                         turn += 1;
                         if let (Some(last), false) = (lane_end, puts_off) {
                             let params = self.params(&pass, turn, window.saturating_sub(1));
                             let grads = grads.lane_done(block, last, self.stage.is_first());
-                            moments.push(Moment { when: When::After(block), params, grads, waiting, put_off });
+                            moments.push(Moment {
+                                when: When::After(block),
+                                params,
+                                grads,
+                                waiting,
+                                put_off,
+                            });
                         }
                     }
                     put_off += usize::from(puts_off);
                     if (lane_end, puts_off) == (Some(true), false) {
                         let grads = grads.reduce();
-                        moments.push(Moment { when: When::After(0), params: 0, grads, waiting, put_off });
+                        moments.push(Moment {
+                            when: When::After(0),
+                            params: 0,
+                            grads,
+                            waiting,
+                            put_off,
+                        });
                     }
                 }
                 Action::BackwardWeight(k) => {
@@ -106,7 +138,13 @@ impl MemoryTimeline<'_> {
                     let params = self.params(&pass, turn, window.saturating_sub(1));
                     for block in (0..blocks).rev() {
                         let when = When::BackwardWeight(block);
-                        moments.push(Moment { when, params, grads: grads.alive(), waiting, put_off });
+                        moments.push(Moment {
+                            when,
+                            params,
+                            grads: grads.alive(),
+                            waiting,
+                            put_off,
+                        });
                         if let Some(last) = schedule.lane_end(k) {
                             let grads = grads.lane_done(block, last, true);
                             moments.push(Moment { when, params, grads, waiting, put_off });
@@ -116,7 +154,8 @@ impl MemoryTimeline<'_> {
                 Action::Receive(..) | Action::Send(..) => {}
             }
         }
-        let (params, grads) = (self.updated(), grads.end());
+        let params = self.updated();
+        let grads = grads.end();
         moments.push(Moment { when: When::After(0), params, grads, waiting: 0, put_off: 0 });
         moments
     }
@@ -132,11 +171,14 @@ impl MemoryTimeline<'_> {
         (0..self.stage.units.len()).map(moment).collect()
     }
 
-    /// Full parameters at the end of the update, with the parts that leave for other stages and come from them.
+    /// Full parameters at the end of the update, with the parts that leave for other stages and
+    /// come from them.
     fn updated(&self) -> usize {
         let full = match self.keep.params {
             Lifetime::Step => self.sizes.iter().sum(),
-            Lifetime::Use => self.sizes[..self.stage.units.len().min(self.keep.ahead)].iter().sum::<usize>(),
+            Lifetime::Use => {
+                self.sizes[..self.stage.units.len().min(self.keep.ahead)].iter().sum::<usize>()
+            }
         };
         let guests = self.stage.units.len()..self.sizes.len();
         let traded = self.stage.lent.iter().map(|lent| lent.slot).chain(guests);
@@ -177,7 +219,8 @@ impl<'a> Gradients<'a> {
     /// At the start of a step.
     fn new(step: &'a MemoryTimeline<'a>) -> Self {
         let units = step.stage.units.len();
-        let (none, nothing) = (vec![false; units], vec![0; units]);
+        let none = vec![false; units];
+        let nothing = vec![0; units];
         let open = vec![step.keep.grads == Lifetime::Step; units];
         Self {
             step,
@@ -194,7 +237,9 @@ impl<'a> Gradients<'a> {
 
     fn alive(&self) -> usize {
         let alive = |unit: usize| {
-            let full = self.trees[unit].len() + usize::from(self.open[unit]) + usize::from(self.full[unit]);
+            let full = self.trees[unit].len()
+                + usize::from(self.open[unit])
+                + usize::from(self.full[unit]);
             let part = self.step.sizes[unit] / self.step.shards;
             let loans = self.borrowed[unit] + self.returned[unit];
             full * self.step.sizes[unit] + loans + if self.owned[unit] { part } else { 0 }
@@ -213,8 +258,8 @@ impl<'a> Gradients<'a> {
         self.step.stage.lent.iter().for_each(|lent| self.returned[lent.slot] += lent.len);
     }
 
-    /// The lane's gradient of a unit is final; after the last lane its sum goes on the wire at once if it `reduces`. Returns the
-    /// most that is alive meanwhile.
+    /// The lane's gradient of a unit is final; after the last lane its sum goes on the wire at once
+    /// if it `reduces`. Returns the most that is alive meanwhile.
     fn lane_done(&mut self, unit: usize, last: bool, reduces: bool) -> usize {
         let before = self.alive();
         let borrowed = std::mem::take(&mut self.borrowed[unit]);
@@ -225,7 +270,9 @@ impl<'a> Gradients<'a> {
             Some(loan) => self.returned[loan.slot] += borrowed,
             None => {}
         }
-        let (tree, mut height, mut spare) = (&mut self.trees[unit], 0, false);
+        let tree = &mut self.trees[unit];
+        let mut height = 0;
+        let mut spare = false;
         while tree.pop_if(|other| *other == height).is_some() {
             (height, spare) = (height + 1, true);
         }
@@ -241,7 +288,8 @@ impl<'a> Gradients<'a> {
         if reduces { before.max(self.reduce()) } else { before.max(self.alive()) }
     }
 
-    /// The sums of units whose lanes have ended go on the wire. Returns the most that is alive meanwhile.
+    /// The sums of units whose lanes have ended go on the wire. Returns the most that is alive
+    /// meanwhile.
     fn reduce(&mut self) -> usize {
         let mut most = 0;
         for unit in std::mem::take(&mut self.ended) {
@@ -258,7 +306,8 @@ impl<'a> Gradients<'a> {
 
     /// Of the sum on the wire the owned part is copied, then the rest is given up.
     fn land(&mut self) -> usize {
-        let Some(unit) = self.started.take().filter(|_| self.step.keep.grads == Lifetime::Use) else {
+        let Some(unit) = self.started.take().filter(|_| self.step.keep.grads == Lifetime::Use)
+        else {
             return self.alive();
         };
         if self.step.keep.on_host {
@@ -285,7 +334,13 @@ mod tests {
     use hpctrain_nn::TiedParam;
 
     /// The most gradients of a step over blocks of these sizes, and the most parameters.
-    fn peaks(borrows: &[Option<usize>], sizes: &[usize], shards: usize, lanes: usize, micros: usize) -> [usize; 2] {
+    fn peaks(
+        borrows: &[Option<usize>],
+        sizes: &[usize],
+        shards: usize,
+        lanes: usize,
+        micros: usize,
+    ) -> [usize; 2] {
         let keep = Zero::Three.residency().over(shards);
         let schedule = StepSchedule::alone(lanes, micros);
         let loan = |unit: Option<usize>| unit.map(|unit| TiedParam { unit, len: sizes[unit] });
@@ -305,7 +360,8 @@ mod tests {
 
     #[test]
     fn micro_batches_and_lanes_keep_full_ones() {
-        // The first micro-batch leaves every gradient open; then the last block's is reduced while its part is kept.
+        // The first micro-batch leaves every gradient open; then the last block's is reduced while
+        // its part is kept.
         assert_eq!(peaks(&[None; 5], &[4; 5], 4, 1, 2)[0], 20 + 1);
         assert_eq!(peaks(&[None; 5], &[4; 5], 4, 1, 9)[0], 20 + 1);
         // Of each block a finished lane, or two of them, beside the one being computed.

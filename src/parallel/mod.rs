@@ -1,7 +1,7 @@
 //! Parameters, gradients and optimizer state spread over ranks.
 //!
-//! [`Sharded`] is the one type for every data-parallel mode. Modes differ by the shape of the mesh and by the lifetimes
-//! of full gradients and full parameters ([`ShardingPolicy`]).
+//! [`Sharded`] is the one type for every data-parallel mode. Modes differ by the shape of the mesh
+//! and by the lifetimes of full gradients and full parameters ([`ShardingPolicy`]).
 
 #![forbid(unsafe_code)]
 
@@ -82,21 +82,22 @@ pub struct ShardingPolicy {
     pub params: Lifetime,
     /// Blocks ahead of whose turn full parameters are gathered, where they do not live always.
     pub ahead: usize,
-    /// Whether what is given up is on the host alone, from which owners fetch it and to which reduced gradients go.
+    /// Whether what is given up is on the host alone, from which owners fetch it and to which
+    /// reduced gradients go.
     pub on_host: bool,
 }
 
 impl ShardingPolicy {
-    /// The lifetimes over so many shards: a buffer that one rank owns whole is never given up, since it would only be
-    /// copied; unless the host has it.
+    /// The lifetimes over so many shards: a buffer that one rank owns whole is never given up,
+    /// since it would only be copied; unless the host has it.
     pub fn over(self, shards: usize) -> Self {
         let gives_up = shards > 1 || self.on_host;
         if gives_up { self } else { Self { grads: Lifetime::Step, params: Lifetime::Step, ..self } }
     }
 }
 
-/// The full buffers that are given up: the stages of ZeRO (Rajbhandari et al., 2020). Optimizer state is sharded
-/// by the mesh's shard axis in all of them.
+/// The full buffers that are given up: the stages of ZeRO (Rajbhandari et al., 2020). Optimizer
+/// state is sharded by the mesh's shard axis in all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "u8", into = "u8")]
 pub enum Zero {
@@ -114,7 +115,12 @@ impl Zero {
     /// The lifetimes this stage means; parameters are gathered while the block before computes.
     pub fn residency(self) -> ShardingPolicy {
         let life = |gives_up| if gives_up { Lifetime::Use } else { Lifetime::Step };
-        ShardingPolicy { grads: life(self as u8 >= 2), params: life(self as u8 >= 3), ahead: 1, on_host: false }
+        ShardingPolicy {
+            grads: life(self as u8 >= 2),
+            params: life(self as u8 >= 3),
+            ahead: 1,
+            on_host: false,
+        }
     }
 }
 

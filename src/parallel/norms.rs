@@ -1,8 +1,8 @@
 //! Squares of the norms of tensors, when each rank has measured its part of them.
 //!
-//! LAMB and LARS scale the update of a matrix by norms of the whole matrix. Each rank measures its virtual shards of
-//! all matrices, one small message carries the squares, and every rank adds them in the same tree before the first
-//! update.
+//! LAMB and LARS scale the update of a matrix by norms of the whole matrix. Each rank measures its
+//! virtual shards of all matrices, one small message carries the squares, and every rank adds them
+//! in the same tree before the first update.
 
 use std::ops::Range;
 
@@ -37,8 +37,9 @@ impl Norms {
     }
 }
 
-/// The squares of each whole tensor, from the messages of all ranks, of which some may have measured the same: added over
-/// all `shards` virtual shards in the same tree on every rank, independent of the parts that each has measured.
+/// The squares of each whole tensor, from the messages of all ranks, of which some may have
+/// measured the same: added over all `shards` virtual shards in the same tree on every rank,
+/// independent of the parts that each has measured.
 ///
 /// # Errors
 /// A message is malformed.
@@ -46,14 +47,16 @@ pub fn whole(messages: &[Vec<u8>], shards: usize, tensors: usize) -> Result<Vec<
     let malformed = || Error::comm("another rank sent malformed norms of its tensors");
     let mut squares = vec![[0.0; 2]; shards * tensors];
     for message in messages {
-        let numbers: Vec<f64> = message.as_chunks().0.iter().map(|chunk| f64::from_le_bytes(*chunk)).collect();
+        let numbers: Vec<f64> =
+            message.as_chunks().0.iter().map(|chunk| f64::from_le_bytes(*chunk)).collect();
         let (first, rest) = numbers.split_first().ok_or_else(malformed)?;
         let pairs = rest.as_chunks::<2>().0;
         let start = *first as usize * tensors;
         squares.get_mut(start..start + pairs.len()).ok_or_else(malformed)?.copy_from_slice(pairs);
     }
     let sum = |tensor: usize, which: usize| {
-        let of_shards: Vec<f64> = (0..shards).map(|shard| squares[shard * tensors + tensor][which]).collect();
+        let of_shards: Vec<f64> =
+            (0..shards).map(|shard| squares[shard * tensors + tensor][which]).collect();
         tree_sum(&of_shards)
     };
     Ok((0..tensors).map(|tensor| [sum(tensor, 0), sum(tensor, 1)]).collect())
@@ -65,7 +68,8 @@ mod tests {
 
     #[test]
     fn parts_of_tensors_add_up_whoever_measured_them() {
-        let part = |shard: usize, tensor: usize| [0.1 * (shard + 1) as f64, (tensor + 7 * shard) as f64];
+        let part =
+            |shard: usize, tensor: usize| [0.1 * (shard + 1) as f64, (tensor + 7 * shard) as f64];
         let message = |shards: Range<usize>| {
             let mut norms = Norms::new(shards.clone(), 3);
             for (at, shard) in shards.enumerate() {
@@ -76,7 +80,10 @@ mod tests {
         let alone = whole(&[message(0..4)], 4, 3).unwrap();
         assert_eq!(alone[2], [(0.1 + 0.2) + (0.1 * 3.0 + 0.4), 50.0]);
         assert_eq!(whole(&[message(0..2), message(2..4)], 4, 3).unwrap(), alone);
-        assert_eq!(whole(&[0, 1, 2, 3].map(|shard| message(shard..shard + 1)), 4, 3).unwrap(), alone);
+        assert_eq!(
+            whole(&[0, 1, 2, 3].map(|shard| message(shard..shard + 1)), 4, 3).unwrap(),
+            alone
+        );
         assert!(whole(&[message(3..5)], 4, 3).is_err());
         assert!(whole(&[vec![]], 4, 3).is_err());
     }

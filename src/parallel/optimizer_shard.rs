@@ -1,8 +1,9 @@
-//! A rank's part of a unit: a range of its parameters, the optimizer's state of that range, and their update.
+//! A rank's part of a unit: a range of its parameters, the optimizer's state of that range, and
+//! their update.
 //!
-//! Nothing else knows the place of the state and of its update: on the device that computes ([`DeviceState`]), or on
-//! the host ([`Offloaded`]). The gradient comes as a window, and updated parameters leave as a window, of the device
-//! that computes.
+//! Nothing else knows the place of the state and of its update: on the device that computes
+//! ([`DeviceState`]), or on the host ([`Offloaded`]). The gradient comes as a window, and updated
+//! parameters leave as a window, of the device that computes.
 
 use std::ops::Range;
 
@@ -32,7 +33,8 @@ pub struct Updates {
     pub storage: Storage,
     /// Steps between two comparisons of replicas, whose updates are audited; 0 audits none.
     pub audit_every: u64,
-    /// The CPU that keeps masters and optimizer state and updates them. None leaves that to the device that computes.
+    /// The CPU that keeps masters and optimizer state and updates them. None leaves that to the
+    /// device that computes.
     pub host: Option<Cpu>,
 }
 
@@ -92,9 +94,9 @@ enum ShardPlacement<B: Kernels> {
 }
 
 impl<B: Kernels> OptimizerShard<B> {
-    /// The owner of `range`, whose parameters are `values`, with fresh optimizer state; without updates there is none.
-    /// Parameters are kept, unless full ones live always and there is no host to keep them. Of an empty range nothing is kept or
-    /// done.
+    /// The owner of `range`, whose parameters are `values`, with fresh optimizer state; without
+    /// updates there is none. Parameters are kept, unless full ones live always and there is no
+    /// host to keep them. Of an empty range nothing is kept or done.
     ///
     /// # Errors
     /// Out of memory.
@@ -108,8 +110,10 @@ impl<B: Kernels> OptimizerShard<B> {
         are_full_here: bool,
     ) -> Result<Self> {
         let (host, updates) = if range.is_empty() { (None, None) } else { (host, updates) };
-        let (rule, groups) = updates.map_or((None, &[][..]), |updates| (Some(updates.rule), &updates.groups));
-        let parts = parts(layout, range.clone(), groups, rule.is_some_and(|rule| rule.is_layerwise()));
+        let (rule, groups) =
+            updates.map_or((None, &[][..]), |updates| (Some(updates.rule), &updates.groups));
+        let parts =
+            parts(layout, range.clone(), groups, rule.is_some_and(|rule| rule.is_layerwise()));
         let average = updates.and_then(|updates| updates.average);
         let outer = updates.and_then(|updates| updates.averaging?.outer);
         let audits = updates.is_some_and(|updates| updates.audit_every > 0);
@@ -117,7 +121,9 @@ impl<B: Kernels> OptimizerShard<B> {
         let is_apart = !range.is_empty() && (!are_full_here || backend.has_master_weights());
         let home = match host {
             None => ShardPlacement::Device(DeviceState::new(backend, recipe, values, is_apart)?),
-            Some(host) => ShardPlacement::Host(Box::new(Offloaded::new(backend, host, recipe, values)?)),
+            Some(host) => {
+                ShardPlacement::Host(Box::new(Offloaded::new(backend, host, recipe, values)?))
+            }
         };
         Ok(Self { range, home })
     }
@@ -127,8 +133,8 @@ impl<B: Kernels> OptimizerShard<B> {
         self.range.clone()
     }
 
-    /// The reduced gradient of the range is the window `at` of `grad`, which stays as it is until [`OptimizerShard::update`] or
-    /// [`OptimizerShard::forget`].
+    /// The reduced gradient of the range is the window `at` of `grad`, which stays as it is until
+    /// [`OptimizerShard::update`] or [`OptimizerShard::forget`].
     ///
     /// # Errors
     /// The device failed.
@@ -146,8 +152,9 @@ impl<B: Kernels> OptimizerShard<B> {
         }
     }
 
-    /// The squares that scale the steps of tensors, of their parts in `range`, a range of the unit within the owned one; by
-    /// the tensors' places in the unit. `grad` is of the owned range, `full` as in [`OptimizerShard::update`].
+    /// The squares that scale the steps of tensors, of their parts in `range`, a range of the unit
+    /// within the owned one; by the tensors' places in the unit. `grad` is of the owned range,
+    /// `full` as in [`OptimizerShard::update`].
     ///
     /// # Errors
     /// The device failed, or no buffer holds the parameters.
@@ -176,19 +183,29 @@ impl<B: Kernels> OptimizerShard<B> {
         }
     }
 
-    /// Updates the parameters from the reduced gradient of the range. `full` are the full ones, where they live always;
-    /// `trust` has a factor for every tensor of the unit where steps are scaled.
+    /// Updates the parameters from the reduced gradient of the range. `full` are the full ones,
+    /// where they live always; `trust` has a factor for every tensor of the unit where steps are
+    /// scaled.
     ///
     /// # Errors
     /// The device failed, or no buffer holds the parameters.
-    pub fn update(&mut self, hyper: Hyper, trust: &[f32], grad: B::View<'_>, full: Option<&mut B::Buf>) -> Result<()> {
+    pub fn update(
+        &mut self,
+        hyper: Hyper,
+        trust: &[f32],
+        grad: B::View<'_>,
+        full: Option<&mut B::Buf>,
+    ) -> Result<()> {
         if self.range.is_empty() {
             return Ok(());
         }
         match (&mut self.home, full) {
-            (ShardPlacement::Device(held), full) => {
-                held.update(hyper, trust, grad, full.map(|full| B::view_mut(full, self.range.clone())))
-            }
+            (ShardPlacement::Device(held), full) => held.update(
+                hyper,
+                trust,
+                grad,
+                full.map(|full| B::view_mut(full, self.range.clone())),
+            ),
             (ShardPlacement::Host(offloaded), None) => offloaded.update(hyper, trust),
             (ShardPlacement::Host(offloaded), Some(full)) => {
                 offloaded.update(hyper, trust)?;
@@ -197,7 +214,8 @@ impl<B: Kernels> OptimizerShard<B> {
         }
     }
 
-    /// The digest of parameters and state after the last update, where updates are audited and there was one.
+    /// The digest of parameters and state after the last update, where updates are audited and
+    /// there was one.
     ///
     /// # Errors
     /// That update had found other values than the one before it had left; or the device failed.
@@ -208,8 +226,8 @@ impl<B: Kernels> OptimizerShard<B> {
         }
     }
 
-    /// Compares parameters and state with those that the last update has left, where updates are audited. `full` as in
-    /// [`OptimizerShard::update`].
+    /// Compares parameters and state with those that the last update has left, where updates are
+    /// audited. `full` as in [`OptimizerShard::update`].
     ///
     /// # Errors
     /// They differ; the device failed, or no buffer holds the parameters.
@@ -218,13 +236,15 @@ impl<B: Kernels> OptimizerShard<B> {
             return Ok(());
         }
         match &mut self.home {
-            ShardPlacement::Device(held) => held.compare(full.map(|full| B::view(full, self.range.clone()))),
+            ShardPlacement::Device(held) => {
+                held.compare(full.map(|full| B::view(full, self.range.clone())))
+            }
             ShardPlacement::Host(offloaded) => offloaded.held_mut().compare(None),
         }
     }
 
-    /// This replica's part of the mean over replicas: `rate` times parameters and optimizer state. `full` as in
-    /// [`OptimizerShard::update`].
+    /// This replica's part of the mean over replicas: `rate` times parameters and optimizer state.
+    /// `full` as in [`OptimizerShard::update`].
     ///
     /// # Errors
     /// Out of memory, the device failed, or no buffer holds the parameters.
@@ -235,16 +255,18 @@ impl<B: Kernels> OptimizerShard<B> {
         };
         let mut share = backend.alloc_f32(MemoryKind::Gradients, buffers * self.range.len())?;
         match &self.home {
-            ShardPlacement::Device(held) => {
-                held.scaled_state(rate, full.map(|full| B::view(full, self.range.clone())), &mut share)?
-            }
+            ShardPlacement::Device(held) => held.scaled_state(
+                rate,
+                full.map(|full| B::view(full, self.range.clone())),
+                &mut share,
+            )?,
             ShardPlacement::Host(offloaded) => offloaded.scaled_state(rate, &mut share)?,
         }
         Ok(share)
     }
 
-    /// Takes the sum of the replicas' [shares](OptimizerShard::scaled_state), and the outer step on it, if there is one. `full` as in
-    /// [`OptimizerShard::update`].
+    /// Takes the sum of the replicas' [shares](OptimizerShard::scaled_state), and the outer step on
+    /// it, if there is one. `full` as in [`OptimizerShard::update`].
     ///
     /// # Errors
     /// The device failed, or no buffer holds the parameters.
@@ -262,7 +284,8 @@ impl<B: Kernels> OptimizerShard<B> {
         }
     }
 
-    /// Lets parameters and their average take each other's places, where one is kept. `full` as in [`OptimizerShard::update`].
+    /// Lets parameters and their average take each other's places, where one is kept. `full` as in
+    /// [`OptimizerShard::update`].
     ///
     /// # Errors
     /// The device failed, or no buffer holds the parameters.
@@ -288,12 +311,15 @@ impl<B: Kernels> OptimizerShard<B> {
     /// The device failed, or no buffer holds the parameters.
     pub fn copy_into(&mut self, to: &mut B::Buf, at: Range<usize>) -> Result<()> {
         match &mut self.home {
-            ShardPlacement::Device(held) => held.backend.copy(B::all(held.master()?), B::view_mut(to, at)),
+            ShardPlacement::Device(held) => {
+                held.backend.copy(B::all(held.master()?), B::view_mut(to, at))
+            }
             ShardPlacement::Host(offloaded) => offloaded.copy_into(B::comm_buffer(to, at)?),
         }
     }
 
-    /// As [`OptimizerShard::copy_into`]; from a host the parameters are there after `Host::arrived`.
+    /// As [`OptimizerShard::copy_into`]; from a host the parameters are there after
+    /// `Host::arrived`.
     ///
     /// # Errors
     /// As [`OptimizerShard::copy_into`].
@@ -304,8 +330,8 @@ impl<B: Kernels> OptimizerShard<B> {
         }
     }
 
-    /// Parameters and optimizer state of `range`, a range of the unit within the owned one. `full` as in
-    /// [`OptimizerShard::update`].
+    /// Parameters and optimizer state of `range`, a range of the unit within the owned one. `full`
+    /// as in [`OptimizerShard::update`].
     ///
     /// # Errors
     /// No buffer holds the parameters.
@@ -342,12 +368,15 @@ impl<B: Kernels> OptimizerShard<B> {
         }
     }
 
-    /// Replaces parameters and state by the values that `load(part, range)` gives: part 0 is the parameters, part k the
-    /// k-th buffer of state.
+    /// Replaces parameters and state by the values that `load(part, range)` gives: part 0 is the
+    /// parameters, part k the k-th buffer of state.
     ///
     /// # Errors
     /// Of `load`.
-    pub fn restore(&mut self, mut load: impl FnMut(usize, Range<usize>) -> Result<Vec<f32>>) -> Result<()> {
+    pub fn restore(
+        &mut self,
+        mut load: impl FnMut(usize, Range<usize>) -> Result<Vec<f32>>,
+    ) -> Result<()> {
         let load = |part| load(part, self.range.clone());
         match &mut self.home {
             ShardPlacement::Device(held) => held.restore(load),

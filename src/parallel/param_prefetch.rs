@@ -1,16 +1,19 @@
-//! The order in which blocks take their turns, and the units whose full parameters must be at hand: a window of some
-//! turns ahead. Integers in, integers out.
+//! The order in which blocks take their turns, and the units whose full parameters must be at hand:
+//! a window of some turns ahead. Integers in, integers out.
 //!
-//! The window decides by position alone, never by arrivals, so that all ranks gather in the same order.
+//! The window decides by position alone, never by arrivals, so that all ranks gather in the same
+//! order.
 //!
-//! Units and guests are counted together, by their slots in the stage ([`Stage`](super::pipeline_stage::Stage)).
+//! Units and guests are counted together, by their slots in the stage
+//! ([`Stage`](super::pipeline_stage::Stage)).
 //!
-//! A pass is a step (forward and backward of every micro-batch), or one forward of an evaluation or of a sampled token.
-//! The window is the current turn and the `parallel.prefetch` turns after it: units that enter it are gathered, units
-//! that leave it are dropped. A borrowed unit enters with the turn of the borrowing block, too. The last block's
-//! parameters therefore stay for its backward, and at most prefetch + 2 full buffers are alive. With a window of 0 a
-//! gather starts at its block's turn, and the last block's parameters still stay. After the update the first units of
-//! the next pass are gathered at once, while data is loaded.
+//! A pass is a step (forward and backward of every micro-batch), or one forward of an evaluation or
+//! of a sampled token. The window is the current turn and the `parallel.prefetch` turns after it:
+//! units that enter it are gathered, units that leave it are dropped. A borrowed unit enters with
+//! the turn of the borrowing block, too. The last block's parameters therefore stay for its
+//! backward, and at most prefetch + 2 full buffers are alive. With a window of 0 a gather starts at
+//! its block's turn, and the last block's parameters still stay. After the update the first units
+//! of the next pass are gathered at once, while data is loaded.
 
 use super::pipeline_schedule::{Action, StepSchedule};
 
@@ -72,8 +75,8 @@ impl Prefetch {
         window(&self.visits, self.at, ahead)
     }
 
-    /// Ends the turn under way. Returns the units that it used and the next turns will not: those of the window, and
-    /// the one turn whose parameters are here already.
+    /// Ends the turn under way. Returns the units that it used and the next turns will not: those
+    /// of the window, and the one turn whose parameters are here already.
     pub fn pass(&mut self, ahead: usize) -> Vec<usize> {
         let Some(visit) = self.turn() else { return Vec::new() };
         self.at += 1;
@@ -108,7 +111,9 @@ mod tests {
     fn events(visits: Vec<BlockUse>, ahead: usize) -> (String, usize) {
         let turns = visits.len();
         let mut prefetch = Prefetch::new(visits);
-        let (mut here, mut text, mut most) = (Vec::new(), String::new(), 0);
+        let mut here = Vec::new();
+        let mut text = String::new();
+        let mut most = 0;
         for _ in 0..turns {
             for unit in prefetch.wanted(ahead) {
                 if !here.contains(&unit) {
@@ -143,7 +148,11 @@ mod tests {
         for count in [1, 2] {
             for ahead in 0..5 {
                 let visits = step(&BORROWS, micros(count));
-                assert_eq!(events(visits.clone(), ahead).1, peak(&visits, ahead, &sizes), "{count}, {ahead}");
+                assert_eq!(
+                    events(visits.clone(), ahead).1,
+                    peak(&visits, ahead, &sizes),
+                    "{count}, {ahead}"
+                );
             }
         }
         assert_eq!(peak(&forward(&[None; 9]), 3, &[1; 9]), 4);

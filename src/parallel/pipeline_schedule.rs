@@ -1,10 +1,11 @@
-//! The order of a rank's work in a step: the one list that the step runs, and from which the order of gathers and the
-//! estimate of memory follow. Integers in, integers out.
+//! The order of a rank's work in a step: the one list that the step runs, and from which the order
+//! of gathers and the estimate of memory follow. Integers in, integers out.
 //!
-//! Receives are posted one computation ahead, so that a message arrives beside the computation before the one that
-//! needs it. Only collectives hold up later requests of a rank, and all ranks of a stage make them at the same places of the
-//! same list; so no rank waits for another that waits for it, if the list of every stage ends when each message comes
-//! after its send. A test plays that through.
+//! Receives are posted one computation ahead, so that a message arrives beside the computation
+//! before the one that needs it. Only collectives hold up later requests of a rank, and all ranks
+//! of a stage make them at the same places of the same list; so no rank waits for another that
+//! waits for it, if the list of every stage ends when each message comes after its send. A test
+//! plays that through.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -27,8 +28,8 @@ pub enum PipelineSchedule {
     #[default]
     #[serde(rename = "1f1b")]
     OneForwardOneBackward,
-    /// The same with gradients of weights put off into what would be idle time: ZB-H1 (Qi et al., "Zero bubble pipeline
-    /// parallelism", 2023).
+    /// The same with gradients of weights put off into what would be idle time: ZB-H1 (Qi et al.,
+    /// "Zero bubble pipeline parallelism", 2023).
     #[serde(rename = "zero-bubble")]
     ZeroBubble,
 }
@@ -105,32 +106,36 @@ impl StepSchedule {
         k.is_multiple_of(self.micros_per_lane)
     }
 
-    /// Whether the backward of micro-batch `k` ends its lane, and if so, whether it is the rank's last lane.
+    /// Whether the backward of micro-batch `k` ends its lane, and if so, whether it is the rank's
+    /// last lane.
     pub fn lane_end(self, k: usize) -> Option<bool> {
         let next = k + 1;
         next.is_multiple_of(self.micros_per_lane).then_some(next == self.micros())
     }
 
-    /// A shorter step in which the same buffers are alive: all micro-batches of a lane after the first find the same, once
-    /// the stages behind are at work and as many gradients of weights are put off as ever.
+    /// A shorter step in which the same buffers are alive: all micro-batches of a lane after the
+    /// first find the same, once the stages behind are at work and as many gradients of weights are
+    /// put off as ever.
     pub fn representative(self) -> Self {
         Self { micros_per_lane: self.micros_per_lane.min(2 * self.stages), ..self }
     }
 
-    /// Part of the step in which a stage has nothing to do, where every stage takes as long, a forward as long as the gradients of
-    /// inputs and as those of weights, and messages no time. Of p stages and m micro-batches it is (p − 1) / (m + p − 1)
-    /// (Narayanan et al., 2021); with weights put off, in one lane of at least p micro-batches, (p − 1) / (3·m + p − 1)
-    /// (Qi et al., 2023).
+    /// Part of the step in which a stage has nothing to do, where every stage takes as long, a
+    /// forward as long as the gradients of inputs and as those of weights, and messages no time. Of
+    /// p stages and m micro-batches it is (p − 1) / (m + p − 1) (Narayanan et al., 2021); with
+    /// weights put off, in one lane of at least p micro-batches, (p − 1) / (3·m + p − 1) (Qi et
+    /// al., 2023).
     pub fn bubble_fraction(self) -> f64 {
         // Stages that wait for each other are idle for ever.
         self.length().map_or(1.0, |length| 1.0 - 3.0 * self.micros() as f64 / length as f64)
     }
 
-    /// The time until all stages are done, in forwards; each stops at a computation until the message that it needs is there. None
-    /// if they stand still.
+    /// The time until all stages are done, in forwards; each stops at a computation until the
+    /// message that it needs is there. None if they stand still.
     fn length(self) -> Option<usize> {
         let of_stage = |stage| Self { stage, ..self };
-        let mut lists: Vec<VecDeque<Action>> = (0..self.stages).map(|i| of_stage(i).computations().into()).collect();
+        let mut lists: Vec<VecDeque<Action>> =
+            (0..self.stages).map(|i| of_stage(i).computations().into()).collect();
         let mut clocks = vec![0; self.stages];
         // When a message is there, by its receiver.
         let mut there = HashMap::new();
@@ -172,20 +177,26 @@ impl StepSchedule {
     /// The message that another stage needs from a computation.
     fn gives(self, computation: Action) -> Option<Action> {
         match computation {
-            Action::Forward(k) if self.stage + 1 < self.stages => Some(Action::Send(Flow::Activations, k)),
-            Action::Backward(k) | Action::BackwardInput(k) if self.stage > 0 => Some(Action::Send(Flow::Gradients, k)),
+            Action::Forward(k) if self.stage + 1 < self.stages => {
+                Some(Action::Send(Flow::Activations, k))
+            }
+            Action::Backward(k) | Action::BackwardInput(k) if self.stage > 0 => {
+                Some(Action::Send(Flow::Gradients, k))
+            }
             _ => None,
         }
     }
 
-    /// Computations whose gradients of weights come later by as many backwards as there are stages before this one, so that
-    /// those get the gradients of their outputs sooner. A lane's are all done before its sum leaves this rank.
+    /// Computations whose gradients of weights come later by as many backwards as there are stages
+    /// before this one, so that those get the gradients of their outputs sooner. A lane's are all
+    /// done before its sum leaves this rank.
     fn with_deferred_wgrad(self, computations: Vec<Action>) -> Vec<Action> {
         let mut actions = Vec::with_capacity(computations.len() + self.micros());
         let mut put_off = VecDeque::with_capacity(self.stage + 1);
         for computation in computations {
             match computation {
-                // Nobody waits for the first of several stages. One alone computes them apart so that they can be timed.
+                // Nobody waits for the first of several stages. One alone computes them apart so
+                // that they can be timed.
                 Action::Backward(k) if self.stage > 0 || self.stages == 1 => {
                     actions.push(Action::BackwardInput(k));
                     put_off.push_back(k);
@@ -212,8 +223,9 @@ impl StepSchedule {
     }
 }
 
-/// One forward, one backward (Narayanan et al., "PipeDream", 2019): stage `stage` of `stages` runs ahead by the
-/// number of stages behind it, then alternates. With one stage this is plain gradient accumulation.
+/// One forward, one backward (Narayanan et al., "PipeDream", 2019): stage `stage` of `stages` runs
+/// ahead by the number of stages behind it, then alternates. With one stage this is plain gradient
+/// accumulation.
 fn one_forward_one_backward(stage: usize, stages: usize, micros: usize) -> Vec<Action> {
     let ahead = (stages - 1 - stage).min(micros);
     let mut actions: Vec<Action> = (0..ahead).map(Action::Forward).collect();
@@ -227,7 +239,10 @@ fn one_forward_one_backward(stage: usize, stages: usize, micros: usize) -> Vec<A
 #[cfg(test)]
 mod tests {
     use super::*;
-    use Action::{Backward as B, BackwardInput as I, BackwardWeight as W, Forward as F, Receive as R, Send as S};
+    use Action::{
+        Backward as B, BackwardInput as I, BackwardWeight as W, Forward as F, Receive as R,
+        Send as S,
+    };
     use Flow::{Activations as X, Gradients as G};
 
     #[test]
@@ -238,13 +253,17 @@ mod tests {
 
     #[test]
     fn earlier_stages_run_ahead() {
-        assert_eq!(one_forward_one_backward(0, 3, 4), [F(0), F(1), F(2), B(0), F(3), B(1), B(2), B(3)]);
+        assert_eq!(
+            one_forward_one_backward(0, 3, 4),
+            [F(0), F(1), F(2), B(0), F(3), B(1), B(2), B(3)]
+        );
         assert_eq!(one_forward_one_backward(0, 4, 2), [F(0), F(1), B(0), B(1)]);
     }
 
     #[test]
     fn messages_are_awaited_one_computation_ahead() {
-        let stage = |stage| StepSchedule { stage, stages: 2, ..StepSchedule::alone(1, 2) }.actions();
+        let stage =
+            |stage| StepSchedule { stage, stages: 2, ..StepSchedule::alone(1, 2) }.actions();
         assert_eq!(stage(0), [F(0), S(X, 0), R(G, 0), F(1), S(X, 1), R(G, 1), B(0), B(1)]);
         assert_eq!(stage(1), [R(X, 0), F(0), R(X, 1), B(0), S(G, 0), F(1), B(1), S(G, 1)]);
     }
@@ -268,7 +287,10 @@ mod tests {
             step.actions().into_iter().filter(|action| !matches!(action, R(..) | S(..))).collect()
         };
         assert_eq!(computations(stage(0, 1, 3)), [F(0), F(1), F(2), B(0), B(1), B(2)]);
-        assert_eq!(computations(stage(1, 1, 3)), [F(0), F(1), I(0), F(2), I(1), W(0), I(2), W(1), W(2)]);
+        assert_eq!(
+            computations(stage(1, 1, 3)),
+            [F(0), F(1), I(0), F(2), I(1), W(0), I(2), W(1), W(2)]
+        );
         assert_eq!(
             computations(stage(2, 1, 4)),
             [F(0), I(0), F(1), I(1), F(2), I(2), W(0), F(3), I(3), W(1), W(2), W(3)]
@@ -281,10 +303,13 @@ mod tests {
         assert_eq!(stage(2, 1, 1).actions(), [R(X, 0), F(0), I(0), S(G, 0), W(0)]);
     }
 
-    /// Checks the order of a stage's actions. Returns the most forwards whose backwards are yet to come, and backwards whose weights'
-    /// gradients are.
+    /// Checks the order of a stage's actions. Returns the most forwards whose backwards are yet to
+    /// come, and backwards whose weights' gradients are.
     fn waiting(step: StepSchedule) -> (usize, usize) {
-        let (mut forwards, mut backwards, mut weights, mut most) = (0, 0, 0, (0, 0));
+        let mut forwards = 0;
+        let mut backwards = 0;
+        let mut weights = 0;
+        let mut most = (0, 0);
         for action in step.actions() {
             match action {
                 F(k) => {
@@ -292,15 +317,25 @@ mod tests {
                     forwards += 1;
                 }
                 B(k) | I(k) => {
-                    assert_eq!(k, backwards, "{step:?}: gradients are added in the order of micro-batches");
-                    assert_eq!(weights / step.micros_per_lane, k / step.micros_per_lane, "{step:?}: two lanes in one");
+                    assert_eq!(
+                        k, backwards,
+                        "{step:?}: gradients are added in the order of micro-batches"
+                    );
+                    assert_eq!(
+                        weights / step.micros_per_lane,
+                        k / step.micros_per_lane,
+                        "{step:?}: two lanes in one"
+                    );
                     backwards += 1;
                 }
                 W(_) | R(..) | S(..) => {}
             }
             most = (most.0.max(forwards - backwards), most.1.max(backwards - weights));
             if let B(k) | W(k) = action {
-                assert_eq!(k, weights, "{step:?}: gradients are added in the order of micro-batches");
+                assert_eq!(
+                    k, weights,
+                    "{step:?}: gradients are added in the order of micro-batches"
+                );
                 weights += 1;
             }
         }
@@ -308,7 +343,8 @@ mod tests {
         most
     }
 
-    /// Messages of one kind arrive in the order in which they leave: each is the one that its receiver awaits.
+    /// Messages of one kind arrive in the order in which they leave: each is the one that its
+    /// receiver awaits.
     fn assert_messages_meet(step: StepSchedule) {
         let of = |stage, wanted: fn(Action) -> Option<(Flow, usize)>, flow| -> Vec<usize> {
             let messages = StepSchedule { stage, ..step }.actions().into_iter().filter_map(wanted);
@@ -328,11 +364,17 @@ mod tests {
     #[test]
     fn every_pipeline_ends_with_the_known_bubble_and_memory() {
         for order in [PipelineSchedule::OneForwardOneBackward, PipelineSchedule::ZeroBubble] {
-            for (stages, micros) in (1..=8).flat_map(|p| (1..=16).chain([31, 64]).map(move |m| (p, m))) {
+            for (stages, micros) in
+                (1..=8).flat_map(|p| (1..=16).chain([31, 64]).map(move |m| (p, m)))
+            {
                 let step = StepSchedule { stages, order, ..StepSchedule::alone(1, micros) };
                 assert_messages_meet(step);
                 for stage in 0..stages {
-                    let put_off = if order == PipelineSchedule::ZeroBubble { micros.min(stage + 1) } else { 1 };
+                    let put_off = if order == PipelineSchedule::ZeroBubble {
+                        micros.min(stage + 1)
+                    } else {
+                        1
+                    };
                     assert_eq!(
                         waiting(StepSchedule { stage, ..step }),
                         (micros.min(stages - stage), put_off),
@@ -349,18 +391,26 @@ mod tests {
         }
         let two = StepSchedule { stages: 2, ..StepSchedule::alone(1, 8) };
         assert!((two.bubble_fraction() - 0.111).abs() < 1e-3);
-        assert!((StepSchedule { order: PipelineSchedule::ZeroBubble, ..two }.bubble_fraction() - 0.04).abs() < 1e-9);
+        assert!(
+            (StepSchedule { order: PipelineSchedule::ZeroBubble, ..two }.bubble_fraction() - 0.04)
+                .abs()
+                < 1e-9
+        );
     }
 
     #[test]
     fn each_lane_lengthens_a_step_whose_weights_are_put_off() {
         let order = PipelineSchedule::ZeroBubble;
-        for (stages, lanes, micros) in [(2, 2, 4), (2, 8, 1), (4, 2, 8), (4, 4, 4), (8, 2, 16), (8, 3, 5)] {
+        for (stages, lanes, micros) in
+            [(2, 2, 4), (2, 8, 1), (4, 2, 8), (4, 4, 4), (8, 2, 16), (8, 3, 5)]
+        {
             let step = StepSchedule { stages, order, ..StepSchedule::alone(lanes, micros) };
             assert_messages_meet(step);
-            (0..stages).for_each(|stage| assert!(waiting(StepSchedule { stage, ..step }).1 <= stage + 1));
+            (0..stages)
+                .for_each(|stage| assert!(waiting(StepSchedule { stage, ..step }).1 <= stage + 1));
             let one = StepSchedule { order, stages, ..StepSchedule::alone(1, lanes * micros) };
-            let alternating = StepSchedule { order: PipelineSchedule::OneForwardOneBackward, ..step };
+            let alternating =
+                StepSchedule { order: PipelineSchedule::OneForwardOneBackward, ..step };
             let lengths = [one, step, alternating].map(|step| step.length().unwrap());
             assert!(lengths.is_sorted(), "{step:?}: {lengths:?}");
         }

@@ -2,16 +2,19 @@
 
 use std::ops::Range;
 
-/// Consecutive parts of blocks with these costs, each of at least one, of which the costliest is as cheap as can be; of all such
-/// cuts the one with the least sum of squares, which spreads the rest evenly. `allowed` says of a stage and a part whether it
-/// may have it. Exact: dynamic programming over the first blocks. None if there is no such cut.
+/// Consecutive parts of blocks with these costs, each of at least one, of which the costliest is as
+/// cheap as can be; of all such cuts the one with the least sum of squares, which spreads the rest
+/// evenly. `allowed` says of a stage and a part whether it may have it. Exact: dynamic programming
+/// over the first blocks. None if there is no such cut.
 pub fn partition(
     costs: &[f64],
     stages: usize,
     allowed: impl Fn(usize, &Range<usize>) -> bool,
 ) -> Option<Vec<Range<usize>>> {
     let cost = |part: &Range<usize>| costs[part.clone()].iter().sum::<f64>();
-    let most = best(costs.len(), stages, |stage, part, most| allowed(stage, part).then(|| f64::max(most, cost(part))))?;
+    let most = best(costs.len(), stages, |stage, part, most| {
+        allowed(stage, part).then(|| f64::max(most, cost(part)))
+    })?;
     // The same sums are compared, so that rounding does not matter.
     let even = best(costs.len(), stages, |stage, part, sum| {
         let cost = cost(part);
@@ -20,14 +23,15 @@ pub fn partition(
     Some(even.1)
 }
 
-/// The cut whose cost is least. `join` gives the cost of some stages with one more, its number, blocks and the cost of those
-/// before, or none where that is not allowed.
+/// The cut whose cost is least. `join` gives the cost of some stages with one more, its number,
+/// blocks and the cost of those before, or none where that is not allowed.
 fn best(
     blocks: usize,
     stages: usize,
     join: impl Fn(usize, &Range<usize>, f64) -> Option<f64>,
 ) -> Option<(f64, Vec<Range<usize>>)> {
-    // For every number of first blocks: the least cost in the stages so far, and where the last of them begins.
+    // For every number of first blocks: the least cost in the stages so far, and where the last of
+    // them begins.
     let mut least: Vec<Option<f64>> = vec![None; blocks + 1];
     least[0] = Some(0.0);
     let mut begins = Vec::with_capacity(stages);
@@ -36,7 +40,10 @@ fn best(
         let mut begin = vec![0; blocks + 1];
         for end in 1..=blocks {
             for start in 0..end {
-                let Some(cost) = least[start].and_then(|before| join(stage, &(start..end), before)) else { continue };
+                let Some(cost) = least[start].and_then(|before| join(stage, &(start..end), before))
+                else {
+                    continue;
+                };
                 if next[end].is_none_or(|least| cost < least) {
                     (next[end], begin[end]) = (Some(cost), start);
                 }

@@ -1,5 +1,5 @@
-//! The part of a network that a pipeline stage has: consecutive units, and *guests*, copies of the parameters of another
-//! stage's units that its blocks borrow. Integers in, integers out.
+//! The part of a network that a pipeline stage has: consecutive units, and *guests*, copies of the
+//! parameters of another stage's units that its blocks borrow. Integers in, integers out.
 //!
 //! A slot is a unit of the stage, counted from its first, or after these a guest.
 
@@ -59,10 +59,13 @@ impl Stage {
     /// Stage `index` of a network that is cut into `stages`, whose blocks have these `loans`.
     pub fn new(stages: &[Range<usize>], index: usize, loans: &[Option<TiedParam>]) -> Self {
         let units = stages[index].clone();
-        let stage_of = |unit: usize| stages.iter().position(|stage| stage.contains(&unit)).unwrap_or(index);
+        let stage_of =
+            |unit: usize| stages.iter().position(|stage| stage.contains(&unit)).unwrap_or(index);
         let mut guests: Vec<TiedUnit> = Vec::new();
         let mut borrow = |loan: &TiedParam| match stage_of(loan.unit) {
-            stage if stage == index => TiedImport { slot: loan.unit - units.start, from: None, len: loan.len },
+            stage if stage == index => {
+                TiedImport { slot: loan.unit - units.start, from: None, len: loan.len }
+            }
             stage => {
                 let known = guests.iter().position(|guest| guest.unit == loan.unit);
                 let number = known.unwrap_or_else(|| {
@@ -72,10 +75,16 @@ impl Stage {
                 TiedImport { slot: units.len() + number, from: Some(stage), len: loan.len }
             }
         };
-        let borrowed = loans[units.clone()].iter().map(|loan| loan.as_ref().map(&mut borrow)).collect();
-        let others = loans.iter().enumerate().filter_map(|(block, loan)| Some((stage_of(block), loan.as_ref()?)));
+        let borrowed =
+            loans[units.clone()].iter().map(|loan| loan.as_ref().map(&mut borrow)).collect();
+        let others = loans
+            .iter()
+            .enumerate()
+            .filter_map(|(block, loan)| Some((stage_of(block), loan.as_ref()?)));
         let lent = others.filter(|(to, loan)| *to != index && units.contains(&loan.unit));
-        let lent = lent.map(|(to, loan)| TiedExport { slot: loan.unit - units.start, to, len: loan.len }).collect();
+        let lent = lent
+            .map(|(to, loan)| TiedExport { slot: loan.unit - units.start, to, len: loan.len })
+            .collect();
         Self { index, count: stages.len(), units, guests, lent, borrowed }
     }
 
@@ -84,7 +93,8 @@ impl Stage {
         Self::new(std::slice::from_ref(&(0..loans.len())), 0, loans)
     }
 
-    /// The only stage of a network whose first block is tables that the host keeps: the blocks behind it.
+    /// The only stage of a network whose first block is tables that the host keeps: the blocks
+    /// behind it.
     pub fn behind_tables(loans: &[Option<TiedParam>]) -> Self {
         Self::new(std::slice::from_ref(&(1..loans.len())), 0, loans)
     }
@@ -94,7 +104,8 @@ impl Stage {
         Self::new(std::slice::from_ref(&(0..1)), 0, loans)
     }
 
-    /// Whether its input is rows of tables that the host keeps, so that the ids of the data are the host's.
+    /// Whether its input is rows of tables that the host keeps, so that the ids of the data are the
+    /// host's.
     pub fn takes_rows(&self) -> bool {
         self.is_first() && self.units.start > 0
     }
@@ -133,14 +144,19 @@ mod tests {
     fn one_stage_has_everything() {
         let whole = stage(std::slice::from_ref(&(0..5)), 0);
         assert_eq!(whole.borrowed[4], Some(TiedImport { slot: 0, from: None, len: 7 }));
-        assert!(whole.guests.is_empty() && whole.lent.is_empty() && whole.is_first() && whole.is_last());
+        assert!(
+            whole.guests.is_empty() && whole.lent.is_empty() && whole.is_first() && whole.is_last()
+        );
     }
 
     #[test]
     fn loans_between_stages_have_guests() {
         let cut = [0..2, 2..3, 3..5];
         let first = stage(&cut, 0);
-        assert_eq!((first.lent, first.guests), (vec![TiedExport { slot: 0, to: 2, len: 7 }], vec![]));
+        assert_eq!(
+            (first.lent, first.guests),
+            (vec![TiedExport { slot: 0, to: 2, len: 7 }], vec![])
+        );
         let middle = stage(&cut, 1);
         assert_eq!((middle.lent, middle.guests, middle.borrowed), (vec![], vec![], vec![None]));
         let last = stage(&cut, 2);

@@ -1,4 +1,5 @@
-//! The state of a rank's audits: of the memory of its parameters, and of the arithmetic of replicas.
+//! The state of a rank's audits: of the memory of its parameters, and of the arithmetic of
+//! replicas.
 
 /// Audits of a rank.
 #[derive(Debug, Clone, Copy)]

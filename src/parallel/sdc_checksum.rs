@@ -1,11 +1,13 @@
-//! A digest of parameters and optimizer state in memory: each update tells whether it has found them as the one before has left them.
+//! A digest of parameters and optimizer state in memory: each update tells whether it has found
+//! them as the one before has left them.
 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Audit, Kernels};
 
 /// The audit of a range's memory.
 pub struct SdcChecksum<B: Kernels> {
-    /// The digest that an update has left, once it is read; none before the first, and after other changes.
+    /// The digest that an update has left, once it is read; none before the first, and after other
+    /// changes.
     left: Option<u64>,
     /// The digests of the last update, while the device may still compute them.
     under_way: Option<Audit<B::Scalar>>,
@@ -39,7 +41,8 @@ impl<B: Kernels> SdcChecksum<B> {
     /// The update had found other values than the one before it had left; or the device failed.
     pub fn settle(&mut self, backend: &B) -> Result<Option<u64>> {
         if let Some(Audit { found, left }) = self.under_way.take() {
-            let (found, left) = (read(backend, found)?, read(backend, left)?);
+            let found = read(backend, found)?;
+            let left = read(backend, left)?;
             if self.left.replace(left).is_some_and(|before| before != found) {
                 return Err(changed());
             }
@@ -51,7 +54,11 @@ impl<B: Kernels> SdcChecksum<B> {
     ///
     /// # Errors
     /// They differ; or the device failed.
-    pub fn compare<'a>(&mut self, backend: &B, buffers: impl Iterator<Item = B::View<'a>>) -> Result<()> {
+    pub fn compare<'a>(
+        &mut self,
+        backend: &B,
+        buffers: impl Iterator<Item = B::View<'a>>,
+    ) -> Result<()> {
         let Some(left) = self.settle(backend)? else { return Ok(()) };
         let digests = buffers.map(|buffer| backend.digest(buffer)).collect::<Result<_>>()?;
         if read(backend, digests)? == left { Ok(()) } else { Err(changed()) }

@@ -21,12 +21,23 @@ impl Hyper {
     /// The update of a part, with this factor on its step.
     pub fn of(self, part: &Part, trust: f32) -> Update {
         let Hyper { lr, weight_decay, step, grad_scale } = self;
-        Update { lr: lr * part.lr_factor, weight_decay: part.decay(weight_decay), step, grad_scale, trust }
+        Update {
+            lr: lr * part.lr_factor,
+            weight_decay: part.decay(weight_decay),
+            step,
+            grad_scale,
+            trust,
+        }
     }
 }
 
-/// Names of the buffers of state: the rule's; after them the average's, if one is kept; then the outer step's, if it has momentum.
-pub fn state_names(rule: Option<UpdateRule>, average: Option<f32>, outer: Option<OuterOptimizer>) -> Vec<&'static str> {
+/// Names of the buffers of state: the rule's; after them the average's, if one is kept; then the
+/// outer step's, if it has momentum.
+pub fn state_names(
+    rule: Option<UpdateRule>,
+    average: Option<f32>,
+    outer: Option<OuterOptimizer>,
+) -> Vec<&'static str> {
     let of_rule = rule.map_or(&[][..], |rule| rule.state()).iter().copied();
     let outer = outer.filter(|outer| outer.momentum > 0.0);
     of_rule.chain(average.map(|_| AVERAGE)).chain(outer.map(|_| OUTER_MOMENTUM)).collect()

@@ -33,16 +33,20 @@ pub struct Squares {
 impl StepSummary {
     pub fn encode(&self) -> Vec<u8> {
         let Squares { first_unit, first_shard, shards, values } = &self.squares;
-        let counts = [self.losses.len(), *first_unit, *first_shard, *shards].map(|count| count as f64);
+        let counts =
+            [self.losses.len(), *first_unit, *first_shard, *shards].map(|count| count as f64);
         let head = [self.compute, f64::from(self.flags.bits())];
         let all = head.iter().chain(&counts).chain(&self.losses).chain(values);
         all.flat_map(|x| x.to_le_bytes()).collect()
     }
 
     pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let numbers: Vec<f64> = bytes.as_chunks().0.iter().map(|chunk| f64::from_le_bytes(*chunk)).collect();
+        let numbers: Vec<f64> =
+            bytes.as_chunks().0.iter().map(|chunk| f64::from_le_bytes(*chunk)).collect();
         let malformed = || Error::comm("another rank sent a malformed summary of its step");
-        let [compute, flags, losses, first_unit, first_shard, shards, rest @ ..] = numbers.as_slice() else {
+        let [compute, flags, losses, first_unit, first_shard, shards, rest @ ..] =
+            numbers.as_slice()
+        else {
             return Err(malformed());
         };
         let (losses, values) = rest.split_at_checked(*losses as usize).ok_or_else(malformed)?;
@@ -50,7 +54,8 @@ impl StepSummary {
         if !values.len().is_multiple_of(shards.max(1)) {
             return Err(malformed());
         }
-        let (first_unit, first_shard) = (*first_unit as usize, *first_shard as usize);
+        let first_unit = *first_unit as usize;
+        let first_shard = *first_shard as usize;
         Ok(Self {
             compute: *compute,
             flags: ControlFlags::from_bits_retain(*flags as u32),
@@ -60,12 +65,17 @@ impl StepSummary {
     }
 }
 
-/// The sum of the squares of a network with so many units and virtual shards: over the units of each virtual shard in the
-/// order of the network, then over virtual shards by the tree of lanes, whichever rank has which.
+/// The sum of the squares of a network with so many units and virtual shards: over the units of
+/// each virtual shard in the order of the network, then over virtual shards by the tree of lanes,
+/// whichever rank has which.
 ///
 /// # Errors
 /// A message tells of units or virtual shards that do not exist, or none tells of some.
-pub fn sum_of_squares<'a>(told: impl Iterator<Item = &'a Squares>, units: usize, shards: usize) -> Result<f64> {
+pub fn sum_of_squares<'a>(
+    told: impl Iterator<Item = &'a Squares>,
+    units: usize,
+    shards: usize,
+) -> Result<f64> {
     let mut all = vec![None; units * shards];
     for part in told.filter(|part| part.shards > 0) {
         for (unit, values) in (part.first_unit..).zip(part.values.chunks_exact(part.shards)) {
@@ -78,7 +88,8 @@ pub fn sum_of_squares<'a>(told: impl Iterator<Item = &'a Squares>, units: usize,
     }
     let missing = || Error::comm("no rank has told the squares of some unit");
     let all: Vec<f64> = all.into_iter().collect::<Option<_>>().ok_or_else(missing)?;
-    let of_shard = |shard: usize| all.iter().skip(shard).step_by(shards).fold(0.0, |sum, square| sum + square);
+    let of_shard =
+        |shard: usize| all.iter().skip(shard).step_by(shards).fold(0.0, |sum, square| sum + square);
     Ok(tree_sum(&(0..shards).map(of_shard).collect::<Vec<f64>>()))
 }
 
@@ -107,10 +118,12 @@ mod tests {
     #[test]
     fn squares_are_added_in_one_order_whoever_tells_them() {
         // Rounding shows the order: a large number between small ones.
-        let of =
-            |unit: usize, shard: usize| if (unit, shard) == (1, 1) { 1e16 } else { 0.7 + unit as f64 + shard as f64 };
+        let of = |unit: usize, shard: usize| {
+            if (unit, shard) == (1, 1) { 1e16 } else { 0.7 + unit as f64 + shard as f64 }
+        };
         let part = |units: std::ops::Range<usize>, shards: std::ops::Range<usize>| {
-            let values: Vec<f64> = units.clone().flat_map(|u| shards.clone().map(move |s| of(u, s))).collect();
+            let values: Vec<f64> =
+                units.clone().flat_map(|u| shards.clone().map(move |s| of(u, s))).collect();
             squares(units.start, shards.start, shards.len(), &values)
         };
         let sum = |parts: &[Squares]| sum_of_squares(parts.iter(), 3, 4).map(f64::to_bits);

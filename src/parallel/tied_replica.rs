@@ -1,8 +1,9 @@
 //! A copy of another stage's unit, whose parameters a block of this stage borrows.
 //!
-//! The stage that trains the unit updates it; each of its ranks then sends the range that it owns to the rank of this stage at
-//! the same place among shards and replicas. A guest has no gradient to reduce, no optimizer state and no place in
-//! norms and checkpoints. The block's own gradient goes the other way, once a lane.
+//! The stage that trains the unit updates it; each of its ranks then sends the range that it owns
+//! to the rank of this stage at the same place among shards and replicas. A guest has no gradient
+//! to reduce, no optimizer state and no place in norms and checkpoints. The block's own gradient
+//! goes the other way, once a lane.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -44,7 +45,14 @@ impl<B: Kernels> TiedReplica<B> {
         params: Lifetime,
         full: &[f32],
     ) -> Result<Self> {
-        let mut guest = Self { layout, from, range, part: None, params: BufferState::Gone, resting: VecDeque::new() };
+        let mut guest = Self {
+            layout,
+            from,
+            range,
+            part: None,
+            params: BufferState::Gone,
+            resting: VecDeque::new(),
+        };
         guest.set(backend, params, full)?;
         Ok(guest)
     }
@@ -55,8 +63,13 @@ impl<B: Kernels> TiedReplica<B> {
     /// Out of memory.
     pub fn set(&mut self, backend: &B, params: Lifetime, full: &[f32]) -> Result<()> {
         (self.part, self.params) = match params {
-            Lifetime::Step => (None, BufferState::Here(backend.upload(MemoryKind::Parameters, full)?)),
-            Lifetime::Use => (Some(backend.upload(MemoryKind::Parameters, &full[self.range()])?), BufferState::Gone),
+            Lifetime::Step => {
+                (None, BufferState::Here(backend.upload(MemoryKind::Parameters, full)?))
+            }
+            Lifetime::Use => (
+                Some(backend.upload(MemoryKind::Parameters, &full[self.range()])?),
+                BufferState::Gone,
+            ),
         };
         Ok(())
     }
@@ -66,7 +79,10 @@ impl<B: Kernels> TiedReplica<B> {
     /// # Errors
     /// Out of memory.
     pub fn add_replica(&mut self, backend: &B, params: Lifetime, full: &[f32]) -> Result<()> {
-        let had = Resting { part: self.part.take(), params: std::mem::replace(&mut self.params, BufferState::Gone) };
+        let had = Resting {
+            part: self.part.take(),
+            params: std::mem::replace(&mut self.params, BufferState::Gone),
+        };
         self.resting.push_back(had);
         self.set(backend, params, full)
     }
@@ -85,7 +101,8 @@ impl<B: Kernels> TiedReplica<B> {
         self.range.clone()
     }
 
-    /// Takes this rank's part of new parameters. Returns the full buffer to be gathered, where it lives always.
+    /// Takes this rank's part of new parameters. Returns the full buffer to be gathered, where it
+    /// lives always.
     pub fn renew(&mut self, backend: &B, part: B::Buf) -> Result<Option<B::Buf>> {
         self.params.wait()?;
         match (std::mem::replace(&mut self.params, BufferState::Gone), &mut self.part) {

@@ -1,7 +1,8 @@
 //! Lanes: the fixed pieces of a global batch whose gradients are summed by one fixed tree.
 //!
-//! f32 addition is commutative but not associative. Cutting the batch into a fixed number of lanes, and adding
-//! lanes in a tree whose shape does not depend on the ranks, makes every rank count give the same bits.
+//! f32 addition is commutative but not associative. Cutting the batch into a fixed number of lanes,
+//! and adding lanes in a tree whose shape does not depend on the ranks, makes every rank count give
+//! the same bits.
 
 use std::ops::Range;
 

@@ -1,23 +1,29 @@
-//! Addresses of coordinator and servers: those at which they listen, and those by which others reach them.
+//! Addresses of coordinator and servers: those at which they listen, and those by which others
+//! reach them.
 
 use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs as _};
+use std::net::{
+    IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs as _,
+};
 use std::time::Duration;
 
 use if_addrs::get_if_addrs;
 
 use hpctrain_base::error::{Error, Result};
 
-/// Listens; returns the address for others. `wish` is `servers.address`: a host, a host with a port, or a port as `:2222`.
+/// Listens; returns the address for others. `wish` is `servers.address`: a host, a host with a
+/// port, or a port as `:2222`.
 ///
-/// An IP address in it is listened on. Otherwise it is the address of `interface` (`comm.interface`), or the one that this host's
-/// name stands for; if that is none of an interface, such as 127.0.1.1, all addresses are listened on.
+/// An IP address in it is listened on. Otherwise it is the address of `interface`
+/// (`comm.interface`), or the one that this host's name stands for; if that is none of an
+/// interface, such as 127.0.1.1, all addresses are listened on.
 ///
 /// # Errors
 /// Returns an error if the address is in use or of another host, or there is no such interface.
 pub fn listen(wish: Option<&str>, interface: Option<&str>) -> Result<(TcpListener, String)> {
     let (host, port) = wish.map_or(Ok((None, 0)), parse)?;
-    // A name is for others: in a container it may stand for an address of another host, which passes on.
+    // A name is for others: in a container it may stand for an address of another host, which
+    // passes on.
     let ip = host.as_deref().and_then(|host| host.parse::<IpAddr>().ok());
     let (listener, known_as) = match (ip, interface) {
         (Some(ip), _) => (bind(ip, port)?, ip.to_string()),
@@ -42,7 +48,8 @@ fn refused(address: SocketAddr, e: &std::io::Error) -> Error {
         .hint("set servers.address to an address of this host that is free, or leave it out")
 }
 
-/// Listens on the first address of an interface that this host's name stands for, else on all addresses.
+/// Listens on the first address of an interface that this host's name stands for, else on all
+/// addresses.
 fn listen_by_name(port: u16) -> Result<TcpListener> {
     // A host need not know its own name.
     for address in (host_name().as_str(), port).to_socket_addrs().into_iter().flatten() {
@@ -56,24 +63,33 @@ fn listen_by_name(port: u16) -> Result<TcpListener> {
             Err(e) => return Err(refused(address, &e)),
         }
     }
-    log::info!("the name {} stands for no interface of this host: all of them are listened on", host_name());
+    log::info!(
+        "the name {} stands for no interface of this host: all of them are listened on",
+        host_name()
+    );
     // That of IPv6 takes connections of IPv4, too, but a system may have no IPv6.
-    TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)).or_else(|_| bind(Ipv4Addr::UNSPECIFIED.into(), port))
+    TcpListener::bind((Ipv6Addr::UNSPECIFIED, port))
+        .or_else(|_| bind(Ipv4Addr::UNSPECIFIED.into(), port))
 }
 
-/// Returns the address of an interface: `interface` is its name, or a network that its address is in, such as `10.1.0.0/16`.
-/// Addresses of IPv4 are preferred to those of IPv6; those that hold on one link alone are not taken.
+/// Returns the address of an interface: `interface` is its name, or a network that its address is
+/// in, such as `10.1.0.0/16`. Addresses of IPv4 are preferred to those of IPv6; those that hold on
+/// one link alone are not taken.
 ///
 /// # Errors
 /// Returns an error if this host has no such interface.
 fn address_of(interface: &str) -> Result<IpAddr> {
-    let all = get_if_addrs().map_err(|e| Error::comm(format!("cannot list the network interfaces: {e}")))?;
+    let all = get_if_addrs()
+        .map_err(|e| Error::comm(format!("cannot list the network interfaces: {e}")))?;
     let is_link_local = |ip: IpAddr| match ip {
         IpAddr::V4(ip) => ip.is_link_local(),
         IpAddr::V6(ip) => ip.is_unicast_link_local(),
     };
-    let all: Vec<(String, IpAddr)> =
-        all.into_iter().map(|one| (one.name.clone(), one.ip())).filter(|(_, ip)| !is_link_local(*ip)).collect();
+    let all: Vec<(String, IpAddr)> = all
+        .into_iter()
+        .map(|one| (one.name.clone(), one.ip()))
+        .filter(|(_, ip)| !is_link_local(*ip))
+        .collect();
     let network = network(interface);
     let is_wanted = |(name, ip): &&(String, IpAddr)| match network {
         Some((network, bits)) => contains(network, bits, *ip),
@@ -83,21 +99,25 @@ fn address_of(interface: &str) -> Result<IpAddr> {
     found.ok_or_else(|| {
         let names: Vec<String> = all.iter().map(|(name, ip)| format!("{name} ({ip})")).collect();
         let what = if network.is_some() { "interface in the network" } else { "interface" };
-        Error::input(format!("comm.interface: {} has no {what} {interface:?}", host_name())).hint(format!(
-            "it has {}; a network such as \"10.1.0.0/16\" fits hosts whose names for it differ",
-            names.join(", ")
-        ))
+        Error::input(format!("comm.interface: {} has no {what} {interface:?}", host_name())).hint(
+            format!(
+                "it has {}; a network such as \"10.1.0.0/16\" fits hosts whose names for it differ",
+                names.join(", ")
+            ),
+        )
     })
 }
 
 /// Reads a network such as `10.1.0.0/16`: its address and the bits of its prefix.
 fn network(text: &str) -> Option<(IpAddr, u32)> {
     let (address, bits) = text.split_once('/')?;
-    let (address, bits): (IpAddr, u32) = (address.parse().ok()?, bits.parse().ok()?);
+    let address: IpAddr = address.parse().ok()?;
+    let bits: u32 = bits.parse().ok()?;
     (bits <= if address.is_ipv4() { 32 } else { 128 }).then_some((address, bits))
 }
 
-/// Returns whether an address is in the network that the first `bits` bits of `network` are common to.
+/// Returns whether an address is in the network that the first `bits` bits of `network` are common
+/// to.
 fn contains(network: IpAddr, bits: u32, ip: IpAddr) -> bool {
     let differ = match (network, ip) {
         (IpAddr::V4(network), IpAddr::V4(ip)) => {
@@ -111,7 +131,8 @@ fn contains(network: IpAddr, bits: u32, ip: IpAddr) -> bool {
     differ == 0
 }
 
-/// Reads host and port of an address: without a host or a port, none and 0. An address of IPv6 before a port is in brackets.
+/// Reads host and port of an address: without a host or a port, none and 0. An address of IPv6
+/// before a port is in brackets.
 fn parse(wish: &str) -> Result<(Option<String>, u16)> {
     let split = || {
         if wish.parse::<IpAddr>().is_ok() {
@@ -150,13 +171,20 @@ fn joined(host: &str, port: u16) -> String {
 /// # Errors
 /// Returns an error if the host is not known, or nobody listens there.
 pub fn connect(address: &str, patience: Duration) -> Result<TcpStream> {
-    let (Some(host), port) = parse(address)? else { return Err(Error::comm(format!("{address:?} names no host"))) };
-    let resolved: std::io::Result<Vec<SocketAddr>> = (host.as_str(), port).to_socket_addrs().map(Iterator::collect);
+    let (Some(host), port) = parse(address)? else {
+        return Err(Error::comm(format!("{address:?} names no host")));
+    };
+    let resolved: std::io::Result<Vec<SocketAddr>> =
+        (host.as_str(), port).to_socket_addrs().map(Iterator::collect);
     let found = match resolved {
         // A host need not know its own name, or knows it by an address of its loopback interface.
         found if host == host_name() => {
             let own: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
-            found.unwrap_or_default().into_iter().chain(own.map(|ip| SocketAddr::new(ip, port))).collect()
+            found
+                .unwrap_or_default()
+                .into_iter()
+                .chain(own.map(|ip| SocketAddr::new(ip, port)))
+                .collect()
         }
         Ok(found) => found,
         Err(e) => {
@@ -208,7 +236,10 @@ mod tests {
             }
         }
         for wrong in ["a:b", "a:b:1", "[::1", "[::1]2222", "[node7]:1", "::x:1", "node7:70000"] {
-            assert!(parse(wrong).unwrap_err().to_string().contains("is not a host with a port"), "{wrong}");
+            assert!(
+                parse(wrong).unwrap_err().to_string().contains("is not a host with a port"),
+                "{wrong}"
+            );
         }
         assert_eq!(host_of("[::1]:3"), Some("::1".into()));
         assert_eq!(host_of(":3"), None);
@@ -223,7 +254,10 @@ mod tests {
         assert_eq!(address, format!("127.0.0.1:{port}"));
         connect(&address, SOON).unwrap();
         let error = listen(Some(&address), None).unwrap_err().to_string();
-        assert!(error.contains(&format!("cannot listen on 127.0.0.1:{port}: Address already in use")), "{error}");
+        assert!(
+            error.contains(&format!("cannot listen on 127.0.0.1:{port}: Address already in use")),
+            "{error}"
+        );
         let error = connect("no-such-host.invalid:1", SOON).unwrap_err().to_string();
         assert!(error.contains("no-such-host.invalid does not resolve"), "{error}");
         match TcpListener::bind("[::1]:0") {
@@ -244,11 +278,15 @@ mod tests {
             assert!(address.starts_with("127.0.0.1:"), "{interface}: {address}");
             connect(&address, SOON).unwrap();
             let (listener, address) = listen(Some("node7:0"), Some(interface)).unwrap();
-            assert!(address.starts_with("node7:") && listener.local_addr().unwrap().ip().is_loopback(), "{address}");
+            assert!(
+                address.starts_with("node7:") && listener.local_addr().unwrap().ip().is_loopback(),
+                "{address}"
+            );
         }
-        for (wrong, expected) in
-            [("ib7", "has no interface \"ib7\""), ("203.0.113.0/24", "has no interface in the network")]
-        {
+        for (wrong, expected) in [
+            ("ib7", "has no interface \"ib7\""),
+            ("203.0.113.0/24", "has no interface in the network"),
+        ] {
             let error = listen(None, Some(wrong)).unwrap_err().to_string();
             assert!(error.contains(expected) && error.contains("lo (127.0.0.1)"), "{error}");
         }
@@ -256,8 +294,9 @@ mod tests {
 
     #[test]
     fn networks_contain_their_addresses() {
-        let of =
-            |text: &str, ip: &str| network(text).map(|(network, bits)| contains(network, bits, ip.parse().unwrap()));
+        let of = |text: &str, ip: &str| {
+            network(text).map(|(network, bits)| contains(network, bits, ip.parse().unwrap()))
+        };
         for (text, ip, expected) in [
             ("10.1.0.0/16", "10.1.255.3", Some(true)),
             ("10.1.0.0/16", "10.2.0.1", Some(false)),

@@ -12,8 +12,8 @@ use hpctrain_checkpoint::{Progress, Published, SaveContext, SaveThread, Task};
 /// A save that is under way.
 pub struct Saving(Task<Result<Published, SessionError>>);
 
-/// Begins to write the servers' cut `cut` as the checkpoint of `progress` on `thread`, by the connections of `fleet`, which no other
-/// save uses.
+/// Begins to write the servers' cut `cut` as the checkpoint of `progress` on `thread`, by the
+/// connections of `fleet`, which no other save uses.
 pub fn begin(
     thread: &SaveThread,
     job: &Arc<SaveContext>,
@@ -22,11 +22,14 @@ pub fn begin(
     cut: u64,
     progress: Progress,
 ) -> Saving {
-    let (job, fleet, begun) = (job.clone(), fleet.clone(), Instant::now());
+    let job = job.clone();
+    let fleet = fleet.clone();
+    let begun = Instant::now();
     let write = move || {
         let mut fleet = fleet.lock().unwrap_or_else(PoisonError::into_inner);
         let staging = job.create(progress.step)?;
-        let answers = fleet.all(|_| ServerRequest::Save { generation, cut, staging: staging.clone() });
+        let answers =
+            fleet.all(|_| ServerRequest::Save { generation, cut, staging: staging.clone() });
         let published = answers.and_then(|answers| {
             let table = |answer| match answer {
                 ServerResponse::Saved(written) => {

@@ -1,8 +1,9 @@
 //! Calls of functions on workers, for training loops and other work of a program's own.
 //!
-//! A program schedules calls by name, and workers that know the functions carry them out, one at a time each. A call whose worker is
-//! gone is given to another one. After an error of a function the calls that have not begun are cancelled, and the error is told
-//! once. It is the `ClusterCoordinator` of `TensorFlow`'s guides to parameter servers.
+//! A program schedules calls by name, and workers that know the functions carry them out, one at a
+//! time each. A call whose worker is gone is given to another one. After an error of a function the
+//! calls that have not begun are cancelled, and the error is told once. It is the
+//! `ClusterCoordinator` of `TensorFlow`'s guides to parameter servers.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::path::Path;
@@ -135,8 +136,8 @@ pub struct Handle {
 }
 
 impl Coordinator {
-    /// Listens, for workers that know the directory `run`; `address` as `servers.address`. A worker that is not heard of for
-    /// `patience` counts as gone.
+    /// Listens, for workers that know the directory `run`; `address` as `servers.address`. A worker
+    /// that is not heard of for `patience` counts as gone.
     ///
     /// # Errors
     /// The file system or the network refused.
@@ -146,7 +147,8 @@ impl Coordinator {
         site.open()?;
         let contact = Contact { address, encrypt: true, interface: None };
         let credentials = site.credentials(&contact)?;
-        let shared = Arc::new(Shared { state: Mutex::default(), changed: Condvar::new(), patience });
+        let shared =
+            Arc::new(Shared { state: Mutex::default(), changed: Condvar::new(), patience });
         let listener = RpcServer::open(listener, credentials, shared.clone(), patience * 10)?;
         site.publish(&contact)?;
         Ok(Self { shared, _listener: listener })
@@ -155,17 +157,23 @@ impl Coordinator {
     /// Schedules a call of a function with an argument.
     ///
     /// # Errors
-    /// The error of an earlier call, told once: then this one is not scheduled. Or the argument is none of JSON.
+    /// The error of an earlier call, told once: then this one is not scheduled. Or the argument is
+    /// none of JSON.
     pub fn schedule(&self, name: &str, argument: &impl Serialize) -> Result<Handle> {
-        let argument =
-            serde_json::to_value(argument).map_err(|e| Error::input(format!("the argument of {name}: {e}")))?;
+        let argument = serde_json::to_value(argument)
+            .map_err(|e| Error::input(format!("the argument of {name}: {e}")))?;
         let call = self.shared.with(|state| {
             if let Some(error) = state.error.take() {
                 return Err(error);
             }
             state.numbers += 1;
             state.outcomes.insert(state.numbers, Outcome::Waiting);
-            state.waiting.push_back(Call { number: state.numbers, name: name.into(), argument, losses: 0 });
+            state.waiting.push_back(Call {
+                number: state.numbers,
+                name: name.into(),
+                argument,
+                losses: 0,
+            });
             Ok(state.numbers)
         })?;
         Ok(Handle { shared: self.shared.clone(), call })
@@ -217,7 +225,8 @@ impl Handle {
     /// Waits for the value.
     ///
     /// # Errors
-    /// The function failed, the call was cancelled or lost with too many workers, or the value is of another type.
+    /// The function failed, the call was cancelled or lost with too many workers, or the value is
+    /// of another type.
     pub fn fetch<T: DeserializeOwned>(&self) -> Result<T> {
         let outcome = self.shared.until(|state| match state.outcomes.get(&self.call) {
             Some(Outcome::Waiting) => None,
@@ -225,9 +234,8 @@ impl Handle {
             None => Some(Outcome::Failed(Error::internal("a call that was never scheduled"))),
         });
         match outcome {
-            Outcome::Done(value) => {
-                serde_json::from_value(value).map_err(|e| Error::input(format!("the value is of another type: {e}")))
-            }
+            Outcome::Done(value) => serde_json::from_value(value)
+                .map_err(|e| Error::input(format!("the value is of another type: {e}"))),
             Outcome::Failed(error) => Err(error),
             Outcome::Waiting => Err(Error::internal("a value before it was made")),
         }
@@ -250,8 +258,12 @@ impl State {
     /// A worker is gone: others get its call, unless that has cost several workers.
     fn leave(&mut self, worker: u64) {
         self.workers.remove(&worker);
-        let tickets: Vec<u64> =
-            self.given.iter().filter(|(_, (of, _))| *of == worker).map(|(ticket, _)| *ticket).collect();
+        let tickets: Vec<u64> = self
+            .given
+            .iter()
+            .filter(|(_, (of, _))| *of == worker)
+            .map(|(ticket, _)| *ticket)
+            .collect();
         for ticket in tickets {
             let Some((_, mut call)) = self.given.remove(&ticket) else { continue };
             call.losses += 1;
@@ -259,7 +271,10 @@ impl State {
                 self.waiting.push_front(call);
             } else {
                 let Call { number, name, losses, .. } = call;
-                self.fail(number, Error::comm(format!("the call of {name} was lost with {losses} workers")));
+                self.fail(
+                    number,
+                    Error::comm(format!("the call of {name} was lost with {losses} workers")),
+                );
             }
         }
     }
@@ -287,19 +302,25 @@ impl Shared {
         let mut state = self.lock();
         loop {
             let silent: Vec<u64> = {
-                let silent = state.workers.iter().filter(|(_, (_, heard))| heard.elapsed() > self.patience);
+                let silent =
+                    state.workers.iter().filter(|(_, (_, heard))| heard.elapsed() > self.patience);
                 silent.map(|(worker, _)| *worker).collect()
             };
             silent.into_iter().for_each(|worker| state.leave(worker));
             if let Some(found) = look(&mut state) {
                 return found;
             }
-            state = self.changed.wait_timeout(state, LONG_POLL).unwrap_or_else(PoisonError::into_inner).0;
+            state = self
+                .changed
+                .wait_timeout(state, LONG_POLL)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 
     fn next(&self, worker: u64, done: Option<(u64, Result<Value, RemoteError>)>) -> CallResponse {
-        let (mut state, since) = (self.lock(), Instant::now());
+        let mut state = self.lock();
+        let since = Instant::now();
         let Some((_, heard)) = state.workers.get_mut(&worker) else {
             return if state.over { CallResponse::Over } else { CallResponse::Unknown };
         };
@@ -320,7 +341,9 @@ impl Shared {
             }
             if let Some(call) = state.waiting.pop_front() {
                 state.numbers += 1;
-                let (ticket, name, argument) = (state.numbers, call.name.clone(), call.argument.clone());
+                let ticket = state.numbers;
+                let name = call.name.clone();
+                let argument = call.argument.clone();
                 state.given.insert(ticket, (worker, call));
                 return CallResponse::Call { ticket, name, argument };
             }
@@ -328,7 +351,8 @@ impl Shared {
             if left.is_zero() {
                 return CallResponse::Wait;
             }
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state =
+                self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }
@@ -342,7 +366,12 @@ impl RpcHandler for Shared {
         0
     }
 
-    fn answer(&self, visit: &mut Option<u64>, request: CallRequest, _: &mut Vec<u8>) -> Result<CallResponse> {
+    fn answer(
+        &self,
+        visit: &mut Option<u64>,
+        request: CallRequest,
+        _: &mut Vec<u8>,
+    ) -> Result<CallResponse> {
         Ok(match request {
             CallRequest::Join { place } => self.with(|state| {
                 state.numbers += 1;
@@ -386,8 +415,10 @@ impl Functions {
     ) -> Self {
         let call = move |argument: Value| {
             let argument = serde_json::from_value(argument);
-            let argument = argument.map_err(|e| Error::input(format!("the argument is of another type: {e}")))?;
-            serde_json::to_value(function(argument)?).map_err(|e| Error::input(format!("the value: {e}")))
+            let argument = argument
+                .map_err(|e| Error::input(format!("the argument is of another type: {e}")))?;
+            serde_json::to_value(function(argument)?)
+                .map_err(|e| Error::input(format!("the value: {e}")))
         };
         self.by_name.insert(name.into(), Box::new(call));
         self
@@ -396,9 +427,8 @@ impl Functions {
     fn call(&mut self, name: &str, argument: Value) -> Result<Value> {
         match self.by_name.get_mut(name) {
             Some(function) => function(argument),
-            None => {
-                Err(Error::input("the worker knows no such function").hint("start all workers with the same program"))
-            }
+            None => Err(Error::input("the worker knows no such function")
+                .hint("start all workers with the same program")),
         }
     }
 }
@@ -408,7 +438,8 @@ impl Functions {
 /// # Errors
 /// It is not there, or not heard of for `patience`.
 pub fn work_on_calls(run: &Path, patience: Duration, mut functions: Functions) -> Result<()> {
-    let (site, mut heard) = (PsRendezvous::of(run), Instant::now());
+    let site = PsRendezvous::of(run);
+    let mut heard = Instant::now();
     loop {
         match join(&site, patience, &mut functions) {
             Ok(true) => return Ok(()),
@@ -420,21 +451,25 @@ pub fn work_on_calls(run: &Path, patience: Duration, mut functions: Functions) -
     }
 }
 
-/// Joins, and carries calls out; whether the coordinator has ended, or this worker is to join again.
+/// Joins, and carries calls out; whether the coordinator has ended, or this worker is to join
+/// again.
 fn join(site: &PsRendezvous, patience: Duration, functions: &mut Functions) -> Result<bool> {
     let contact = site.coordinator(patience)?;
     let credentials = site.credentials(&contact)?;
     let line = || {
-        let line = RpcClient::new("the coordinator", &contact.address, credentials.clone(), patience);
+        let line =
+            RpcClient::new("the coordinator", &contact.address, credentials.clone(), patience);
         line.comes_back(Duration::from_secs(1))
     };
-    let (mut coordinator, mut beats) = (line(), line());
+    let mut coordinator = line();
+    let mut beats = line();
     let place = format!("{}:{}", host_name(), std::process::id());
     let CallResponse::Welcome { worker } = coordinator.tell(&CallRequest::Join { place })? else {
         return Err(Error::comm("the coordinator does not take this worker"));
     };
-    let _heart =
-        HeartbeatThread::start(patience, move || drop(beats.tell_once::<CallResponse>(&CallRequest::Beat { worker })))?;
+    let _heart = HeartbeatThread::start(patience, move || {
+        drop(beats.tell_once::<CallResponse>(&CallRequest::Beat { worker }))
+    })?;
     let mut done = None;
     loop {
         match coordinator.tell(&CallRequest::Next { worker, done: done.take() })? {
@@ -462,9 +497,17 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let coordinator = Coordinator::open(folder.path(), Some("127.0.0.1"), TIMEOUT).unwrap();
         let of = |name: &str, x: u32| coordinator.schedule(name, &x).unwrap();
-        let (first, second, third) = (of("half", 8), of("half", 7), of("half", 6));
+        let first = of("half", 8);
+        let second = of("half", 7);
+        let third = of("half", 6);
         std::thread::scope(|scope| {
-            let half = |x: u32| if x.is_multiple_of(2) { Ok(x / 2) } else { Err(Error::input(format!("{x} is odd"))) };
+            let half = |x: u32| {
+                if x.is_multiple_of(2) {
+                    Ok(x / 2)
+                } else {
+                    Err(Error::input(format!("{x} is odd")))
+                }
+            };
             let functions = Functions::default().with("half", half);
             scope.spawn(|| work_on_calls(folder.path(), TIMEOUT, functions).unwrap());
             assert_eq!(first.fetch::<u32>(), Ok(4));
@@ -480,7 +523,13 @@ mod tests {
             assert_eq!(coordinator.join(), Ok(()));
             // The next ones are as if nothing had been.
             assert_eq!(of("half", 2).fetch::<u32>(), Ok(1));
-            assert!(of("half", 2).fetch::<String>().unwrap_err().to_string().contains("of another type"));
+            assert!(
+                of("half", 2)
+                    .fetch::<String>()
+                    .unwrap_err()
+                    .to_string()
+                    .contains("of another type")
+            );
             let unknown = of("third", 2).fetch::<u32>().unwrap_err().to_string();
             assert!(unknown.contains("third: the worker knows no such function"), "{unknown}");
             assert!(coordinator.schedule("half", &1).is_err());
@@ -501,20 +550,25 @@ mod tests {
             let contact = site.coordinator(TIMEOUT).unwrap();
             let credentials = site.credentials(&contact).unwrap();
             let mut line = RpcClient::new("the coordinator", contact.address, credentials, TIMEOUT);
-            let CallResponse::Welcome { worker } = line.tell(&CallRequest::Join { place: "x".into() }).unwrap() else {
+            let CallResponse::Welcome { worker } =
+                line.tell(&CallRequest::Join { place: "x".into() }).unwrap()
+            else {
                 panic!()
             };
             (line, worker)
         };
         // It takes the call and is never heard of again.
         let (mut line, worker) = join();
-        assert!(matches!(line.tell(&CallRequest::Next { worker, done: None }).unwrap(), CallResponse::Call { .. }));
+        assert!(matches!(
+            line.tell(&CallRequest::Next { worker, done: None }).unwrap(),
+            CallResponse::Call { .. }
+        ));
         assert!(!coordinator.done());
         drop(line);
         let calls = Arc::new(AtomicUsize::new(0));
         let counter = calls.clone();
-        let functions =
-            Functions::default().with("count", move |x: usize| Ok(x + counter.fetch_add(1, Ordering::Relaxed)));
+        let functions = Functions::default()
+            .with("count", move |x: usize| Ok(x + counter.fetch_add(1, Ordering::Relaxed)));
         std::thread::scope(|scope| {
             scope.spawn(|| work_on_calls(folder.path(), TIMEOUT, functions).unwrap());
             assert_eq!(value.fetch::<usize>(), Ok(1));
@@ -528,7 +582,10 @@ mod tests {
         let value = coordinator.schedule("crash", &0).unwrap();
         for _ in 0..LOSSES {
             let (mut line, worker) = join();
-            assert!(matches!(line.tell(&CallRequest::Next { worker, done: None }).unwrap(), CallResponse::Call { .. }));
+            assert!(matches!(
+                line.tell(&CallRequest::Next { worker, done: None }).unwrap(),
+                CallResponse::Call { .. }
+            ));
         }
         let error = value.fetch::<usize>().unwrap_err().to_string();
         assert!(error.contains("the call of crash was lost with 3 workers"), "{error}");

@@ -72,6 +72,9 @@ mod tests {
         assert!(decode(WireFormat::F32, &body, 5).is_err());
         body.clear();
         encode(WireFormat::Bf16, &[1.0, 1.001], &mut body);
-        assert_eq!((body.len(), &decode(WireFormat::Bf16, &body, 2).unwrap()[..]), (4, &[1.0f32, 1.0][..]));
+        assert_eq!(
+            (body.len(), &decode(WireFormat::Bf16, &body, 2).unwrap()[..]),
+            (4, &[1.0f32, 1.0][..])
+        );
     }
 }

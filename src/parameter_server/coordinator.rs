@@ -1,4 +1,5 @@
-//! The coordinator of a run on servers: takes servers and workers in, and begins the run again when a server is lost.
+//! The coordinator of a run on servers: takes servers and workers in, and begins the run again when
+//! a server is lost.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -37,7 +38,8 @@ use hpctrain_train::Request;
 /// Time without a newcomer after which a run that was not told its workers begins.
 const QUIET_PERIOD: Duration = Duration::from_secs(2);
 
-/// Time within which servers come, that were there before: two of the intervals at which they look for the coordinator.
+/// Time within which servers come, that were there before: two of the intervals at which they look
+/// for the coordinator.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Time that workers and servers have to hear of the end.
@@ -50,7 +52,8 @@ pub struct CoordinatorOptions {
     pub run: Request,
     /// Servers.
     pub servers: usize,
-    /// Workers that the run is meant for; without them, `servers.workers`, or those that come at the start.
+    /// Workers that the run is meant for; without them, `servers.workers`, or those that come at
+    /// the start.
     pub workers: Option<usize>,
     /// Name of the log.
     pub log: String,
@@ -78,7 +81,8 @@ impl CoordinatorRun {
     /// Opens data and directory of the run, and listens.
     ///
     /// # Errors
-    /// The configuration, the data or the directory cannot be used, or the address not be listened on.
+    /// The configuration, the data or the directory cannot be used, or the address not be listened
+    /// on.
     pub fn open(call: CoordinatorOptions) -> Result<Self> {
         let started = Instant::now();
         if call.run.profile {
@@ -104,7 +108,8 @@ impl CoordinatorRun {
             ));
         }
         let trace = call.run.trace.as_deref().map(TraceFile::create).transpose()?;
-        let (listener, address) = listen(config.servers.address.as_deref(), config.comm.interface.as_deref())?;
+        let (listener, address) =
+            listen(config.servers.address.as_deref(), config.comm.interface.as_deref())?;
         let resume = match call.run.resume {
             Resume::From(path) => Resume::From(resolve_path::checkpoint(&path)?),
             other => other,
@@ -112,10 +117,17 @@ impl CoordinatorRun {
         let from = if let Resume::From(path) = &resume { resolve_path::hold(path) } else { None };
         let directory = RunDirectory::prepare(&plan.config, &call.run.name, &resume)?;
         config.run.name = Some(directory.name());
-        logging::to_file(&directory.logs_path().join(format!("{}.log", call.log)), config.log.level.into())?;
+        logging::to_file(
+            &directory.logs_path().join(format!("{}.log", call.log)),
+            config.log.level.into(),
+        )?;
         let site = PsRendezvous::of(directory.path());
         site.open()?;
-        let contact = Contact { address, encrypt: config.comm.encrypt, interface: config.comm.interface.clone() };
+        let contact = Contact {
+            address,
+            encrypt: config.comm.encrypt,
+            interface: config.comm.interface.clone(),
+        };
         let credentials = site.credentials(&contact)?;
         let patience = Duration::from_secs(config.servers.timeout);
         let pool = WorkScheduler::new(config.servers.staleness, config.servers.lease, 0);
@@ -130,7 +142,8 @@ impl CoordinatorRun {
         let listener = RpcServer::open(listener, credentials.clone(), hub.clone(), patience * 10)?;
         site.publish(&contact)?;
         let data = splits.train.fingerprint();
-        let call = CoordinatorOptions { run: Request { config, resume, ..call.run }, workers, ..call };
+        let call =
+            CoordinatorOptions { run: Request { config, resume, ..call.run }, workers, ..call };
         Ok(Self {
             call,
             directory,
@@ -166,7 +179,9 @@ impl CoordinatorRun {
                 Ok(ending) => break Ok(ending),
                 Err(SessionError::Failed(e)) => break Err(e),
                 Err(SessionError::Lost(server)) => {
-                    log::warn!("a server was lost ({server}): all begin again at the last checkpoint");
+                    log::warn!(
+                        "a server was lost ({server}): all begin again at the last checkpoint"
+                    );
                     self.hub.with(|state| {
                         state.close();
                         state.clear_lost();
@@ -190,28 +205,36 @@ impl CoordinatorRun {
             trace.end().unwrap_or_else(|e| log::warn!("{e}"));
         }
         if let Err(e) = &ended {
-            let step = self.hub.with(|state| state.told.get("step").and_then(serde_json::Value::as_u64));
-            let failed = End { step: step.unwrap_or(0), status: Status::Failed, why: Some(e.message().into()) };
+            let step =
+                self.hub.with(|state| state.told.get("step").and_then(serde_json::Value::as_u64));
+            let failed = End {
+                step: step.unwrap_or(0),
+                status: Status::Failed,
+                why: Some(e.message().into()),
+            };
             // A start that is refused leaves the run as it was.
-            let end = self.directory.ended_before().filter(|_| step.is_none()).cloned().unwrap_or(failed);
+            let end =
+                self.directory.ended_before().filter(|_| step.is_none()).cloned().unwrap_or(failed);
             self.directory.marks().end(&end).unwrap_or_else(|e| log::warn!("{e}"));
         }
         ended
     }
 
-    /// The run on one set of servers, from its last checkpoint or the step that they have come to, to its end.
+    /// The run on one set of servers, from its last checkpoint or the step that they have come to,
+    /// to its end.
     fn generation(&mut self, generation: u64, resume: &Resume) -> Result<RunOutcome, SessionError> {
         let before = if generation == 1 && *resume == Resume::Auto { self.before()? } else { None };
         let config = self.call.run.config.clone();
         let threads = config.run.threads.unwrap_or(1);
-        let (servers, workers) = match self.gather(before.as_ref().map(|(grounds, _)| &grounds.terms))? {
-            None => return Ok(self.asked_to_end()?),
-            Some(Gathered { servers, workers, holds: false }) => (servers, workers),
-            Some(Gathered { .. }) => {
-                let before = before.ok_or_else(|| Error::internal("servers of no run"))?;
-                return self.go_on(before, threads);
-            }
-        };
+        let (servers, workers) =
+            match self.gather(before.as_ref().map(|(grounds, _)| &grounds.terms))? {
+                None => return Ok(self.asked_to_end()?),
+                Some(Gathered { servers, workers, holds: false }) => (servers, workers),
+                Some(Gathered { .. }) => {
+                    let before = before.ok_or_else(|| Error::internal("servers of no run"))?;
+                    return self.go_on(before, threads);
+                }
+            };
         let config = RunSpec::counted(&config, workers, self.splits.train.samples());
         let plan = RunSpec::plan(&config, workers, self.vocabulary, threads)?;
         let origin = self.origin(&plan, resume)?;
@@ -271,7 +294,9 @@ impl CoordinatorRun {
         let Some((grounds, entry)) = self.site.journal().read()? else { return Ok(None) };
         let RunSpec { config, workers, addresses, vocabulary, trace, .. } = &grounds.terms;
         let given = &RunSpec::counted(&self.call.run.config, *workers, self.splits.train.samples());
-        let Ok(plan) = RunSpec::plan(given, *workers, self.vocabulary, given.run.threads.unwrap_or(1)) else {
+        let Ok(plan) =
+            RunSpec::plan(given, *workers, self.vocabulary, given.run.threads.unwrap_or(1))
+        else {
             return Ok(None);
         };
         let data = grounds.trained_on.as_ref().map(|trained_on| &trained_on.fingerprint);
@@ -281,27 +306,38 @@ impl CoordinatorRun {
         let is_same = *config == wanted
             && self.call.workers.is_none_or(|called| called == *workers)
             && addresses.len() == self.call.servers
-            && (vocabulary, *trace, data) == (&self.vocabulary, self.hub.trace.is_some(), self.data.as_ref());
+            && (vocabulary, *trace, data)
+                == (&self.vocabulary, self.hub.trace.is_some(), self.data.as_ref());
         if !is_same {
-            log::info!("the journal is of other settings or data: the run goes on from its last checkpoint");
+            log::info!(
+                "the journal is of other settings or data: the run goes on from its last checkpoint"
+            );
         }
         Ok(is_same.then_some((grounds, entry)))
     }
 
     /// Goes on with servers that have their ranges since a coordinator before this one.
-    fn go_on(&mut self, (grounds, entry): (WalHeader, Entry), threads: usize) -> Result<RunOutcome, SessionError> {
+    fn go_on(
+        &mut self,
+        (grounds, entry): (WalHeader, Entry),
+        threads: usize,
+    ) -> Result<RunOutcome, SessionError> {
         let WalHeader { terms, trained_on } = grounds;
         let plan = RunSpec::plan(&terms.config, terms.workers, terms.vocabulary, threads)?;
         if let Some(preprocessing) = &terms.preprocessing {
             self.splits.train.conform(preprocessing)?;
-            self.splits.validation.as_mut().map_or(Ok(vec![]), |validation| validation.conform(preprocessing))?;
+            self.splits
+                .validation
+                .as_mut()
+                .map_or(Ok(vec![]), |validation| validation.conform(preprocessing))?;
         }
         let mut fleet = self.fleet(&terms);
         let generation = terms.generation;
         let step = entry.before.step;
         for answer in fleet.all(|_| ServerRequest::At { generation })? {
             match answer {
-                ServerResponse::At(first, last) if !terms.is_synchronous() || (first >= step && last <= step + 1) => {}
+                ServerResponse::At(first, last)
+                    if !terms.is_synchronous() || (first >= step && last <= step + 1) => {}
                 other => {
                     return Err(SessionError::Lost(format!(
                         "a server is at {other:?}, and the journal at step {step}"
@@ -321,35 +357,50 @@ impl CoordinatorRun {
             hpctrain_base::signals::came().unwrap_or("a signal")
         );
         let step = self.directory.checkpoints().steps()?.last().copied().unwrap_or(0);
-        self.directory.marks().end(&End { step, status: Status::Preempted, why: Some(why.clone()) })?;
+        self.directory.marks().end(&End {
+            step,
+            status: Status::Preempted,
+            why: Some(why.clone()),
+        })?;
         log::info!("ended at step {step}: {why}");
         Ok(RunOutcome::Preempted(why))
     }
 
-    /// Waits for servers and, where their number is not known, for workers; none if the job is asked to end. Servers that have the
-    /// ranges of the terms are those that are taken.
+    /// Waits for servers and, where their number is not known, for workers; none if the job is
+    /// asked to end. Servers that have the ranges of the terms are those that are taken.
     fn gather(&self, before: Option<&RunSpec>) -> Result<Option<Gathered>, SessionError> {
-        let (wanted, since) = (self.call.servers, Instant::now());
+        let wanted = self.call.servers;
+        let since = Instant::now();
         let is_told = self.call.workers;
         let late = |there: usize| {
-            Error::comm(format!("{there} of {wanted} servers have come within {} s", self.patience.as_secs()))
-                .hint("start as many as hpctrain coordinate --servers says: hpctrain server --run RUN")
+            Error::comm(format!(
+                "{there} of {wanted} servers have come within {} s",
+                self.patience.as_secs()
+            ))
+            .hint("start as many as hpctrain coordinate --servers says: hpctrain server --run RUN")
         };
         let found = self.hub.wait(|state| {
             if let Some(RunSpec { addresses, generation, workers, .. }) = before
                 && state.seat_again(addresses, *generation)
             {
-                return Some(Ok(Some(Gathered { servers: addresses.clone(), workers: *workers, holds: true })));
+                return Some(Ok(Some(Gathered {
+                    servers: addresses.clone(),
+                    workers: *workers,
+                    holds: true,
+                })));
             }
             let (waiting, settled) = state.waiting();
-            let workers = is_told.or_else(|| (waiting > 0 && settled > QUIET_PERIOD).then_some(waiting));
+            let workers =
+                is_told.or_else(|| (waiting > 0 && settled > QUIET_PERIOD).then_some(waiting));
             let may_come_back = before.is_some() && since.elapsed() < RECONNECT_TIMEOUT;
             match workers {
-                Some(workers) if state.servers() >= wanted && !may_come_back => {
-                    state.register_servers(wanted).map(|servers| Ok(Some(Gathered { servers, workers, holds: false })))
-                }
+                Some(workers) if state.servers() >= wanted && !may_come_back => state
+                    .register_servers(wanted)
+                    .map(|servers| Ok(Some(Gathered { servers, workers, holds: false }))),
                 _ if hpctrain_base::signals::came().is_some() => Some(Ok(None)),
-                _ if state.servers() < wanted && since.elapsed() > self.patience => Some(Err(late(state.servers()))),
+                _ if state.servers() < wanted && since.elapsed() > self.patience => {
+                    Some(Err(late(state.servers())))
+                }
                 _ => None,
             }
         })?;
@@ -358,7 +409,12 @@ impl CoordinatorRun {
 
     /// The starting point: step 0, or a checkpoint that proves whole.
     fn origin(&mut self, plan: &ResolvedConfig, resume: &Resume) -> Result<Start> {
-        let fresh = Start { progress: Progress::default(), from: None, take: RestoreScope::Everything, part: 0 };
+        let fresh = Start {
+            progress: Progress::default(),
+            from: None,
+            take: RestoreScope::Everything,
+            part: 0,
+        };
         let (path, take) = match resume {
             Resume::No => (None, RestoreScope::Everything),
             Resume::From(path) => (Some(path.clone()), self.call.run.take),
@@ -368,7 +424,8 @@ impl CoordinatorRun {
                 (newest, _) => (newest, RestoreScope::Everything),
             },
         };
-        self.trained_on = self.data.clone().map(|fingerprint| TrainedOn { fingerprint, changes: vec![] });
+        self.trained_on =
+            self.data.clone().map(|fingerprint| TrainedOn { fingerprint, changes: vec![] });
         let Some(path) = path else { return Ok(fresh) };
         let reader = Reader::open(&path)?;
         let manifest = reader.manifest();
@@ -379,9 +436,16 @@ impl CoordinatorRun {
             manifest.conform(validation)?;
         }
         let names = state_names(Some(plan.rule), plan.average, None);
-        manifest.check(&path, &layouts(plan), (take == RestoreScope::Everything).then_some(&names[..]))?;
-        let taking =
-            RestoreOptions { take, data: self.data.clone(), allow_changed_data: self.call.run.allow_changed_data };
+        manifest.check(
+            &path,
+            &layouts(plan),
+            (take == RestoreScope::Everything).then_some(&names[..]),
+        )?;
+        let taking = RestoreOptions {
+            take,
+            data: self.data.clone(),
+            allow_changed_data: self.call.run.allow_changed_data,
+        };
         let progress = match take {
             RestoreScope::Everything => manifest.progress(),
             RestoreScope::NoOptimizer => Progress { updates: 0, ..manifest.progress() },
@@ -393,7 +457,8 @@ impl CoordinatorRun {
             trained_on.changes = data_changes(&path, manifest, &taking)?;
         }
         if progress.step > plan.config.run.steps {
-            let (at, asked) = (progress.step, plan.config.run.steps);
+            let at = progress.step;
+            let asked = plan.config.run.steps;
             let told = format!("{} is at step {at}, beyond run.steps = {asked}", path.display());
             return Err(Error::input(told).hint("raise run.steps"));
         }

@@ -1,4 +1,5 @@
-//! The coordinator's end of all connections: servers and workers that are there, and the work of each.
+//! The coordinator's end of all connections: servers and workers that are there, and the work of
+//! each.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -8,7 +9,9 @@ use serde_json::json;
 
 use super::address::host_name;
 use super::program::{Program, Programs, Role};
-use super::protocol::{CoordinatorRequest, CoordinatorResponse, Load, Report, ServerRequest, ServerResponse, Work};
+use super::protocol::{
+    CoordinatorRequest, CoordinatorResponse, Load, Report, ServerRequest, ServerResponse, Work,
+};
 use super::rpc_client::RpcClient;
 use super::rpc_server::RpcHandler;
 use super::run_spec::RunSpec;
@@ -42,7 +45,8 @@ pub struct CoordinatorService {
 pub struct Limits {
     /// Without being heard of.
     pub silent: Duration,
-    /// Heard of, but a worker is still at the same piece of work, or a server takes no new connection.
+    /// Heard of, but a worker is still at the same piece of work, or a server takes no new
+    /// connection.
     pub stuck: Duration,
 }
 
@@ -97,7 +101,8 @@ struct RegisteredServer {
     address: String,
     /// The generation whose ranges it held when it came.
     holds: Option<u64>,
-    /// Servers take ranges in this order: that of their coming, but one that was lost is behind all others.
+    /// Servers take ranges in this order: that of their coming, but one that was lost is behind all
+    /// others.
     order: u64,
     /// The time of its last heartbeat.
     heard: Instant,
@@ -147,7 +152,13 @@ impl CoordinatorService {
             over: false,
             programs: Programs::begin(),
         };
-        Arc::new(Self { state: Mutex::new(state), changed: Condvar::new(), credentials, limits, trace })
+        Arc::new(Self {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            credentials,
+            limits,
+            trace,
+        })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -166,14 +177,18 @@ impl CoordinatorService {
         self.limits
     }
 
-    /// Notes that a server is lost, so that all waits for servers end, and others take ranges before it. If one is lost already, the
-    /// wait for this one ended for that reason.
+    /// Notes that a server is lost, so that all waits for servers end, and others take ranges
+    /// before it. If one is lost already, the wait for this one ended for that reason.
     pub fn lose(&self, address: &str, why: &str) -> SessionError {
         SessionError::Lost(self.with(|state| {
             if let Some(before) = &state.lost {
                 return before.clone();
             }
-            let seat = state.seats.iter().find(|(_, seat)| seat.address == address).map(|(number, _)| *number);
+            let seat = state
+                .seats
+                .iter()
+                .find(|(_, seat)| seat.address == address)
+                .map(|(number, _)| *number);
             if let Some(number) = seat {
                 state.put_behind(number);
             }
@@ -194,14 +209,18 @@ impl CoordinatorService {
     pub fn should_continue(&self, generation: u64) -> bool {
         let mut state = self.lock();
         state.expire_stale(self.limits);
-        state.lost.is_none() && state.terms.as_ref().is_some_and(|terms| terms.generation == generation)
+        state.lost.is_none()
+            && state.terms.as_ref().is_some_and(|terms| terms.generation == generation)
     }
 
     /// Waits until `look` finds something; it looks at every change, and at least every 50 ms.
     ///
     /// # Errors
     /// A server is gone, or the run failed.
-    pub fn wait<T>(&self, mut look: impl FnMut(&mut State) -> Option<T>) -> Result<T, SessionError> {
+    pub fn wait<T>(
+        &self,
+        mut look: impl FnMut(&mut State) -> Option<T>,
+    ) -> Result<T, SessionError> {
         let mut state = self.lock();
         loop {
             state.expire_stale(self.limits);
@@ -214,13 +233,22 @@ impl CoordinatorService {
             if let Some(found) = look(&mut state) {
                 return Ok(found);
             }
-            state =
-                self.changed.wait_timeout(state, Duration::from_millis(50)).unwrap_or_else(PoisonError::into_inner).0;
+            state = self
+                .changed
+                .wait_timeout(state, Duration::from_millis(50))
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 
     /// Answers a request for work, once there is some.
-    fn next(&self, member: u64, generation: u64, data: Option<String>, report: Option<Report>) -> Result<Work> {
+    fn next(
+        &self,
+        member: u64,
+        generation: u64,
+        data: Option<String>,
+        report: Option<Report>,
+    ) -> Result<Work> {
         let mut state = self.lock();
         state.heard.insert(member, Instant::now());
         state.busy.remove(&member);
@@ -264,7 +292,8 @@ impl CoordinatorService {
             if left.is_zero() {
                 return Ok(Work::Wait);
             }
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state =
+                self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
@@ -273,7 +302,8 @@ impl CoordinatorService {
         let (mut told, addresses) = {
             let state = self.lock();
             let member = |(number, member): (&u64, &Member)| {
-                let heard = state.heard.get(number).map_or(0.0, |heard| heard.elapsed().as_secs_f64());
+                let heard =
+                    state.heard.get(number).map_or(0.0, |heard| heard.elapsed().as_secs_f64());
                 json!({"worker": number, "place": member.place, "clock": member.clock, "done": member.done,
                        "seconds": member.seconds, "heard_seconds_ago": heard})
             };
@@ -284,12 +314,18 @@ impl CoordinatorService {
                 .map(|(ticket, worker, task)| json!({"ticket": ticket, "worker": worker, "task": task}))
                 .collect();
             let staleness: Vec<_> = state.pool.histogram().iter().collect();
-            let addresses = state.terms.as_ref().map(|terms| terms.addresses.clone()).unwrap_or_default();
+            let addresses =
+                state.terms.as_ref().map(|terms| terms.addresses.clone()).unwrap_or_default();
             let told = json!({"run": state.told, "generation": state.generation, "workers": workers, "leases": given, "staleness": staleness, "devices": state.programs.devices()});
             (told, addresses)
         };
         let load = |address: &String| {
-            let mut line = RpcClient::new("a server", address, self.credentials.clone(), Duration::from_secs(2));
+            let mut line = RpcClient::new(
+                "a server",
+                address,
+                self.credentials.clone(),
+                Duration::from_secs(2),
+            );
             match line.tell_once(&ServerRequest::Load) {
                 Ok(ServerResponse::Load(load)) => json!({"address": address, "load": load}),
                 _ => json!({"address": address, "load": Option::<Load>::None}),
@@ -301,7 +337,8 @@ impl CoordinatorService {
 }
 
 impl State {
-    /// Gives ranges to the first `servers` servers whose heartbeats come; returns their addresses. None while there are fewer.
+    /// Gives ranges to the first `servers` servers whose heartbeats come; returns their addresses.
+    /// None while there are fewer.
     pub fn register_servers(&mut self, servers: usize) -> Option<Vec<String>> {
         let mut ready: Vec<(&u64, &RegisteredServer)> = self.ready().collect();
         if ready.len() < servers {
@@ -333,7 +370,8 @@ impl State {
     pub fn seat_again(&mut self, addresses: &[String], generation: u64) -> bool {
         let seat_of = |address: &String| {
             let mut seats = self.seats.iter();
-            let found = seats.find(|(_, seat)| seat.holds == Some(generation) && seat.address == *address);
+            let found =
+                seats.find(|(_, seat)| seat.holds == Some(generation) && seat.address == *address);
             found.map(|(number, _)| *number)
         };
         let seats: Option<BTreeSet<u64>> = addresses.iter().map(seat_of).collect();
@@ -390,8 +428,9 @@ impl State {
         let Some(difference) = self.programs.difference(role, program) else { return Ok(()) };
         if self.pool.is_synchronous() {
             log::warn!("{role} {place} is refused: {difference}");
-            let message =
-                format!("{role} {place}: {difference}, and with servers.staleness = 0 all must give the same bits");
+            let message = format!(
+                "{role} {place}: {difference}, and with servers.staleness = 0 all must give the same bits"
+            );
             return Err(Error::input(message).hint(
                 "start it with the same executable on the same kind of device, or the run with servers.staleness = \"none\"",
             ));
@@ -426,16 +465,24 @@ impl State {
         self.pool.leave(member)
     }
 
-    /// Workers that are silent or stuck are gone; servers that are silent, or did not come again, are lost.
+    /// Workers that are silent or stuck are gone; servers that are silent, or did not come again,
+    /// are lost.
     fn expire_stale(&mut self, limits: Limits) {
         let past = |times: &BTreeMap<u64, Instant>, limit: Duration| -> Vec<u64> {
-            times.iter().filter(|(_, since)| since.elapsed() > limit).map(|(member, _)| *member).collect()
+            times
+                .iter()
+                .filter(|(_, since)| since.elapsed() > limit)
+                .map(|(member, _)| *member)
+                .collect()
         };
         for member in past(&self.heard, limits.silent) {
             self.evict(member, &format!("it was not heard of for {} s", limits.silent.as_secs()));
         }
         for member in past(&self.busy, limits.stuck) {
-            let told = format!("it has been at one piece of work for {} s (comm.timeout)", limits.stuck.as_secs());
+            let told = format!(
+                "it has been at one piece of work for {} s (comm.timeout)",
+                limits.stuck.as_secs()
+            );
             let place = self.pool.members().get(&member).map(|member| member.place.clone());
             self.evict(member, &told);
             if let (Some(place), true) = (place, self.pool.members().is_empty()) {
@@ -443,21 +490,31 @@ impl State {
                 self.failed.get_or_insert(Error::comm(told).hint("its log says what it was at"));
             }
         }
-        let is_silent = |seat: &RegisteredServer| !seat.silent && seat.heard.elapsed() > limits.silent;
-        let silent: Vec<u64> =
-            self.seats.iter().filter(|(_, seat)| is_silent(seat)).map(|(number, _)| *number).collect();
+        let is_silent =
+            |seat: &RegisteredServer| !seat.silent && seat.heard.elapsed() > limits.silent;
+        let silent: Vec<u64> = self
+            .seats
+            .iter()
+            .filter(|(_, seat)| is_silent(seat))
+            .map(|(number, _)| *number)
+            .collect();
         for number in silent {
             self.put_behind(number);
             if let Some(seat) = self.seats.get_mut(&number) {
                 seat.silent = true;
-                let told =
-                    format!("{}: no heartbeat for {} s (servers.timeout)", seat.address, limits.silent.as_secs());
+                let told = format!(
+                    "{}: no heartbeat for {} s (servers.timeout)",
+                    seat.address,
+                    limits.silent.as_secs()
+                );
                 if self.assigned.contains(&number) && !self.over {
                     self.lost.get_or_insert(told);
                 }
             }
         }
-        if let Some((address, _)) = self.missing.iter().find(|(_, since)| since.elapsed() > RECONNECT_TIMEOUT) {
+        if let Some((address, _)) =
+            self.missing.iter().find(|(_, since)| since.elapsed() > RECONNECT_TIMEOUT)
+        {
             self.lost.get_or_insert_with(|| format!("{address}: its connection ended"));
         }
     }
@@ -486,7 +543,8 @@ impl RpcHandler for CoordinatorService {
                 state.admit(Role::Server, &address, &program)?;
                 state.callers += 1;
                 // One that has its ranges still was only cut off.
-                if generation == Some(state.generation) && state.missing.remove(&address).is_some() {
+                if generation == Some(state.generation) && state.missing.remove(&address).is_some()
+                {
                     log::info!("server {address} is back");
                     state.assigned.insert(state.callers);
                 }
@@ -511,14 +569,16 @@ impl RpcHandler for CoordinatorService {
                 }
                 Ok(if state.over { CoordinatorResponse::Over } else { CoordinatorResponse::Serves })
             }
-            CoordinatorRequest::Terms { host, process } => Ok(self.with(|state| match &state.terms {
-                _ if state.over => state.ended(),
-                Some(terms) => CoordinatorResponse::Terms(Box::new(terms.clone())),
-                None => {
-                    state.waiting.entry((host, process)).or_insert_with(Instant::now);
-                    CoordinatorResponse::NotYet
-                }
-            })),
+            CoordinatorRequest::Terms { host, process } => {
+                Ok(self.with(|state| match &state.terms {
+                    _ if state.over => state.ended(),
+                    Some(terms) => CoordinatorResponse::Terms(Box::new(terms.clone())),
+                    None => {
+                        state.waiting.entry((host, process)).or_insert_with(Instant::now);
+                        CoordinatorResponse::NotYet
+                    }
+                }))
+            }
             CoordinatorRequest::Join { host, process, program } => self.with(|state| {
                 if state.over {
                     return Ok(state.ended());
@@ -554,9 +614,12 @@ impl RpcHandler for CoordinatorService {
                 CoordinatorResponse::Heard
             })),
             CoordinatorRequest::Status => Ok(CoordinatorResponse::Status(Box::new(self.status()))),
-            CoordinatorRequest::Clock => Ok(CoordinatorResponse::Clock { time: now(), host: host_name() }),
+            CoordinatorRequest::Clock => {
+                Ok(CoordinatorResponse::Clock { time: now(), host: host_name() })
+            }
             CoordinatorRequest::Events { process, events, lost } => {
-                let taken = self.trace.as_ref().map_or(Ok(()), |trace| trace.take(&process, &events, lost));
+                let taken =
+                    self.trace.as_ref().map_or(Ok(()), |trace| trace.take(&process, &events, lost));
                 // The run does not end for it.
                 taken.unwrap_or_else(|e| log::warn!("{e}"));
                 Ok(CoordinatorResponse::Heard)
@@ -570,7 +633,9 @@ impl RpcHandler for CoordinatorService {
             SessionId::Worker(member) => state.evict(member, "its connection ended"),
             SessionId::Server(server) => {
                 let seat = state.seats.remove(&server);
-                if let (Some(seat), true, false) = (seat, state.assigned.remove(&server), state.over) {
+                if let (Some(seat), true, false) =
+                    (seat, state.assigned.remove(&server), state.over)
+                {
                     state.missing.insert(seat.address, Instant::now());
                 }
             }
@@ -619,7 +684,11 @@ mod tests {
         hub
     }
 
-    fn ask(hub: &CoordinatorService, visit: &mut SessionId, request: CoordinatorRequest) -> CoordinatorResponse {
+    fn ask(
+        hub: &CoordinatorService,
+        visit: &mut SessionId,
+        request: CoordinatorRequest,
+    ) -> CoordinatorResponse {
         hub.answer(visit, request, &mut Vec::new()).unwrap()
     }
 
@@ -646,7 +715,8 @@ mod tests {
         assert!(matches!(next(&hub, stuck), CoordinatorResponse::Work(Work::Lease { .. })));
         std::thread::sleep(2 * SHORT);
         ask(&hub, &mut SessionId::default(), CoordinatorRequest::Beat { member: stuck });
-        let members = |state: &mut State| Some(state.pool.members().keys().copied().collect::<Vec<_>>());
+        let members =
+            |state: &mut State| Some(state.pool.members().keys().copied().collect::<Vec<_>>());
         assert_eq!(hub.wait(members).unwrap(), [idle]);
         assert!(matches!(next(&hub, stuck), CoordinatorResponse::Work(Work::Renew)));
         // Its batches go to the other one; if that is stuck as well, nobody is left.
@@ -663,9 +733,16 @@ mod tests {
         let joined = |staleness, program: &Program| {
             let hub = hub_with(Limits { silent: Duration::from_secs(60), stuck: SHORT }, staleness);
             join(&hub, 1);
-            let join = CoordinatorRequest::Join { host: "host".into(), process: 2, program: program.clone() };
-            let serve =
-                CoordinatorRequest::Serve { address: "host:2".into(), generation: None, program: program.clone() };
+            let join = CoordinatorRequest::Join {
+                host: "host".into(),
+                process: 2,
+                program: program.clone(),
+            };
+            let serve = CoordinatorRequest::Serve {
+                address: "host:2".into(),
+                generation: None,
+                program: program.clone(),
+            };
             let ask = |request| hub.answer(&mut SessionId::default(), request, &mut Vec::new());
             (ask(join).map(drop), ask(serve).map(drop))
         };
@@ -682,8 +759,16 @@ mod tests {
             assert_eq!((worker.is_err(), server), (is_exact, Ok(())));
             if let Err(e) = worker {
                 let message = e.to_string();
-                assert!(message.contains("worker host:2: it computes on CPU (AVX2), the run on CPU, and"), "{message}");
-                assert!(e.exit_code() == 2 && message.contains("hint: start it with the same executable"), "{message}");
+                assert!(
+                    message
+                        .contains("worker host:2: it computes on CPU (AVX2), the run on CPU, and"),
+                    "{message}"
+                );
+                assert!(
+                    e.exit_code() == 2
+                        && message.contains("hint: start it with the same executable"),
+                    "{message}"
+                );
             }
         }
     }
@@ -693,7 +778,11 @@ mod tests {
         let hub = hub_with(Limits { silent: 2 * SHORT, stuck: SHORT }, Staleness::None);
         let serve = |address: &str| {
             let mut visit = SessionId::default();
-            let serve = CoordinatorRequest::Serve { address: address.into(), generation: None, program: program() };
+            let serve = CoordinatorRequest::Serve {
+                address: address.into(),
+                generation: None,
+                program: program(),
+            };
             ask(&hub, &mut visit, serve);
             visit
         };
@@ -707,14 +796,22 @@ mod tests {
                 break hub.wait(|_| None::<()>);
             }
         };
-        assert!(matches!(lost, Err(SessionError::Lost(told)) if told.starts_with("hangs:1: no heartbeat for ")));
+        assert!(
+            matches!(lost, Err(SessionError::Lost(told)) if told.starts_with("hangs:1: no heartbeat for "))
+        );
         // Nobody takes ranges before a heartbeat has come.
         hub.with(State::clear_lost);
         assert_eq!(hub.with(|state| (state.servers(), state.register_servers(1))), (0, None));
         beat(&mut hangs);
         beat(&mut spare);
-        assert_eq!(hub.with(|state| (state.servers(), state.register_servers(1))), (2, Some(vec!["spare:1".into()])));
-        assert_eq!(hub.with(|state| state.register_servers(2)), Some(vec!["spare:1".into(), "hangs:1".into()]));
+        assert_eq!(
+            hub.with(|state| (state.servers(), state.register_servers(1))),
+            (2, Some(vec!["spare:1".into()]))
+        );
+        assert_eq!(
+            hub.with(|state| state.register_servers(2)),
+            Some(vec!["spare:1".into(), "hangs:1".into()])
+        );
     }
 
     #[test]
@@ -722,7 +819,11 @@ mod tests {
         let hub = hub();
         let serve = |generation| {
             let mut visit = SessionId::default();
-            let serve = CoordinatorRequest::Serve { address: "host:1".into(), generation, program: program() };
+            let serve = CoordinatorRequest::Serve {
+                address: "host:1".into(),
+                generation,
+                program: program(),
+            };
             ask(&hub, &mut visit, serve);
             visit
         };

@@ -24,7 +24,8 @@ impl HeartbeatThread {
     /// The system refused a thread.
     pub fn start(patience: Duration, mut beat: impl FnMut() + Send + 'static) -> Result<Self> {
         let over = Arc::new(AtomicBool::new(false));
-        let (ends, pause) = (over.clone(), (patience / 10).min(PAUSE));
+        let ends = over.clone();
+        let pause = (patience / 10).min(PAUSE);
         let beats = move || {
             while !ends.load(Ordering::Relaxed) {
                 beat();

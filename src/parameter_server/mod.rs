@@ -1,15 +1,19 @@
-//! Training on parameter servers: servers hold the parameters, workers take them and give gradients back, a coordinator gives work out.
+//! Training on parameter servers: servers hold the parameters, workers take them and give gradients
+//! back, a coordinator gives work out.
 //!
-//! Li et al., "Scaling distributed machine learning with the parameter server" (2014); Ho et al., "More effective distributed ML
-//! via a stale synchronous parallel parameter server" (2013). `docs/servers.md` describes it for users.
+//! Li et al., "Scaling distributed machine learning with the parameter server" (2014); Ho et al.,
+//! "More effective distributed ML via a stale synchronous parallel parameter server" (2013).
+//! `docs/servers.md` describes it for users.
 //!
-//! [`Coordinator`] is for programs: it has functions that workers know called by name, each on one of them.
+//! [`Coordinator`] is for programs: it has functions that workers know called by name, each on one
+//! of them.
 //!
-//! All speak TCP, also under `mpirun`: a job of MPI dies with any of its ranks, and here everyone but the coordinator may come and
-//! go. A server holds ranges of units (`partitioner.rs`, `param_store.rs`). Work is given out under tickets, and given out again when its
-//! worker is gone (`scheduler.rs`). With `servers.staleness = 0` a step is so many lanes: workers compute groups of them, servers add them
-//! in the fixed tree (`tree_reducer.rs`), and nothing depends on the worker that computed one. Otherwise each worker's gradient is applied as it
-//! comes.
+//! All speak TCP, also under `mpirun`: a job of MPI dies with any of its ranks, and here everyone
+//! but the coordinator may come and go. A server holds ranges of units (`partitioner.rs`,
+//! `param_store.rs`). Work is given out under tickets, and given out again when its worker is gone
+//! (`scheduler.rs`). With `servers.staleness = 0` a step is so many lanes: workers compute groups
+//! of them, servers add them in the fixed tree (`tree_reducer.rs`), and nothing depends on the
+//! worker that computed one. Otherwise each worker's gradient is applied as it comes.
 
 #![forbid(unsafe_code)]
 

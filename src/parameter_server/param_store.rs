@@ -1,6 +1,7 @@
 //! The ranges of one server: parameters, optimizer state, and their updates.
 //!
-//! Each range has a lock of its own: pushes are applied in the order of their arrival, those of different ranges side by side.
+//! Each range has a lock of its own: pushes are applied in the order of their arrival, those of
+//! different ranges side by side.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -23,7 +24,9 @@ use hpctrain_device::ops::ElementwiseOps as _;
 use hpctrain_device::{Backend as _, readable};
 use hpctrain_engine::memory::available;
 use hpctrain_nn::optim::AVERAGE;
-use hpctrain_parallel::{self as parallel, Hyper, OptimizerShard, Storage as Place, Updates, initial, state_names};
+use hpctrain_parallel::{
+    self as parallel, Hyper, OptimizerShard, Storage as Place, Updates, initial, state_names,
+};
 
 /// The ranges of a server.
 pub struct ParamStore {
@@ -52,7 +55,8 @@ struct State {
     owner: OptimizerShard<Cpu>,
     /// Updates since the start.
     version: u64,
-    /// Where all workers take each step together: the step whose gradients are awaited, and those that have come.
+    /// Where all workers take each step together: the step whose gradients are awaited, and those
+    /// that have come.
     step: u64,
     sums: TreeReducer<Vec<f32>>,
 }
@@ -99,7 +103,8 @@ impl ParamStore {
         let absent = || Error::comm("the coordinator assigns ranges that do not exist");
         let terms = assignment.terms.clone();
         let plan = RunSpec::plan(&terms.config, terms.workers, terms.vocabulary, threads)?;
-        let (layouts, backend) = (layouts(&plan), Cpu::new(plan.threads).with_all_threads()?);
+        let layouts = layouts(&plan);
+        let backend = Cpu::new(plan.threads).with_all_threads()?;
         let updates = Updates {
             rule: plan.rule,
             groups: plan.config.optimizer.groups.clone(),
@@ -113,7 +118,8 @@ impl ParamStore {
         let pieces = assignment.pieces().ok_or_else(absent)?;
         let is_there = |piece: &ParamRange| {
             let range = &piece.range;
-            range.start <= range.end && layouts.get(piece.unit).is_some_and(|layout| range.end <= layout.padded)
+            range.start <= range.end
+                && layouts.get(piece.unit).is_some_and(|layout| range.end <= layout.padded)
         };
         if terms.workers == 0 || !pieces.iter().all(is_there) {
             return Err(absent());
@@ -122,7 +128,11 @@ impl ParamStore {
         check_memory(&plan, &terms, elements, 1 + names.len())?;
         let mut reader = assignment.from.as_deref().map(Reader::open).transpose()?;
         if let Some(reader) = &mut reader {
-            reader.manifest().check(reader.dir(), &layouts, assignment.with_state.then_some(&names[..]))?;
+            reader.manifest().check(
+                reader.dir(),
+                &layouts,
+                assignment.with_state.then_some(&names[..]),
+            )?;
             if terms.addresses.is_empty() || assignment.part > reader.manifest().state.len() {
                 return Err(absent());
             }
@@ -133,8 +143,15 @@ impl ParamStore {
         for piece in pieces {
             let layout = &layouts[piece.unit];
             let values = &initial(layout, Some(plan.config.run.seed))[piece.range.clone()];
-            let mut owner =
-                OptimizerShard::new(&backend, None, Some(&updates), layout, piece.range.clone(), values, false)?;
+            let mut owner = OptimizerShard::new(
+                &backend,
+                None,
+                Some(&updates),
+                layout,
+                piece.range.clone(),
+                values,
+                false,
+            )?;
             if let Some(reader) = &mut reader {
                 owner.restore(|part, range| {
                     let part = match part {
@@ -146,7 +163,12 @@ impl ParamStore {
                     read(reader, layout, part, range)
                 })?;
             }
-            let state = State { owner, version: 0, step: terms.start.step, sums: TreeReducer::new(plan.lanes) };
+            let state = State {
+                owner,
+                version: 0,
+                step: terms.start.step,
+                sums: TreeReducer::new(plan.lanes),
+            };
             held.push(RangeSlot { piece: piece.clone(), state: Mutex::new(state) });
         }
         Ok(Self {
@@ -178,7 +200,8 @@ impl ParamStore {
         self.ranges.iter().map(|held| held.piece.range.len()).sum()
     }
 
-    /// The first and the last step that a range has come to, where all workers take each step together.
+    /// The first and the last step that a range has come to, where all workers take each step
+    /// together.
     pub fn at(&self) -> (u64, u64) {
         let steps = || self.ranges.iter().map(|held| locked(&held.state).step);
         let start = self.terms.start.step;
@@ -189,12 +212,14 @@ impl ParamStore {
     pub fn load(&self) -> Load {
         let Counts { pulls, pulled, pushes, pushed, refused, updating } = &self.counts;
         let [pulls, pulled, pushes, pushed, refused, updating] =
-            [pulls, pulled, pushes, pushed, refused, updating].map(|count| count.load(Ordering::Relaxed));
+            [pulls, pulled, pushes, pushed, refused, updating]
+                .map(|count| count.load(Ordering::Relaxed));
         let bytes = (self.elements() * size_of::<f32>()) as u64;
         Load { ranges: self.ranges.len(), bytes, pulls, pulled, pushes, pushed, refused, updating }
     }
 
-    /// Values of those of the ranges `pieces` whose version is not the known one, into `body`; returns the versions of all.
+    /// Values of those of the ranges `pieces` whose version is not the known one, into `body`;
+    /// returns the versions of all.
     ///
     /// # Errors
     /// There is no such cut, or range.
@@ -242,13 +267,22 @@ impl ParamStore {
         names.iter().position(|name| *name == AVERAGE).map_or(0, |at| at + 1)
     }
 
-    /// Takes the gradients of the ranges `pieces` from a connection of a worker, once; returns the most updates that came between pull and push.
+    /// Takes the gradients of the ranges `pieces` from a connection of a worker, once; returns the
+    /// most updates that came between pull and push.
     ///
     /// # Errors
     /// The body has another length than the ranges, or the update failed.
-    pub fn push(&self, pusher: Pusher, number: u64, of: &Pushed, pieces: Range<usize>, body: &[u8]) -> Result<u64> {
+    pub fn push(
+        &self,
+        pusher: Pusher,
+        number: u64,
+        of: &Pushed,
+        pieces: Range<usize>,
+        body: &[u8],
+    ) -> Result<u64> {
         let pusher = locked(&self.pushers).entry(pusher).or_default().clone();
-        // Pushes of a connection come one after the other; one that comes twice waits here for the first.
+        // Pushes of a connection come one after the other; one that comes twice waits here for the
+        // first.
         let mut last = locked(&pusher);
         if number <= last.number {
             return Ok(last.staleness);
@@ -258,7 +292,9 @@ impl ParamStore {
         let gradient = codec::decode(self.plan.config.servers.wire, body, elements)?;
         Counts::add(&self.counts.pushed, body.len());
         let staleness = match of {
-            Pushed::Lanes { step, lanes } => self.add(*step, lanes, ranges, &gradient).map(|()| Some(0)),
+            Pushed::Lanes { step, lanes } => {
+                self.add(*step, lanes, ranges, &gradient).map(|()| Some(0))
+            }
             Pushed::Batch { ticket, scale, versions } => {
                 self.apply(*ticket, f32::from_bits(*scale), ranges, versions, &gradient)
             }
@@ -273,7 +309,9 @@ impl ParamStore {
 
     /// Ranges by their place.
     fn some(&self, pieces: &Range<usize>) -> Result<&[RangeSlot]> {
-        self.ranges.get(pieces.clone()).ok_or_else(|| Error::comm("a worker asks for ranges that do not exist"))
+        self.ranges
+            .get(pieces.clone())
+            .ok_or_else(|| Error::comm("a worker asks for ranges that do not exist"))
     }
 
     /// Whether the ranges of a message are those with which a pull or push ends.
@@ -282,25 +320,37 @@ impl ParamStore {
     }
 
     /// Adds the gradients of lanes to those of the step under way.
-    fn add(&self, step: u64, lanes: &Range<usize>, ranges: &[RangeSlot], gradient: &[f32]) -> Result<()> {
+    fn add(
+        &self,
+        step: u64,
+        lanes: &Range<usize>,
+        ranges: &[RangeSlot],
+        gradient: &[f32],
+    ) -> Result<()> {
         let mut rest = gradient;
         for held in ranges {
             let of_range;
             (of_range, rest) = rest.split_at(held.piece.range.len());
             let mut state = locked(&held.state);
             if !state.sums.is_group(lanes) {
-                return Err(Error::comm(format!("lanes {lanes:?} are no group of {}", self.plan.lanes)));
+                return Err(Error::comm(format!(
+                    "lanes {lanes:?} are no group of {}",
+                    self.plan.lanes
+                )));
             }
-            // Others have computed the lanes of a worker that was taken for gone: theirs are the same.
+            // Others have computed the lanes of a worker that was taken for gone: theirs are the
+            // same.
             if state.step == step {
-                state.sums.put(lanes.clone(), of_range.to_vec(), |into, from| add_serial(&from, into));
+                state
+                    .sums
+                    .put(lanes.clone(), of_range.to_vec(), |into, from| add_serial(&from, into));
             }
         }
         Ok(())
     }
 
-    /// Updates ranges by a gradient at once; returns the most updates that came between pull and push, or none if the gradient is
-    /// refused.
+    /// Updates ranges by a gradient at once; returns the most updates that came between pull and
+    /// push, or none if the gradient is refused.
     fn apply(
         &self,
         ticket: u64,
@@ -313,7 +363,8 @@ impl ParamStore {
             return Ok(None);
         }
         let began = Instant::now();
-        let (mut rest, mut most) = (gradient, 0);
+        let mut rest = gradient;
+        let mut most = 0;
         for (held, pulled) in ranges.iter().zip(versions) {
             let of_range;
             (of_range, rest) = rest.split_at(held.piece.range.len());
@@ -321,7 +372,8 @@ impl ParamStore {
             let staleness = state.version.saturating_sub(*pulled);
             most = most.max(staleness);
             let start = self.terms.start;
-            let rate = self.plan.schedule.rate(start.step + state.version / self.terms.workers as u64);
+            let rate =
+                self.plan.schedule.rate(start.step + state.version / self.terms.workers as u64);
             let rate = match self.plan.config.servers.stale_lr {
                 StaleRate::None => rate,
                 StaleRate::Inverse => rate / (1 + staleness) as f64,
@@ -344,20 +396,24 @@ impl ParamStore {
         locked(&self.revoked).insert(ticket);
     }
 
-    /// Squares of the gradient of step `step`, whose lanes have all come: of each range, bits of one number a virtual shard.
+    /// Squares of the gradient of step `step`, whose lanes have all come: of each range, bits of
+    /// one number a virtual shard.
     ///
     /// # Errors
     /// Some have not.
     pub fn squares(&self, step: u64) -> Result<Vec<Vec<u64>>> {
         let of_range = |held: &RangeSlot| {
-            let (layout, lanes) = (&self.layouts[held.piece.unit], self.plan.lanes);
+            let layout = &self.layouts[held.piece.unit];
+            let lanes = self.plan.lanes;
             let state = locked(&held.state);
             let sum = state.sums.whole().filter(|_| state.step == step);
-            let sum = sum.ok_or_else(|| Error::comm(format!("gradients of step {step} are missing")))?;
+            let sum =
+                sum.ok_or_else(|| Error::comm(format!("gradients of step {step} are missing")))?;
             let start = held.piece.range.start;
             let of_shard = |shard: usize| {
                 let counted = layout.counted(layout.part(shard, lanes));
-                let square = self.backend.sum_squares(&sum[counted.start - start..counted.end - start])?;
+                let square =
+                    self.backend.sum_squares(&sum[counted.start - start..counted.end - start])?;
                 self.backend.read(square).map(f64::to_bits)
             };
             shards(layout, &held.piece, lanes).map(of_shard).collect()
@@ -365,8 +421,8 @@ impl ParamStore {
         self.ranges.iter().map(of_range).collect()
     }
 
-    /// Squares that scale the steps of tensors, of the gradient of the step under way: virtual shard, tensor counted over all units, bits of both
-    /// squares.
+    /// Squares that scale the steps of tensors, of the gradient of the step under way: virtual
+    /// shard, tensor counted over all units, bits of both squares.
     ///
     /// # Errors
     /// Lanes have not all come.
@@ -374,8 +430,10 @@ impl ParamStore {
         let mut all = Vec::new();
         for held in &self.ranges {
             let ParamRange { unit, range } = &held.piece;
-            let (layout, lanes) = (&self.layouts[*unit], self.plan.lanes);
-            let before: usize = self.layouts[..*unit].iter().map(|layout| layout.tensors.len()).sum();
+            let layout = &self.layouts[*unit];
+            let lanes = self.plan.lanes;
+            let before: usize =
+                self.layouts[..*unit].iter().map(|layout| layout.tensors.len()).sum();
             let mut state = locked(&held.state);
             let State { owner, sums, .. } = &mut *state;
             let sum = sums.whole().ok_or_else(|| Error::comm("gradients are missing"))?;
@@ -384,7 +442,10 @@ impl ParamStore {
                 debug_assert!(part.start >= range.start && part.end <= range.end);
                 for (tensor, pair) in owner.squares(hyper, part, sum, None)? {
                     let [norm, compared] = pair;
-                    let pair = [norm.read(&self.backend)?.to_bits(), compared.read(&self.backend)?.to_bits()];
+                    let pair = [
+                        norm.read(&self.backend)?.to_bits(),
+                        compared.read(&self.backend)?.to_bits(),
+                    ];
                     all.push((shard, before + tensor, pair));
                 }
             }
@@ -392,8 +453,8 @@ impl ParamStore {
         Ok(all)
     }
 
-    /// Ends step `step`, unless it has ended: updates every range by its gradient, if it is not left out. `trust` has a factor for
-    /// every tensor of every unit where steps are scaled.
+    /// Ends step `step`, unless it has ended: updates every range by its gradient, if it is not
+    /// left out. `trust` has a factor for every tensor of every unit where steps are scaled.
     ///
     /// # Errors
     /// The update failed.
@@ -407,7 +468,12 @@ impl ParamStore {
             }
             if let Some(hyper) = hyper {
                 let sum = sums.whole().ok_or_else(|| Error::comm("gradients are missing"))?;
-                owner.update(hyper, trust.get(held.piece.unit).map_or(&[], Vec::as_slice), sum, None)?;
+                owner.update(
+                    hyper,
+                    trust.get(held.piece.unit).map_or(&[], Vec::as_slice),
+                    sum,
+                    None,
+                )?;
                 *version += 1;
             }
             *step += 1;
@@ -417,7 +483,8 @@ impl ParamStore {
         Ok(())
     }
 
-    /// Copies all ranges as they are now, in the place of an earlier copy; returns the most updates that one has had.
+    /// Copies all ranges as they are now, in the place of an earlier copy; returns the most updates
+    /// that one has had.
     ///
     /// # Errors
     /// No buffer holds the parameters.
@@ -427,7 +494,10 @@ impl ParamStore {
             let state = locked(&held.state);
             updates = state.version.max(updates);
             let (params, buffers) = state.owner.values(held.piece.range.clone(), None)?;
-            Ok(std::iter::once(&params).chain(&buffers).map(|values| slice(values).to_vec()).collect())
+            Ok(std::iter::once(&params)
+                .chain(&buffers)
+                .map(|values| slice(values).to_vec())
+                .collect())
         };
         let ranges = self.ranges.iter().map(copy).collect::<Result<_>>()?;
         *locked(&self.cut) = Some(Arc::new(Cut { number, ranges }));
@@ -460,18 +530,29 @@ impl ParamStore {
     }
 }
 
-/// Refuses ranges for which this host has not the memory: parameters and state, which are `buffers` together, their copy for
-/// checkpoints, and gradients on their way.
-fn check_memory(plan: &ResolvedConfig, terms: &RunSpec, elements: usize, buffers: usize) -> Result<()> {
-    // Sums of lanes wait for each other in a tree; without, each worker's gradient is applied by itself.
-    let gradients = if terms.is_synchronous() { 2 + plan.lanes.ilog2() as usize } else { terms.workers };
+/// Refuses ranges for which this host has not the memory: parameters and state, which are `buffers`
+/// together, their copy for checkpoints, and gradients on their way.
+fn check_memory(
+    plan: &ResolvedConfig,
+    terms: &RunSpec,
+    elements: usize,
+    buffers: usize,
+) -> Result<()> {
+    // Sums of lanes wait for each other in a tree; without, each worker's gradient is applied by
+    // itself.
+    let gradients =
+        if terms.is_synchronous() { 2 + plan.lanes.ilog2() as usize } else { terms.workers };
     let need = elements * size_of::<f32>() * (2 * buffers + gradients);
     let limit = plan.config.run.memory_limit.map(|limit| limit.0);
     let room = available().into_iter().chain(limit).min().unwrap_or(usize::MAX);
     if need <= room {
         return Ok(());
     }
-    let told = format!("a server needs {} for its ranges, and may take {}", readable(need), readable(room));
+    let told = format!(
+        "a server needs {} for its ranges, and may take {}",
+        readable(need),
+        readable(room)
+    );
     Err(Error::input(told).hint("start more servers, on other hosts"))
 }
 
@@ -482,7 +563,12 @@ fn shards(layout: &UnitLayout, piece: &ParamRange, lanes: usize) -> Range<usize>
 }
 
 /// Values of a range from a checkpoint; none are zeros.
-fn read(reader: &mut Reader, layout: &UnitLayout, part: Option<usize>, range: Range<usize>) -> Result<Vec<f32>> {
+fn read(
+    reader: &mut Reader,
+    layout: &UnitLayout,
+    part: Option<usize>,
+    range: Range<usize>,
+) -> Result<Vec<f32>> {
     let mut values = vec![0.0; range.len()];
     if let Some(part) = part {
         for piece in layout.stored(range) {

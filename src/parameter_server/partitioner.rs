@@ -17,8 +17,8 @@ pub struct ParamRange {
     pub range: Range<usize>,
 }
 
-/// The ranges of each server, in the order of the network. Units are cut at multiples of one in `granules` of them, and the
-/// largest range goes to the server that has least so far.
+/// The ranges of each server, in the order of the network. Units are cut at multiples of one in
+/// `granules` of them, and the largest range goes to the server that has least so far.
 ///
 /// # Errors
 /// There are more servers than ranges.
@@ -68,7 +68,8 @@ mod tests {
     #[test]
     fn every_element_has_one_server_and_servers_have_like_amounts() {
         let layouts = [unit(1000, 4), unit(64, 4), unit(4000, 4), unit(500, 4)];
-        for (servers, partition) in [(1, "min:1KiB"), (2, "fixed:1"), (3, "min:1KiB"), (3, "max:4KiB"), (2, "fixed:9")]
+        for (servers, partition) in
+            [(1, "min:1KiB"), (2, "fixed:1"), (3, "min:1KiB"), (3, "max:4KiB"), (2, "fixed:9")]
         {
             let divided = divide(&layouts, |_| 4, partition.parse().unwrap(), servers).unwrap();
             assert_eq!(divided.len(), servers);
@@ -76,17 +77,29 @@ mod tests {
             all.sort_by_key(|piece| (piece.unit, piece.range.start));
             for (unit, layout) in layouts.iter().enumerate() {
                 let of_unit: Vec<_> = all.iter().filter(|piece| piece.unit == unit).collect();
-                assert_eq!((of_unit[0].range.start, of_unit[of_unit.len() - 1].range.end), (0, layout.padded));
+                assert_eq!(
+                    (of_unit[0].range.start, of_unit[of_unit.len() - 1].range.end),
+                    (0, layout.padded)
+                );
                 assert!(of_unit.windows(2).all(|pair| pair[0].range.end == pair[1].range.start));
                 assert!(
-                    of_unit.iter().all(|piece| piece.range.start % (layout.padded / 4) == 0 && !piece.range.is_empty())
+                    of_unit.iter().all(|piece| piece.range.start % (layout.padded / 4) == 0
+                        && !piece.range.is_empty())
                 );
             }
         }
-        let held = |of_server: &Vec<ParamRange>| of_server.iter().map(|piece| piece.range.len()).sum::<usize>();
-        let fine: Vec<usize> = divide(&layouts, |_| 4, Partition::Fixed(4), 2).unwrap().iter().map(held).collect();
+        let held = |of_server: &Vec<ParamRange>| {
+            of_server.iter().map(|piece| piece.range.len()).sum::<usize>()
+        };
+        let fine: Vec<usize> =
+            divide(&layouts, |_| 4, Partition::Fixed(4), 2).unwrap().iter().map(held).collect();
         assert!(fine[0].abs_diff(fine[1]) <= 1024, "{fine:?}");
         let error = divide(&layouts, |_| 4, Partition::Fixed(1), 5).unwrap_err().to_string();
-        assert!(error.contains("5 servers, but servers.partition = fixed:1 cuts the network into 4 ranges"), "{error}");
+        assert!(
+            error.contains(
+                "5 servers, but servers.partition = fixed:1 cuts the network into 4 ranges"
+            ),
+            "{error}"
+        );
     }
 }

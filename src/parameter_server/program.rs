@@ -1,4 +1,5 @@
-//! The program of a process and the device that it computes on: all processes must have the same for the same bits.
+//! The program of a process and the device that it computes on: all processes must have the same
+//! for the same bits.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -26,7 +27,8 @@ pub struct Program {
 impl Program {
     /// Returns that of this process, which computes on `device`.
     pub fn here(device: String) -> Self {
-        static BUILD: LazyLock<String> = LazyLock::new(|| checksum(Path::new("/proc/self/exe")).unwrap_or_default());
+        static BUILD: LazyLock<String> =
+            LazyLock::new(|| checksum(Path::new("/proc/self/exe")).unwrap_or_default());
         Self { version: env!("CARGO_PKG_VERSION").into(), build: BUILD.clone(), device }
     }
 
@@ -36,13 +38,16 @@ impl Program {
         if (&self.version, &self.build) != (&run.version, &run.build) {
             return Some(format!("it is hpctrain {}, the run is of {}", named(self), named(run)));
         }
-        (self.device != run.device).then(|| format!("it computes on {}, the run on {}", self.device, run.device))
+        (self.device != run.device)
+            .then(|| format!("it computes on {}, the run on {}", self.device, run.device))
     }
 }
 
 /// Returns the checksum (CRC-32) of a file, in hexadecimal digits.
 fn checksum(path: &Path) -> std::io::Result<String> {
-    let (mut file, mut sum, mut piece) = (File::open(path)?, crc32fast::Hasher::new(), vec![0; PIECE]);
+    let mut file = File::open(path)?;
+    let mut sum = crc32fast::Hasher::new();
+    let mut piece = vec![0; PIECE];
     loop {
         match file.read(&mut piece)? {
             0 => return Ok(format!("{:08x}", sum.finalize())),
@@ -70,7 +75,8 @@ impl fmt::Display for Role {
     }
 }
 
-/// The programs that a run began with: the executable is the coordinator's, the device that of the first process of a role.
+/// The programs that a run began with: the executable is the coordinator's, the device that of the
+/// first process of a role.
 #[derive(Debug)]
 pub struct Programs {
     coordinator: Program,
@@ -109,7 +115,10 @@ mod tests {
         assert_eq!(here.build.len(), 8);
         assert_eq!(here.difference(&Program::here("CPU (AVX-512)".into())), None);
         let other = Program::here("CPU (AVX2)".into());
-        assert_eq!(other.difference(&here).unwrap(), "it computes on CPU (AVX2), the run on CPU (AVX-512)");
+        assert_eq!(
+            other.difference(&here).unwrap(),
+            "it computes on CPU (AVX2), the run on CPU (AVX-512)"
+        );
         let rebuilt = Program { build: "00000000".into(), ..other };
         assert!(rebuilt.difference(&here).unwrap().contains("(build 00000000), the run is of"));
 

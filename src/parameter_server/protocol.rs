@@ -1,7 +1,7 @@
 //! Requests and answers between workers, servers and the coordinator.
 //!
-//! A message is a head, which is JSON, and a body, which is numbers: both lengths come first and are checked before memory is
-//! taken. Floats whose bits count travel as bits.
+//! A message is a head, which is JSON, and a body, which is numbers: both lengths come first and
+//! are checked before memory is taken. Floats whose bits count travel as bits.
 
 use std::io::{IoSlice, Read, Write};
 use std::ops::{AddAssign, Range};
@@ -138,7 +138,8 @@ pub enum ServerResponse {
     Squares(Vec<Vec<u64>>),
     /// Squares of tensors: virtual shard, tensor counted over all units, bits of both squares.
     Norms(Vec<(usize, usize, [u64; 2])>),
-    /// The first and the last step that a range has come to, where all workers take each step together.
+    /// The first and the last step that a range has come to, where all workers take each step
+    /// together.
     At(u64, u64),
     /// The file that was written.
     Saved(Box<ShardFileInfo>),
@@ -209,7 +210,12 @@ pub struct Constants {
 impl From<Hyper> for Constants {
     fn from(hyper: Hyper) -> Self {
         let Hyper { lr, weight_decay, step, grad_scale } = hyper;
-        Self { lr: lr.to_bits(), weight_decay: weight_decay.to_bits(), step, grad_scale: grad_scale.to_bits() }
+        Self {
+            lr: lr.to_bits(),
+            weight_decay: weight_decay.to_bits(),
+            step,
+            grad_scale: grad_scale.to_bits(),
+        }
     }
 }
 
@@ -457,7 +463,11 @@ pub struct RemoteError {
 
 impl From<&Error> for RemoteError {
     fn from(error: &Error) -> Self {
-        Self { message: error.message().into(), hint: error.advice().map(Into::into), kind: error.kind() }
+        Self {
+            message: error.message().into(),
+            hint: error.advice().map(Into::into),
+            kind: error.kind(),
+        }
     }
 }
 
@@ -512,7 +522,8 @@ pub fn write(stream: &mut impl Write, head: &impl Serialize, body: &[&[u8]]) -> 
     start.extend((len as u64).to_le_bytes());
     start.extend(&head);
     let parts = std::iter::once(&start[..]).chain(body.iter().copied());
-    let mut slices: Vec<IoSlice<'_>> = parts.filter(|part| !part.is_empty()).map(IoSlice::new).collect();
+    let mut slices: Vec<IoSlice<'_>> =
+        parts.filter(|part| !part.is_empty()).map(IoSlice::new).collect();
     let mut left = &mut slices[..];
     while !left.is_empty() {
         match stream.write_vectored(left) {
@@ -525,11 +536,16 @@ pub fn write(stream: &mut impl Write, head: &impl Serialize, body: &[&[u8]]) -> 
     stream.flush().map_err(|e| Error::comm(e.to_string()))
 }
 
-/// Reads a message, with a body of at most `limit` bytes into `body`. None at the end of the connection.
+/// Reads a message, with a body of at most `limit` bytes into `body`. None at the end of the
+/// connection.
 ///
 /// # Errors
 /// The connection failed, or the message is malformed or too long.
-pub fn read<T: DeserializeOwned>(stream: &mut impl Read, limit: usize, body: &mut Vec<u8>) -> Result<Option<T>> {
+pub fn read<T: DeserializeOwned>(
+    stream: &mut impl Read,
+    limit: usize,
+    body: &mut Vec<u8>,
+) -> Result<Option<T>> {
     let lost = |e: std::io::Error| Error::comm(e.to_string());
     let mut lens = [0; 12];
     match stream.read(&mut lens[..1]) {
@@ -541,7 +557,9 @@ pub fn read<T: DeserializeOwned>(stream: &mut impl Read, limit: usize, body: &mu
     let head_len = u32::from_le_bytes([0, 1, 2, 3].map(|i| lens[i])) as usize;
     let body_len = u64::from_le_bytes([4, 5, 6, 7, 8, 9, 10, 11].map(|i| lens[i]));
     if head_len > HEAD_LIMIT || body_len > limit as u64 {
-        return Err(Error::comm(format!("a message of {head_len} and {body_len} bytes is too long")));
+        return Err(Error::comm(format!(
+            "a message of {head_len} and {body_len} bytes is too long"
+        )));
     }
     let mut head = vec![0; head_len];
     stream.read_exact(&mut head).map_err(lost)?;
@@ -554,7 +572,9 @@ pub fn read<T: DeserializeOwned>(stream: &mut impl Read, limit: usize, body: &mu
         body.resize(body_len.min(begun + CHUNK), 0);
         stream.read_exact(&mut body[begun..]).map_err(lost)?;
     }
-    serde_json::from_slice(&head).map(Some).map_err(|e| Error::comm(format!("a malformed message: {e}")))
+    serde_json::from_slice(&head)
+        .map(Some)
+        .map_err(|e| Error::comm(format!("a malformed message: {e}")))
 }
 
 #[cfg(test)]
@@ -563,7 +583,8 @@ mod tests {
 
     #[test]
     fn messages_arrive_as_they_were() {
-        let (mut wire, mut body) = (Vec::new(), Vec::new());
+        let mut wire = Vec::new();
+        let mut body = Vec::new();
         let report = Report::Batch {
             ticket: 3,
             batch: 7,
@@ -582,12 +603,17 @@ mod tests {
         assert_eq!(read::<Work>(&mut stream, 0, &mut body).unwrap(), None);
         let hyper = Hyper { lr: 0.1, weight_decay: 1e-30, step: 9, grad_scale: f32::MIN_POSITIVE };
         let back = Hyper::from(Constants::from(hyper));
-        assert_eq!((back.lr, back.weight_decay, back.step, back.grad_scale), (0.1, 1e-30, 9, f32::MIN_POSITIVE));
+        assert_eq!(
+            (back.lr, back.weight_decay, back.step, back.grad_scale),
+            (0.1, 1e-30, 9, f32::MIN_POSITIVE)
+        );
     }
 
     #[test]
     fn long_and_malformed_ones_are_refused() {
-        let refused = |bytes: &[u8]| read::<Work>(&mut &bytes[..], 4, &mut Vec::new()).unwrap_err().to_string();
+        let refused = |bytes: &[u8]| {
+            read::<Work>(&mut &bytes[..], 4, &mut Vec::new()).unwrap_err().to_string()
+        };
         let lens = |head: u32, body: u64| [&head.to_le_bytes()[..], &body.to_le_bytes()].concat();
         assert!(refused(&lens(2, 5)).contains("is too long"));
         assert!(refused(&lens(2, 1 << 63)).contains("is too long"));

@@ -1,7 +1,8 @@
 //! Values and gradients between a worker and all servers.
 //!
-//! Ranges travel in several messages, one after the other on each connection (`servers.connections` to a server): while one is on
-//! its way, the server works on the one before, and so does the worker.
+//! Ranges travel in several messages, one after the other on each connection (`servers.connections`
+//! to a server): while one is on its way, the server works on the one before, and so does the
+//! worker.
 
 use std::ops::Range;
 
@@ -18,7 +19,8 @@ use hpctrain_engine::Model;
 /// Bytes of the values in a message, if ranges are not larger: as many stay in a core's cache.
 pub const MESSAGE: usize = 1 << 20;
 
-/// Messages that are sent before the first answer is read. More could fill the buffers of both ends, which would wait for each other.
+/// Messages that are sent before the first answer is read. More could fill the buffers of both
+/// ends, which would wait for each other.
 const AHEAD: usize = 8;
 
 /// Whether the generation goes on.
@@ -85,7 +87,8 @@ impl Link {
         self.stands = self.stands && self.line.send(request, &[body]).is_ok();
     }
 
-    /// The answer to the next of the requests that were sent; none once the connection was cut: then it is to be made again.
+    /// The answer to the next of the requests that were sent; none once the connection was cut:
+    /// then it is to be made again.
     fn answer(&mut self, limit: usize, into: &mut Vec<u8>) -> Option<Result<ServerResponse>> {
         if self.stands {
             let answer = self.line.receive(limit, into);
@@ -96,7 +99,8 @@ impl Link {
     }
 }
 
-/// Messages dealt out among as many connections, but no more than there are messages: neighbours to the same one.
+/// Messages dealt out among as many connections, but no more than there are messages: neighbours to
+/// the same one.
 fn deal(messages: Vec<Range<usize>>, connections: usize) -> Vec<Vec<Range<usize>>> {
     let of_each = messages.len().div_ceil(connections).max(1);
     messages.chunks(of_each).map(<[_]>::to_vec).collect()
@@ -134,7 +138,8 @@ pub fn longest(pieces: &[Vec<ParamRange>]) -> usize {
 }
 
 impl Servers {
-    /// Those of the terms, each connected at the first request, by lines that `line` makes for an address.
+    /// Those of the terms, each connected at the first request, by lines that `line` makes for an
+    /// address.
     pub fn new(terms: &RunSpec, member: u64, line: impl Fn(&str) -> RpcClient) -> Self {
         let mut links = Vec::new();
         for (server, (address, pieces)) in terms.addresses.iter().zip(&terms.pieces).enumerate() {
@@ -162,7 +167,8 @@ impl Servers {
 
     /// The versions of the ranges that the worker has, by server.
     pub fn versions(&self) -> Vec<Vec<u64>> {
-        let of_server = |known: &Vec<Option<u64>>| known.iter().map(|known| known.unwrap_or(0)).collect();
+        let of_server =
+            |known: &Vec<Option<u64>>| known.iter().map(|known| known.unwrap_or(0)).collect();
         self.known.iter().map(of_server).collect()
     }
 
@@ -185,7 +191,8 @@ impl Servers {
         for turn in 0..most_messages(links) {
             for link in &mut *links {
                 let Some(message) = link.messages.get(turn).cloned() else { continue };
-                let (pieces, known) = (&pieces[link.server], &mut known[link.server]);
+                let pieces = &pieces[link.server];
+                let known = &mut known[link.server];
                 let limit = elements(&pieces[message.clone()]) * size_of::<f32>();
                 let answer = match link.answer(limit, body) {
                     Some(answer) => answer?,
@@ -196,13 +203,24 @@ impl Servers {
                     link.send(&request(&next, known), &[]);
                 }
                 let version = |piece: usize| versions.get(piece - message.start).copied();
-                let changed: Vec<usize> =
-                    message.clone().filter(|&i| of != Values::Live || known[i] != version(i)).collect();
-                let values = codec::decode(*format, body, changed.iter().map(|&i| pieces[i].range.len()).sum())?;
+                let changed: Vec<usize> = message
+                    .clone()
+                    .filter(|&i| of != Values::Live || known[i] != version(i))
+                    .collect();
+                let values = codec::decode(
+                    *format,
+                    body,
+                    changed.iter().map(|&i| pieces[i].range.len()).sum(),
+                )?;
                 let mut rest = &values[..];
                 for i in changed {
-                    let (piece, of_piece) = (&pieces[i], rest.split_off(..pieces[i].range.len()));
-                    model.sharded.set(piece.unit, piece.range.clone(), of_piece.unwrap_or_default())?;
+                    let piece = &pieces[i];
+                    let of_piece = rest.split_off(..pieces[i].range.len());
+                    model.sharded.set(
+                        piece.unit,
+                        piece.range.clone(),
+                        of_piece.unwrap_or_default(),
+                    )?;
                     known[i] = if of == Values::Live { version(i) } else { None };
                 }
             }
@@ -210,8 +228,8 @@ impl Servers {
         Ok(true)
     }
 
-    /// Gives the reduced gradient to all servers; `of` has the samples whose gradient it is, for pieces of a server. Returns the
-    /// largest staleness, or none if the generation is over.
+    /// Gives the reduced gradient to all servers; `of` has the samples whose gradient it is, for
+    /// pieces of a server. Returns the largest staleness, or none if the generation is over.
     ///
     /// # Errors
     /// A server is gone, or the device failed.
@@ -256,7 +274,8 @@ impl Servers {
         Ok(())
     }
 
-    /// The staleness of the gradients of a message, once they are taken. None if the generation is over.
+    /// The staleness of the gradients of a message, once they are taken. None if the generation is
+    /// over.
     fn given<B: Kernels>(
         &mut self,
         model: &Model<B>,
@@ -285,11 +304,25 @@ impl Servers {
         self.parcel.fill(model, &self.pieces[*server][messages[message].clone()])
     }
 
-    fn push_request(&self, of: &impl Fn(usize, Range<usize>) -> Pushed, link: usize, message: usize) -> ServerRequest {
+    fn push_request(
+        &self,
+        of: &impl Fn(usize, Range<usize>) -> Pushed,
+        link: usize,
+        message: usize,
+    ) -> ServerRequest {
         let Link { server, number: line, messages, pushes, .. } = &self.links[link];
-        let (pieces, number) = (messages[message].clone(), pushes + message as u64 + 1);
-        let (generation, member) = (self.generation, self.member);
-        ServerRequest::Push { generation, member, line: *line, number, of: of(*server, pieces.clone()), pieces }
+        let pieces = messages[message].clone();
+        let number = pushes + message as u64 + 1;
+        let generation = self.generation;
+        let member = self.member;
+        ServerRequest::Push {
+            generation,
+            member,
+            line: *line,
+            number,
+            of: of(*server, pieces.clone()),
+            pieces,
+        }
     }
 }
 
@@ -302,13 +335,19 @@ mod tests {
     use super::*;
 
     fn pieces(bytes: &[usize]) -> Vec<ParamRange> {
-        bytes.iter().map(|bytes| ParamRange { unit: 0, range: 0..bytes / size_of::<f32>() }).collect()
+        bytes
+            .iter()
+            .map(|bytes| ParamRange { unit: 0, range: 0..bytes / size_of::<f32>() })
+            .collect()
     }
 
     #[test]
     fn messages_hold_what_a_cache_does() {
         let mib = 1 << 20;
-        assert_eq!(messages(&pieces(&[mib / 2, mib / 2, 4, 3 * mib, 4, mib])), [0..2, 2..3, 3..4, 4..5, 5..6]);
+        assert_eq!(
+            messages(&pieces(&[mib / 2, mib / 2, 4, 3 * mib, 4, mib])),
+            [0..2, 2..3, 3..4, 4..5, 5..6]
+        );
         assert_eq!(messages(&pieces(&[4; 9])), vec![0..9; 1]);
         assert!(messages(&[]).is_empty());
         assert_eq!(deal(vec![0..2, 2..3, 3..9], 2), [vec![0..2, 2..3], vec![3..9; 1]]);

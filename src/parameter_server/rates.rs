@@ -73,12 +73,18 @@ struct Ends {
     addresses: Vec<String>,
 }
 
-/// Times requests of rank 1 to rank 0, of each of `sizes` bytes: collective. Encrypted and plain ones take turns; each time is the
-/// median of as many batches.
+/// Times requests of rank 1 to rank 0, of each of `sizes` bytes: collective. Encrypted and plain
+/// ones take turns; each time is the median of as many batches.
 ///
 /// # Errors
-/// Returns an error if the first two ranks are on one host, where nothing is encrypted, or a connection fails.
-pub fn rates(comm: &Comm<Cpu>, interface: Option<&str>, sizes: &[usize], batches: usize) -> Result<Vec<Rate>> {
+/// Returns an error if the first two ranks are on one host, where nothing is encrypted, or a
+/// connection fails.
+pub fn rates(
+    comm: &Comm<Cpu>,
+    interface: Option<&str>,
+    sizes: &[usize],
+    batches: usize,
+) -> Result<Vec<Rate>> {
     let world = comm.world();
     let limit = sizes.iter().copied().max().unwrap_or(0);
     let answering = (comm.rank() == 0).then(|| answer(interface, limit)).transpose();
@@ -90,7 +96,8 @@ pub fn rates(comm: &Comm<Cpu>, interface: Option<&str>, sizes: &[usize], batches
     });
     let own = serde_json::to_vec(&own).map_err(|e| Error::internal(e.to_string()))?;
     let all = world.gather_bytes(own).wait()?;
-    let ends = all.iter().map(|bytes| serde_json::from_slice(bytes)).collect::<Result<Vec<Ends>, _>>();
+    let ends =
+        all.iter().map(|bytes| serde_json::from_slice(bytes)).collect::<Result<Vec<Ends>, _>>();
     let ends = ends.map_err(|e| Error::comm(e.to_string()))?;
     if ends[0].host == ends[1].host {
         return Err(Error::input(format!(
@@ -124,7 +131,12 @@ fn measure(ends: &Ends, sizes: &[usize], batches: usize) -> Result<Vec<Rate>> {
     let secret = Secret::new(ends.secret.clone())?;
     let mut lines: Vec<RpcClient> = Vec::new();
     for (address, encrypt) in ends.addresses.iter().zip([false, true]) {
-        lines.push(RpcClient::new("rank 0", address, Credentials { secret: secret.clone(), encrypt }, TIMEOUT));
+        lines.push(RpcClient::new(
+            "rank 0",
+            address,
+            Credentials { secret: secret.clone(), encrypt },
+            TIMEOUT,
+        ));
     }
     let mut rates = Vec::new();
     for &bytes in sizes {
@@ -155,7 +167,8 @@ fn batch(line: &mut RpcClient, direction: Direction, bytes: usize) -> Result<f64
     let mut into = Vec::new();
     // The first one fills caches and buffers.
     line.ask::<()>(&wanted, &[body], bytes, &mut into)?;
-    let (since, mut count) = (Instant::now(), 0);
+    let since = Instant::now();
+    let mut count = 0;
     while since.elapsed() < BATCH {
         line.ask::<()>(&wanted, &[body], bytes, &mut into)?;
         count += 1;

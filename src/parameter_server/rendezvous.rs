@@ -1,4 +1,5 @@
-//! The place where the processes of a run find their coordinator: the directory `servers` in that of the run.
+//! The place where the processes of a run find their coordinator: the directory `servers` in that
+//! of the run.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -46,7 +47,8 @@ impl PsRendezvous {
         Self { run: run.into(), dir: run.join("servers") }
     }
 
-    /// The exit code of the run, if it has ended: its coordinator may be gone before all have heard of that.
+    /// The exit code of the run, if it has ended: its coordinator may be gone before all have heard
+    /// of that.
     pub fn ended(&self) -> Option<i32> {
         Markers::new(&self.run).ended().map(|end| match end.status {
             Status::Finished => 0,
@@ -95,7 +97,8 @@ impl PsRendezvous {
     /// # Errors
     /// Returns an error if the file system refuses.
     pub fn publish(&self, contact: &Contact) -> Result<()> {
-        let (path, new) = (self.dir.join(COORDINATOR), self.dir.join("coordinator.new"));
+        let path = self.dir.join(COORDINATOR);
+        let new = self.dir.join("coordinator.new");
         let text = serde_json::to_string(contact).map_err(|e| Error::internal(e.to_string()))?;
         own_files::write(&new, text + "\n")
             .and_then(|()| fs::rename(&new, &path))
@@ -107,7 +110,8 @@ impl PsRendezvous {
     /// # Errors
     /// Returns an error if it is not for this time, or a signal asks the process to end.
     pub fn coordinator(&self, patience: Duration) -> Result<Contact> {
-        let (path, since) = (self.dir.join(COORDINATOR), Instant::now());
+        let path = self.dir.join(COORDINATOR);
+        let since = Instant::now();
         loop {
             match fs::read_to_string(&path) {
                 Ok(text) => {
@@ -116,7 +120,9 @@ impl PsRendezvous {
                             .hint("start all processes of a run with the same program")
                     });
                 }
-                Err(_) if since.elapsed() < patience && signals::came().is_none() => std::thread::sleep(POLL_INTERVAL),
+                Err(_) if since.elapsed() < patience && signals::came().is_none() => {
+                    std::thread::sleep(POLL_INTERVAL)
+                }
                 Err(e) => {
                     return Err(Error::io("read", &path, e)
                         .hint("start hpctrain coordinate for the run, and give its directory"));
@@ -134,17 +140,26 @@ mod tests {
     fn the_coordinator_is_found() {
         let folder = tempfile::tempdir().unwrap();
         let site = PsRendezvous::of(folder.path());
-        assert!(site.coordinator(Duration::ZERO).unwrap_err().to_string().contains("hpctrain coordinate"));
+        assert!(
+            site.coordinator(Duration::ZERO)
+                .unwrap_err()
+                .to_string()
+                .contains("hpctrain coordinate")
+        );
         site.open().unwrap();
         site.open().unwrap();
         for interface in [None, Some("ib0".to_owned())] {
-            let contact = Contact { address: "node7:2222".into(), encrypt: interface.is_none(), interface };
+            let contact =
+                Contact { address: "node7:2222".into(), encrypt: interface.is_none(), interface };
             site.publish(&contact).unwrap();
             assert_eq!(site.coordinator(Duration::ZERO).unwrap(), contact);
             assert_eq!(site.credentials(&contact).unwrap().encrypt, contact.encrypt);
         }
         fs::write(folder.path().join("servers/coordinator"), "node7:2222").unwrap();
         let error = site.coordinator(Duration::ZERO).unwrap_err().to_string();
-        assert!(error.contains("holds no address") && error.contains("the same program"), "{error}");
+        assert!(
+            error.contains("holds no address") && error.contains("the same program"),
+            "{error}"
+        );
     }
 }

@@ -46,9 +46,19 @@ impl RpcClient {
         credentials: Credentials,
         patience: Duration,
     ) -> Self {
-        let (place, address) = (place.into(), address.into());
+        let place = place.into();
+        let address = address.into();
         let goes_on = Arc::new(|| true);
-        Self { place, address, credentials, patience, comeback: patience, reach: patience, goes_on, connection: None }
+        Self {
+            place,
+            address,
+            credentials,
+            patience,
+            comeback: patience,
+            reach: patience,
+            goes_on,
+            connection: None,
+        }
     }
 
     /// Returns the same line to an end that must come back within another time once it is cut off.
@@ -57,10 +67,15 @@ impl RpcClient {
         Self { comeback, reach: comeback, ..self }
     }
 
-    /// Returns the same line to an end whose failure is noticed by other means: `goes_on` returns false after it, which ends every
-    /// wait. Until then new connections are tried for the time `reach`, since the other end may be busy.
+    /// Returns the same line to an end whose failure is noticed by other means: `goes_on` returns
+    /// false after it, which ends every wait. Until then new connections are tried for the time
+    /// `reach`, since the other end may be busy.
     #[must_use]
-    pub fn watched(self, reach: Duration, goes_on: impl Fn() -> bool + Send + Sync + 'static) -> Self {
+    pub fn watched(
+        self,
+        reach: Duration,
+        goes_on: impl Fn() -> bool + Send + Sync + 'static,
+    ) -> Self {
         Self { reach, goes_on: Arc::new(goes_on), ..self }
     }
 
@@ -72,7 +87,8 @@ impl RpcClient {
     /// Connects, unless the connection stands.
     ///
     /// # Errors
-    /// Returns an error if nobody listens, or the other end does not prove in time that it knows the secret.
+    /// Returns an error if nobody listens, or the other end does not prove in time that it knows
+    /// the secret.
     pub fn connect(&mut self) -> Result<()> {
         if self.connection.is_some() {
             return Ok(());
@@ -86,7 +102,8 @@ impl RpcClient {
         let caller = PeerId { rank: 0, ranks: 0, lane: SERVERS };
         let connection = call(stream, &self.credentials, caller, deadline)?;
         // Each wait looks again and again whether it still makes sense.
-        let (stream, look) = (connection.stream(), Some(POLL_INTERVAL.min(self.patience)));
+        let stream = connection.stream();
+        let look = Some(POLL_INTERVAL.min(self.patience));
         let limited = stream.set_read_timeout(look).and(stream.set_write_timeout(look));
         limited.map_err(|e| Error::comm(e.to_string()))?;
         self.connection = Some(connection);
@@ -106,11 +123,16 @@ impl RpcClient {
         sent.inspect_err(|_| self.connection = None)
     }
 
-    /// The answer to the request that was sent; its body, of at most `limit` bytes, goes into `body`.
+    /// The answer to the request that was sent; its body, of at most `limit` bytes, goes into
+    /// `body`.
     ///
     /// # Errors
     /// The connection failed, and is closed; or an error of the other end.
-    pub fn receive<T: DeserializeOwned>(&mut self, limit: usize, body: &mut Vec<u8>) -> Result<Result<T>> {
+    pub fn receive<T: DeserializeOwned>(
+        &mut self,
+        limit: usize,
+        body: &mut Vec<u8>,
+    ) -> Result<Result<T>> {
         let mut connection = self.waiting().ok_or_else(|| Error::comm("nothing was asked"))?;
         let read = protocol::read::<Result<T, RemoteError>>(&mut connection, limit, body);
         match read {
@@ -126,7 +148,8 @@ impl RpcClient {
         }
     }
 
-    /// Asks once more and again until there is an answer: requests are such that a second one does no harm.
+    /// Asks once more and again until there is an answer: requests are such that a second one does
+    /// no harm.
     ///
     /// # Errors
     /// There was none in time, or it is of no use any more; or an error of the other end.
@@ -153,13 +176,18 @@ impl RpcClient {
             if !warned && since.elapsed() > self.comeback {
                 warned = true;
                 let waited = since.elapsed().as_secs();
-                log::warn!("{} at {} has taken no connection for {waited} s: {failed}", self.place, self.address);
+                log::warn!(
+                    "{} at {} has taken no connection for {waited} s: {failed}",
+                    self.place,
+                    self.address
+                );
             }
             std::thread::sleep(BETWEEN);
         }
     }
 
-    /// Returns the connection, whose reads and writes wait for the other end as long as that makes sense.
+    /// Returns the connection, whose reads and writes wait for the other end as long as that makes
+    /// sense.
     fn waiting(&mut self) -> Option<Waiting<'_>> {
         let connection = self.connection.as_mut()?;
         Some(Waiting { connection, patience: self.patience, goes_on: &*self.goes_on })
@@ -182,7 +210,8 @@ impl RpcClient {
     }
 }
 
-/// A connection whose reads and writes end when the other end is silent for too long, or an answer is of no use any more.
+/// A connection whose reads and writes end when the other end is silent for too long, or an answer
+/// is of no use any more.
 struct Waiting<'a> {
     connection: &'a mut Connection,
     patience: Duration,
@@ -191,7 +220,10 @@ struct Waiting<'a> {
 
 impl Waiting<'_> {
     /// Repeats a call that times out.
-    fn repeat<T>(&mut self, mut call: impl FnMut(&mut Connection) -> std::io::Result<T>) -> std::io::Result<T> {
+    fn repeat<T>(
+        &mut self,
+        mut call: impl FnMut(&mut Connection) -> std::io::Result<T>,
+    ) -> std::io::Result<T> {
         let since = Instant::now();
         loop {
             match call(self.connection) {
@@ -261,7 +293,12 @@ mod tests {
     }
 
     fn line(listener: &TcpListener) -> RpcClient {
-        RpcClient::new("the server", listener.local_addr().unwrap().to_string(), credentials(), SHORT)
+        RpcClient::new(
+            "the server",
+            listener.local_addr().unwrap().to_string(),
+            credentials(),
+            SHORT,
+        )
     }
 
     #[test]
@@ -272,7 +309,8 @@ mod tests {
         assert!(impatient.to_string().starts_with("the server at 127.0.0.1:"), "{impatient}");
         let busy = std::thread::spawn(move || {
             std::thread::sleep(4 * SHORT);
-            RpcServer::open(listener, credentials(), Arc::new(Next), Duration::from_secs(60)).unwrap()
+            RpcServer::open(listener, credentials(), Arc::new(Next), Duration::from_secs(60))
+                .unwrap()
         });
         assert_eq!(patient.tell::<u32>(&1), Ok(2));
         drop(busy.join().unwrap());
@@ -283,7 +321,8 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let goes_on = Arc::new(AtomicBool::new(true));
         let lives = goes_on.clone();
-        let mut line = line(&listener).watched(Duration::MAX, move || lives.load(Ordering::Relaxed));
+        let mut line =
+            line(&listener).watched(Duration::MAX, move || lives.load(Ordering::Relaxed));
         let asks = std::thread::spawn(move || line.tell::<u32>(&1).is_err());
         goes_on.store(false, Ordering::Relaxed);
         assert!(asks.join().unwrap());

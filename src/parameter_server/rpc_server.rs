@@ -33,7 +33,12 @@ pub trait RpcHandler: Send + Sync + 'static {
     ///
     /// # Errors
     /// Told to the asking end.
-    fn answer(&self, visit: &mut Self::Visit, request: Self::Request, body: &mut Vec<u8>) -> Result<Self::Answer>;
+    fn answer(
+        &self,
+        visit: &mut Self::Visit,
+        request: Self::Request,
+        body: &mut Vec<u8>,
+    ) -> Result<Self::Answer>;
 
     /// A connection has ended.
     fn left(&self, visit: Self::Visit);
@@ -46,7 +51,8 @@ pub struct RpcServer {
 }
 
 impl RpcServer {
-    /// Answers those that connect to `listener` and know the secret. A connection that says nothing for `idle` is closed.
+    /// Answers those that connect to `listener` and know the secret. A connection that says nothing
+    /// for `idle` is closed.
     ///
     /// # Errors
     /// The system refused a thread.
@@ -57,13 +63,18 @@ impl RpcServer {
         idle: Duration,
     ) -> Result<Self> {
         let over = Arc::new(AtomicBool::new(false));
-        let (ends, connections) = (over.clone(), Arc::new(()));
+        let ends = over.clone();
+        let connections = Arc::new(());
         let serve = move |caller: PeerId, connection: Connection| {
             if Arc::strong_count(&connections) > CONNECTIONS {
-                return Err(Error::comm(format!("there are {CONNECTIONS} connections, the most that are served")));
+                return Err(Error::comm(format!(
+                    "there are {CONNECTIONS} connections, the most that are served"
+                )));
             }
             prepare(&connection, caller, idle)?;
-            let (service, ends, counted) = (service.clone(), ends.clone(), connections.clone());
+            let service = service.clone();
+            let ends = ends.clone();
+            let counted = connections.clone();
             let answer = move || {
                 converse(connection, &*service, &ends);
                 drop(counted);
@@ -87,16 +98,20 @@ fn prepare(connection: &Connection, caller: PeerId, idle: Duration) -> Result<()
         return Err(Error::comm("the caller is a rank, not one of a run on servers"));
     }
     let stream = connection.stream();
-    let set = stream.set_read_timeout(Some(idle)).and_then(|()| stream.set_write_timeout(Some(idle)));
+    let set =
+        stream.set_read_timeout(Some(idle)).and_then(|()| stream.set_write_timeout(Some(idle)));
     set.map_err(|e| Error::comm(e.to_string()))
 }
 
 /// Answers the requests of a connection until it ends.
 fn converse<S: RpcHandler>(mut connection: Connection, service: &S, over: &AtomicBool) {
-    let (mut visit, mut body) = (S::Visit::default(), Vec::new());
+    let mut visit = S::Visit::default();
+    let mut body = Vec::new();
     while !over.load(Ordering::Relaxed) {
         // A connection that fails or ends has nothing more to say.
-        let Ok(Some(request)) = protocol::read(&mut connection, service.limit(), &mut body) else { break };
+        let Ok(Some(request)) = protocol::read(&mut connection, service.limit(), &mut body) else {
+            break;
+        };
         let answer = service.answer(&mut visit, request, &mut body);
         if answer.is_err() {
             body.clear();

@@ -35,12 +35,17 @@ pub struct RunSpec {
 }
 
 impl RunSpec {
-    /// The plan of the run: that of one rank with the lanes of all workers, or where workers do not wait for each other, with
-    /// the samples of all.
+    /// The plan of the run: that of one rank with the lanes of all workers, or where workers do not
+    /// wait for each other, with the samples of all.
     ///
     /// # Errors
     /// As [`resolve`], or the configuration asks for something that servers cannot do.
-    pub fn plan(config: &Config, workers: usize, vocabulary: Option<usize>, threads: usize) -> Result<ResolvedConfig> {
+    pub fn plan(
+        config: &Config,
+        workers: usize,
+        vocabulary: Option<usize>,
+        threads: usize,
+    ) -> Result<ResolvedConfig> {
         check(config)?;
         let is_synchronous = config.servers.staleness == Staleness::Bound(0);
         let mut config = config.clone();
@@ -49,13 +54,18 @@ impl RunSpec {
         } else {
             config.parallel.lanes = Some(1);
             // A batch of a worker's own must be possible, too.
-            resolve(of_worker(&config, workers), &Environment { ranks: 1, threads, vocabulary, on_gpu: false })?;
+            resolve(
+                of_worker(&config, workers),
+                &Environment { ranks: 1, threads, vocabulary, on_gpu: false },
+            )?;
             config.batch.global = batch_of_worker(&config, workers) * workers as u64;
         }
         (config.precision, config.parallel.replica) = Default::default();
         let plan = resolve(config, &Environment { ranks: 1, threads, vocabulary, on_gpu: false })?;
-        let has_statistics =
-            layouts(&plan).iter().flat_map(|unit| &unit.tensors).any(|tensor| tensor.average.is_some());
+        let has_statistics = layouts(&plan)
+            .iter()
+            .flat_map(|unit| &unit.tensors)
+            .any(|tensor| tensor.average.is_some());
         if is_synchronous && has_statistics {
             return Err(Error::input(
                 "servers.staleness = 0, but the network has batch normalisation, whose samples see each other",
@@ -71,7 +81,8 @@ impl RunSpec {
         Ok(plan)
     }
 
-    /// The configuration with its epochs counted in steps of so many workers, of training data with so many samples.
+    /// The configuration with its epochs counted in steps of so many workers, of training data with
+    /// so many samples.
     pub fn counted(config: &Config, workers: usize, samples: u64) -> Config {
         let mut config = config.clone();
         let given = config.batch.global;
@@ -130,7 +141,10 @@ pub fn layouts(plan: &ResolvedConfig) -> Vec<UnitLayout> {
     let slices = plan.slices(0);
     let blocks = plan.network.cpu_blocks(&slices);
     let lanes = if plan.config.servers.staleness == Staleness::Bound(0) { plan.lanes } else { 1 };
-    blocks.iter().map(|block| UnitLayout::sliced(block.name(), block.tensors(), lanes, &slices)).collect()
+    blocks
+        .iter()
+        .map(|block| UnitLayout::sliced(block.name(), block.tensors(), lanes, &slices))
+        .collect()
 }
 
 /// The ranges of each of so many servers.
@@ -138,9 +152,11 @@ pub fn layouts(plan: &ResolvedConfig) -> Vec<UnitLayout> {
 /// # Errors
 /// As [`divide`].
 pub fn division(plan: &ResolvedConfig, servers: usize) -> Result<Vec<Vec<ParamRange>>> {
-    // Norms are sums over virtual shards, of which a unit has as many as lanes; without them a range begins on a cache line.
+    // Norms are sums over virtual shards, of which a unit has as many as lanes; without them a
+    // range begins on a cache line.
     let is_synchronous = plan.config.servers.staleness == Staleness::Bound(0);
-    let granules = |layout: &UnitLayout| if is_synchronous { plan.lanes } else { layout.padded / 16 };
+    let granules =
+        |layout: &UnitLayout| if is_synchronous { plan.lanes } else { layout.padded / 16 };
     divide(&layouts(plan), granules, plan.config.servers.partition, servers)
 }
 
@@ -177,7 +193,10 @@ fn check(config: &Config) -> Result<()> {
         ("parallel.average_every", average),
         ("parallel.layout = auto", parallel.layout == hpctrain_config::LayoutMode::Auto),
         ("optimizer.offload", config.optimizer.offload),
-        ("model.place.tables = host", config.model.place.tables == hpctrain_config::EmbeddingPlacement::Host),
+        (
+            "model.place.tables = host",
+            config.model.place.tables == hpctrain_config::EmbeddingPlacement::Host,
+        ),
         ("parallel.offload_shards", parallel.offload_shards),
         ("parallel.offload_activations", parallel.offload_activations),
         ("log.histograms", config.log.histograms > 0),

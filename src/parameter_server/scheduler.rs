@@ -1,4 +1,5 @@
-//! The work of a run and the workers that do it: each piece is given out under a ticket, and given out again if its worker is gone.
+//! The work of a run and the workers that do it: each piece is given out under a ticket, and given
+//! out again if its worker is gone.
 //!
 //! No clock and no connection is here: [`super::coordinator`] has those.
 
@@ -59,7 +60,8 @@ pub struct Done {
     pub low: u64,
     /// and those.
     pub ahead: BTreeSet<u64>,
-    /// Of them, those not yet taken by [`WorkScheduler::take_batches`], in the order of their coming.
+    /// Of them, those not yet taken by [`WorkScheduler::take_batches`], in the order of their
+    /// coming.
     pub untaken: Vec<Batch>,
     /// All, by updates between pull and push.
     pub histogram: BTreeMap<u64, u64>,
@@ -134,7 +136,8 @@ pub struct WorkScheduler {
 }
 
 impl WorkScheduler {
-    /// Without workers and without work. Tickets are numbered from `tickets` on: those of a coordinator before it are others.
+    /// Without workers and without work. Tickets are numbered from `tickets` on: those of a
+    /// coordinator before it are others.
     pub fn new(staleness: Staleness, lease: u64, tickets: u64) -> Self {
         Self {
             staleness,
@@ -159,8 +162,14 @@ impl WorkScheduler {
     /// A worker comes.
     pub fn join(&mut self, member: u64, place: String) {
         // Nobody is to wait until it has caught up.
-        let clock = self.slowest().or_else(|| self.members.values().map(|member| member.clock).max()).unwrap_or(0);
-        self.members.insert(member, Member { place, clock, done: 0, seconds: WorkerTimes::default(), lease: None });
+        let clock = self
+            .slowest()
+            .or_else(|| self.members.values().map(|member| member.clock).max())
+            .unwrap_or(0);
+        self.members.insert(
+            member,
+            Member { place, clock, done: 0, seconds: WorkerTimes::default(), lease: None },
+        );
     }
 
     /// Whether a worker is one.
@@ -175,14 +184,20 @@ impl WorkScheduler {
 
     /// A worker is gone: others get its work.
     pub fn leave(&mut self, member: u64) -> Option<Member> {
-        let tickets: Vec<u64> =
-            self.given.iter().filter(|(_, (of, _))| *of == member).map(|(ticket, _)| *ticket).collect();
+        let tickets: Vec<u64> = self
+            .given
+            .iter()
+            .filter(|(_, (of, _))| *of == member)
+            .map(|(ticket, _)| *ticket)
+            .collect();
         for ticket in tickets {
             let Some((_, task)) = self.given.remove(&ticket) else { continue };
             self.revoked.push(ticket);
             match (task, &mut self.course, &mut self.evaluation) {
                 (Task::Lanes(lanes), Course::Step { todo, .. }, _) => todo.push_front(lanes),
-                (Task::Batches(batches), Course::Batches { todo, .. }, _) if !batches.is_empty() => {
+                (Task::Batches(batches), Course::Batches { todo, .. }, _)
+                    if !batches.is_empty() =>
+                {
                     todo.push_front(batches);
                 }
                 (Task::Chunks(chunks), _, Some(evaluation)) => evaluation.todo.push_front(chunks),
@@ -211,7 +226,8 @@ impl WorkScheduler {
         self.course = Course::Step { step, todo, losses: TreeReducer::new(lanes), compute: 0.0 };
     }
 
-    /// The sum of the lanes' losses, once all have been computed, and the most seconds that one worker took.
+    /// The sum of the lanes' losses, once all have been computed, and the most seconds that one
+    /// worker took.
     pub fn step_result(&self) -> Option<(f64, f64)> {
         match &self.course {
             Course::Step { losses, compute, .. } => losses.whole().map(|loss| (*loss, *compute)),
@@ -239,7 +255,8 @@ impl WorkScheduler {
     pub fn done_batches(&self) -> Option<Done> {
         match &self.course {
             Course::Batches { low, ahead, done, .. } => {
-                let (untaken, histogram) = (done.iter().copied().collect(), self.histogram.clone());
+                let untaken = done.iter().copied().collect();
+                let histogram = self.histogram.clone();
                 Some(Done { low: *low, ahead: ahead.clone(), untaken, histogram })
             }
             _ => None,
@@ -249,7 +266,9 @@ impl WorkScheduler {
     /// The next `count` batches that were done, once there are so many.
     pub fn take_batches(&mut self, count: usize) -> Option<Vec<Batch>> {
         match &mut self.course {
-            Course::Batches { done, .. } if done.len() >= count => Some(done.drain(..count).collect()),
+            Course::Batches { done, .. } if done.len() >= count => {
+                Some(done.drain(..count).collect())
+            }
             _ => None,
         }
     }
@@ -265,13 +284,17 @@ impl WorkScheduler {
     /// Chunks are to be evaluated with the parameters of a cut.
     pub fn begin_evaluation(&mut self, cut: u64, chunks: u64) {
         let size = chunks.div_ceil(4 * self.members.len().max(1) as u64).max(1);
-        let todo = (0..chunks).step_by(size as usize).map(|first| first..(first + size).min(chunks)).collect();
+        let todo = (0..chunks)
+            .step_by(size as usize)
+            .map(|first| first..(first + size).min(chunks))
+            .collect();
         self.evaluation = Some(Evaluation { cut, chunks, todo, sums: BTreeMap::new() });
     }
 
     /// The sums of all chunks, in order, once all are there: the evaluation is over.
     pub fn take_evaluation(&mut self) -> Option<Vec<Vec<f64>>> {
-        let is_done = |evaluation: &mut Evaluation| evaluation.sums.len() as u64 == evaluation.chunks;
+        let is_done =
+            |evaluation: &mut Evaluation| evaluation.sums.len() as u64 == evaluation.chunks;
         Some(self.evaluation.take_if(is_done)?.sums.into_values().collect())
     }
 
@@ -295,7 +318,8 @@ impl WorkScheduler {
         self.end = Some(code);
     }
 
-    /// Work for a worker that has none, or goes on with its lease. None if there is nothing at the moment.
+    /// Work for a worker that has none, or goes on with its lease. None if there is nothing at the
+    /// moment.
     pub fn next(&mut self, member: u64) -> Option<Work> {
         if let Some(code) = self.end {
             return Some(Work::End(code));
@@ -313,7 +337,8 @@ impl WorkScheduler {
         match &mut self.course {
             Course::None => None,
             Course::Step { step, todo, .. } => {
-                let (step, lanes) = (*step, todo.pop_front()?);
+                let step = *step;
+                let lanes = todo.pop_front()?;
                 let ticket = self.give(member, Task::Lanes(lanes.clone()));
                 Some(Work::Lanes { ticket, step, lanes })
             }
@@ -330,7 +355,8 @@ impl WorkScheduler {
         {
             return None;
         }
-        if let Some(Task::Batches(left)) = mine.lease.and_then(|lease| self.given.get(&lease)).map(|(_, task)| task)
+        if let Some(Task::Batches(left)) =
+            mine.lease.and_then(|lease| self.given.get(&lease)).map(|(_, task)| task)
             && !left.is_empty()
         {
             return Some(Work::GoOn);
@@ -354,7 +380,8 @@ impl WorkScheduler {
         Some(Work::Lease { ticket, batches })
     }
 
-    /// The last half of the longest lease, which its worker has not come to: a slow one is not to hold up the end.
+    /// The last half of the longest lease, which its worker has not come to: a slow one is not to
+    /// hold up the end.
     fn steal(&mut self) -> Option<Range<u64>> {
         let leases = self.given.values_mut().filter_map(|(_, task)| match task {
             Task::Batches(left) if left.end - left.start > 1 => Some(left),
@@ -383,7 +410,9 @@ impl WorkScheduler {
     /// A worker has done something. A report of one that counts as gone is of no account.
     pub fn done(&mut self, member: u64, report: &Report) {
         let ticket = match report {
-            Report::Lanes { ticket, .. } | Report::Batch { ticket, .. } | Report::Chunks { ticket, .. } => *ticket,
+            Report::Lanes { ticket, .. }
+            | Report::Batch { ticket, .. }
+            | Report::Chunks { ticket, .. } => *ticket,
             Report::Failed { .. } => return,
         };
         let Some((owner, task)) = self.given.get_mut(&ticket) else { return };
@@ -405,8 +434,16 @@ impl WorkScheduler {
                 sums.put(lanes.clone(), loss, |into, from| *into += from);
                 *most = most.max(seconds.compute);
                 member.seconds += *seconds;
-                let (place, shares, staleness) = (member.place.clone(), lanes.len(), Some(0));
-                self.contributions.push(Contribution { place, shares, loss, staleness, seconds: *seconds });
+                let place = member.place.clone();
+                let shares = lanes.len();
+                let staleness = Some(0);
+                self.contributions.push(Contribution {
+                    place,
+                    shares,
+                    loss,
+                    staleness,
+                    seconds: *seconds,
+                });
             }
             (
                 Report::Batch { batch, loss, norm, staleness, seconds, .. },
@@ -428,16 +465,30 @@ impl WorkScheduler {
                 while ahead.remove(low) {
                     *low += 1;
                 }
-                let (loss, norm) = (f64::from_bits(*loss), f64::from_bits(*norm));
-                done.push_back(Batch { loss, norm, staleness: *staleness, compute: seconds.compute });
-                let (place, staleness) = (member.place.clone(), *staleness);
-                self.contributions.push(Contribution { place, shares: 1, loss, staleness, seconds: *seconds });
+                let loss = f64::from_bits(*loss);
+                let norm = f64::from_bits(*norm);
+                done.push_back(Batch {
+                    loss,
+                    norm,
+                    staleness: *staleness,
+                    compute: seconds.compute,
+                });
+                let place = member.place.clone();
+                let staleness = *staleness;
+                self.contributions.push(Contribution {
+                    place,
+                    shares: 1,
+                    loss,
+                    staleness,
+                    seconds: *seconds,
+                });
                 if let Some(staleness) = staleness {
                     *self.histogram.entry(staleness).or_default() += 1;
                 }
             }
             (Report::Chunks { sums, .. }, Task::Chunks(chunks), _, Some(evaluation)) => {
-                let values = sums.iter().map(|sums| sums.iter().map(|bits| f64::from_bits(*bits)).collect());
+                let values =
+                    sums.iter().map(|sums| sums.iter().map(|bits| f64::from_bits(*bits)).collect());
                 evaluation.sums.extend(chunks.clone().zip(values));
             }
             _ => {}
@@ -459,8 +510,9 @@ mod tests {
     }
 
     fn batch(ticket: u64, batch: u64) -> Report {
-        let (loss, norm, seconds) =
-            (1f64.to_bits(), 1f64.to_bits(), WorkerTimes { compute: 0.1, ..WorkerTimes::default() });
+        let loss = 1f64.to_bits();
+        let norm = 1f64.to_bits();
+        let seconds = WorkerTimes { compute: 0.1, ..WorkerTimes::default() };
         Report::Batch { ticket, batch, loss, norm, staleness: Some(0), seconds }
     }
 
@@ -468,8 +520,12 @@ mod tests {
     fn lanes_of_a_worker_that_is_gone_are_given_out_again() {
         let mut pool = pool(Staleness::Bound(0), 2);
         pool.begin_step(7, 4);
-        let Some(Work::Lanes { ticket: first, lanes, step: 7 }) = pool.next(1) else { panic!("no lanes") };
-        let Some(Work::Lanes { ticket: second, lanes: others, .. }) = pool.next(2) else { panic!("no lanes") };
+        let Some(Work::Lanes { ticket: first, lanes, step: 7 }) = pool.next(1) else {
+            panic!("no lanes")
+        };
+        let Some(Work::Lanes { ticket: second, lanes: others, .. }) = pool.next(2) else {
+            panic!("no lanes")
+        };
         assert_eq!((lanes.clone(), others, pool.next(1)), (0..2, 2..4, None));
         let report = |ticket, losses: [f64; 2]| Report::Lanes {
             ticket,
@@ -481,7 +537,9 @@ mod tests {
         assert_eq!((pool.take_revoked(), pool.next(1)), (vec![first], Some(Work::Renew)));
         pool.done(1, &report(first, [100.0, 100.0]));
         assert_eq!(pool.step_result(), None);
-        let Some(Work::Lanes { ticket, lanes: again, .. }) = pool.next(2) else { panic!("no lanes") };
+        let Some(Work::Lanes { ticket, lanes: again, .. }) = pool.next(2) else {
+            panic!("no lanes")
+        };
         assert_eq!(again, lanes);
         pool.done(2, &report(ticket, [1.0, 2.0]));
         assert_eq!(pool.step_result(), Some((15.0, 1.0)));
@@ -491,7 +549,8 @@ mod tests {
     fn every_batch_is_done_once_whoever_is_gone() {
         let mut pool = pool(Staleness::None, 3);
         pool.begin_batches(Done { low: 10, ..Done::default() }, 60);
-        let (mut counts, mut leases) = (BTreeMap::new(), BTreeMap::<u64, (u64, Range<u64>)>::new());
+        let mut counts = BTreeMap::new();
+        let mut leases = BTreeMap::<u64, (u64, Range<u64>)>::new();
         let mut turn = 0;
         while pool.low() < 60 {
             turn += 1;
@@ -525,7 +584,9 @@ mod tests {
     fn batches_go_on_from_those_that_are_done() {
         let mut before = pool(Staleness::None, 2);
         before.begin_batches(Done::default(), 20);
-        let Some(Work::Lease { ticket: slow, batches: of_slow }) = before.next(1) else { panic!("no lease") };
+        let Some(Work::Lease { ticket: slow, batches: of_slow }) = before.next(1) else {
+            panic!("no lease")
+        };
         let Some(Work::Lease { ticket, batches }) = before.next(2) else { panic!("no lease") };
         before.done(1, &batch(slow, of_slow.start));
         batches.for_each(|now| before.done(2, &batch(ticket, now)));
@@ -553,7 +614,9 @@ mod tests {
     fn nobody_gets_further_ahead_than_the_bound() {
         let mut pool = pool(Staleness::Bound(2), 2);
         pool.begin_batches(Done::default(), 100);
-        let Some(Work::Lease { ticket: slow, batches: of_slow }) = pool.next(1) else { panic!("no lease") };
+        let Some(Work::Lease { ticket: slow, batches: of_slow }) = pool.next(1) else {
+            panic!("no lease")
+        };
         let Some(Work::Lease { ticket, batches }) = pool.next(2) else { panic!("no lease") };
         for now in batches.clone().take(3) {
             pool.done(2, &batch(ticket, now));
@@ -581,7 +644,10 @@ mod tests {
         // It has no lease at the moment.
         pool.join(2, "host 2".into());
         assert_eq!(pool.members()[&2].clock, 4);
-        assert!(matches!((pool.next(1), pool.next(2)), (Some(Work::Lease { .. }), Some(Work::Lease { .. }))));
+        assert!(matches!(
+            (pool.next(1), pool.next(2)),
+            (Some(Work::Lease { .. }), Some(Work::Lease { .. }))
+        ));
     }
 
     #[test]
@@ -618,7 +684,10 @@ mod tests {
             pool.done(1, &Report::Chunks { ticket, sums });
         }
         assert_eq!(seen, [0, 1, 2, 3, 4, 5]);
-        assert_eq!(pool.take_evaluation().unwrap(), (0..6).map(|chunk| vec![f64::from(chunk)]).collect::<Vec<_>>());
+        assert_eq!(
+            pool.take_evaluation().unwrap(),
+            (0..6).map(|chunk| vec![f64::from(chunk)]).collect::<Vec<_>>()
+        );
         assert_eq!(pool.next(1), Some(Work::GoOn));
     }
 }

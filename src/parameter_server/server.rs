@@ -40,7 +40,12 @@ pub struct ServerOptions {
 impl ServerOptions {
     /// Returns a connection to the coordinator.
     fn line(&self, contact: &Contact) -> Result<RpcClient> {
-        Ok(RpcClient::new("the coordinator", &contact.address, self.site.credentials(contact)?, self.patience))
+        Ok(RpcClient::new(
+            "the coordinator",
+            &contact.address,
+            self.site.credentials(contact)?,
+            self.patience,
+        ))
     }
 }
 
@@ -62,7 +67,8 @@ pub fn serve(post: &ServerOptions) -> Result<()> {
     let credentials = post.site.credentials(&contact)?;
     let _listener = RpcServer::open(listener, credentials, shelves.clone(), post.patience * 10)?;
     let mut coordinator = post.line(&contact)?;
-    let (mut heard, mut known) = (Instant::now(), false);
+    let mut heard = Instant::now();
+    let mut known = false;
     loop {
         let generation = shelves.storage().map(|storage| storage.generation());
         let request = if known {
@@ -117,18 +123,30 @@ impl ServerState {
     }
 
     /// Sends the events since the last call.
-    fn tell(&self, recording: &mut Option<Recording>, own: &str, coordinator: &mut RpcClient) -> Result<()> {
+    fn tell(
+        &self,
+        recording: &mut Option<Recording>,
+        own: &str,
+        coordinator: &mut RpcClient,
+    ) -> Result<()> {
         let recording = match recording {
             Some(recording) => recording,
             empty => empty.insert(Recording::start(format!("server {own}"), coordinator)?),
         };
-        let events = std::mem::take(&mut *self.events.lock().unwrap_or_else(PoisonError::into_inner));
+        let events =
+            std::mem::take(&mut *self.events.lock().unwrap_or_else(PoisonError::into_inner));
         recording.send_events(coordinator, events)
     }
 
     /// Keeps an event of a connection, which has ended now.
     fn keep(&self, connection: u64, name: &str, start: u64) {
-        let event = TraceEvent { name: name.into(), unit: None, start, end: now(), details: serde_json::json!({}) };
+        let event = TraceEvent {
+            name: name.into(),
+            unit: None,
+            start,
+            end: now(),
+            details: serde_json::json!({}),
+        };
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         events.push((format!("connection {connection}"), event));
     }
@@ -150,9 +168,13 @@ impl ServerState {
         let is_current = |generation: u64| generation == storage.generation();
         match request {
             ServerRequest::Pull { generation, of, pieces, known } if is_current(generation) => {
-                return storage.pull(of, pieces, &known, body).map(|versions| ServerResponse::Pulled { versions });
+                return storage
+                    .pull(of, pieces, &known, body)
+                    .map(|versions| ServerResponse::Pulled { versions });
             }
-            ServerRequest::Push { generation, member, line, number, of, pieces } if is_current(generation) => {
+            ServerRequest::Push { generation, member, line, number, of, pieces }
+                if is_current(generation) =>
+            {
                 let staleness = storage.push((member, line), number, &of, pieces, body)?;
                 body.clear();
                 return Ok(ServerResponse::Pushed { staleness });
@@ -167,7 +189,8 @@ impl ServerState {
                 ServerResponse::Norms(storage.norms(hyper.into())?)
             }
             ServerRequest::Update { generation, step, hyper, trust } if is_current(generation) => {
-                let factors = |unit: &Vec<u32>| unit.iter().map(|bits| f32::from_bits(*bits)).collect();
+                let factors =
+                    |unit: &Vec<u32>| unit.iter().map(|bits| f32::from_bits(*bits)).collect();
                 let trust: Vec<Vec<f32>> = trust.iter().map(factors).collect();
                 storage.update(step, hyper.map(Hyper::from), &trust)?;
                 ServerResponse::Done
@@ -218,9 +241,16 @@ impl RpcHandler for ServerState {
         self.storage().map_or(SMALL, |storage| storage.elements() * size_of::<f32>())
     }
 
-    fn answer(&self, visit: &mut Self::Visit, request: ServerRequest, body: &mut Vec<u8>) -> Result<ServerResponse> {
-        let connection = *visit.get_or_insert_with(|| self.connections.fetch_add(1, Ordering::Relaxed));
-        let (name, start) = (name(&request), now());
+    fn answer(
+        &self,
+        visit: &mut Self::Visit,
+        request: ServerRequest,
+        body: &mut Vec<u8>,
+    ) -> Result<ServerResponse> {
+        let connection =
+            *visit.get_or_insert_with(|| self.connections.fetch_add(1, Ordering::Relaxed));
+        let name = name(&request);
+        let start = now();
         let answer = self.act(request, body);
         if self.is_traced() {
             self.keep(connection, name, start);

@@ -28,7 +28,12 @@ pub struct ServerClients {
 
 impl ServerClients {
     /// Those of the terms. Requests to them end when one is lost.
-    pub fn new(terms: &RunSpec, hub: Arc<CoordinatorService>, credentials: Credentials, patience: Duration) -> Self {
+    pub fn new(
+        terms: &RunSpec,
+        hub: Arc<CoordinatorService>,
+        credentials: Credentials,
+        patience: Duration,
+    ) -> Self {
         let watch = hub.clone();
         Self::of(&terms.addresses, hub, credentials, patience, move || !watch.has_lost())
     }
@@ -40,10 +45,12 @@ impl ServerClients {
         patience: Duration,
         goes_on: impl Fn() -> bool + Clone + Send + Sync + 'static,
     ) -> Self {
-        // The heartbeats of a server say that it is there; one that takes no new connection is busy.
+        // The heartbeats of a server say that it is there; one that takes no new connection is
+        // busy.
         let reach = hub.limits().stuck;
         let line = |address: &String| {
-            RpcClient::new("the server", address, credentials.clone(), patience).watched(reach, goes_on.clone())
+            RpcClient::new("the server", address, credentials.clone(), patience)
+                .watched(reach, goes_on.clone())
         };
         Self {
             lines: addresses.iter().map(line).collect(),
@@ -54,8 +61,9 @@ impl ServerClients {
         }
     }
 
-    /// Connects to the same servers for another thread, whose requests take longer and end with the generation. They are connected
-    /// now: later a server's room for handshakes may be full of strangers'.
+    /// Connects to the same servers for another thread, whose requests take longer and end with the
+    /// generation. They are connected now: later a server's room for handshakes may be full of
+    /// strangers'.
     ///
     /// # Errors
     /// Returns an error if a server is gone.
@@ -63,7 +71,13 @@ impl ServerClients {
         let addresses: Vec<String> = self.lines.iter().map(|line| line.address().into()).collect();
         let watch = self.hub.clone();
         let goes_on = move || watch.should_continue(generation);
-        let mut other = Self::of(&addresses, self.hub.clone(), self.credentials.clone(), LONG * self.patience, goes_on);
+        let mut other = Self::of(
+            &addresses,
+            self.hub.clone(),
+            self.credentials.clone(),
+            LONG * self.patience,
+            goes_on,
+        );
         other.all(|_| ServerRequest::At { generation })?;
         Ok(other)
     }
@@ -91,9 +105,16 @@ impl ServerClients {
     ///
     /// # Errors
     /// One is gone, belongs to another generation, or failed.
-    pub fn all(&mut self, request: impl Fn(usize) -> ServerRequest) -> Result<Vec<ServerResponse>, SessionError> {
-        let sent: Vec<bool> =
-            self.lines.iter_mut().enumerate().map(|(server, line)| line.send(&request(server), &[]).is_ok()).collect();
+    pub fn all(
+        &mut self,
+        request: impl Fn(usize) -> ServerRequest,
+    ) -> Result<Vec<ServerResponse>, SessionError> {
+        let sent: Vec<bool> = self
+            .lines
+            .iter_mut()
+            .enumerate()
+            .map(|(server, line)| line.send(&request(server), &[]).is_ok())
+            .collect();
         let mut answers = Vec::with_capacity(sent.len());
         for (server, (line, sent)) in self.lines.iter_mut().zip(sent).enumerate() {
             let answer = if sent { line.receive(0, &mut Vec::new()).ok() } else { None };
@@ -103,10 +124,14 @@ impl ServerClients {
                 None => line.ask(&request(server), &[], 0, &mut Vec::new()),
             };
             match answer {
-                Ok(ServerResponse::Stale) => return Err(self.hub.lose(line.address(), "it has begun anew")),
+                Ok(ServerResponse::Stale) => {
+                    return Err(self.hub.lose(line.address(), "it has begun anew"));
+                }
                 Ok(answer) => answers.push(answer),
                 // One whose connection failed is lost.
-                Err(e) if e.kind() == Kind::Comm => return Err(self.hub.lose(line.address(), e.message())),
+                Err(e) if e.kind() == Kind::Comm => {
+                    return Err(self.hub.lose(line.address(), e.message()));
+                }
                 Err(e) => return Err(SessionError::Failed(e)),
             }
         }

@@ -20,7 +20,8 @@ const TIMEOUT: Duration = Duration::from_secs(15);
 /// There is no coordinator, or it does not answer.
 pub fn status(site: &PsRendezvous) -> Result<Value> {
     let contact = site.coordinator(Duration::ZERO)?;
-    let mut line = RpcClient::new("the coordinator", &contact.address, site.credentials(&contact)?, TIMEOUT);
+    let mut line =
+        RpcClient::new("the coordinator", &contact.address, site.credentials(&contact)?, TIMEOUT);
     match line.tell(&CoordinatorRequest::Status)? {
         CoordinatorResponse::Status(told) => Ok(*told),
         other => Err(Error::comm(format!("the coordinator answered {other:?}"))),
@@ -63,7 +64,8 @@ pub fn told(status: &Value) -> String {
         "server", "ranges", "held", "pulls", "sent", "pushes", "received", "refused", "updating"
     );
     for server in status["servers"].as_array().into_iter().flatten() {
-        let (address, load) = (server["address"].as_str().unwrap_or("?"), &server["load"]);
+        let address = server["address"].as_str().unwrap_or("?");
+        let load = &server["load"];
         if load.is_null() {
             let _ = writeln!(text, "{address:<28} does not answer");
             continue;

@@ -1,6 +1,8 @@
-//! `--trace` of a run on servers: workers, servers and the coordinator in one file, on the coordinator's clock.
+//! `--trace` of a run on servers: workers, servers and the coordinator in one file, on the
+//! coordinator's clock.
 //!
-//! Workers and servers send their events as they go; nothing is kept for the end of a run that some of them may not see.
+//! Workers and servers send their events as they go; nothing is kept for the end of a run that some
+//! of them may not see.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -41,7 +43,12 @@ impl Collected {
     /// It cannot be written.
     pub fn begin(mut file: TraceFile) -> Result<Self> {
         file.begin(now())?;
-        Ok(Self(Mutex::new(State { file: Some(file), known: BTreeMap::new(), processes: vec![], lost: 0 })))
+        Ok(Self(Mutex::new(State {
+            file: Some(file),
+            known: BTreeMap::new(),
+            processes: vec![],
+            lost: 0,
+        })))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -113,10 +120,13 @@ impl Recording {
     /// # Errors
     /// The coordinator is gone.
     pub fn start(process: String, coordinator: &mut RpcClient) -> Result<Self> {
-        let (mut quickest, mut offset) = (u64::MAX, 0);
+        let mut quickest = u64::MAX;
+        let mut offset = 0;
         for _ in 0..READINGS {
             let before = now();
-            let CoordinatorResponse::Clock { time, host } = coordinator.tell(&CoordinatorRequest::Clock)? else {
+            let CoordinatorResponse::Clock { time, host } =
+                coordinator.tell(&CoordinatorRequest::Clock)?
+            else {
                 return Err(Error::comm("the coordinator does not tell the time"));
             };
             let after = now();
@@ -138,7 +148,8 @@ impl Recording {
     /// The coordinator is gone.
     pub fn send(&self, coordinator: &mut RpcClient, activity: &Activity) -> Result<()> {
         let events = activity.take();
-        let event = |event: &hpctrain_base::spans::Event| (event.track, TraceEvent::of(event, self.offset));
+        let event =
+            |event: &hpctrain_base::spans::Event| (event.track, TraceEvent::of(event, self.offset));
         let named = |(track, event): (Track, TraceEvent)| (track.name().to_string(), event);
         self.tell(coordinator, events.kept.iter().map(event).map(named).collect(), events.lost)
     }
@@ -147,18 +158,33 @@ impl Recording {
     ///
     /// # Errors
     /// The coordinator is gone.
-    pub fn send_events(&self, coordinator: &mut RpcClient, events: Vec<(String, TraceEvent)>) -> Result<()> {
+    pub fn send_events(
+        &self,
+        coordinator: &mut RpcClient,
+        events: Vec<(String, TraceEvent)>,
+    ) -> Result<()> {
         let shifted = |(thread, event): (String, TraceEvent)| {
-            let [start, end] = [event.start, event.end].map(|time| time.saturating_add_signed(self.offset));
+            let [start, end] =
+                [event.start, event.end].map(|time| time.saturating_add_signed(self.offset));
             (thread, TraceEvent { start, end, ..event })
         };
         self.tell(coordinator, events.into_iter().map(shifted).collect(), 0)
     }
 
-    fn tell(&self, coordinator: &mut RpcClient, events: Vec<(String, TraceEvent)>, mut lost: u64) -> Result<()> {
+    fn tell(
+        &self,
+        coordinator: &mut RpcClient,
+        events: Vec<(String, TraceEvent)>,
+        mut lost: u64,
+    ) -> Result<()> {
         for some in events.chunks(AT_ONCE) {
-            let (process, events) = (self.process.clone(), some.to_vec());
-            coordinator.tell::<CoordinatorResponse>(&CoordinatorRequest::Events { process, events, lost })?;
+            let process = self.process.clone();
+            let events = some.to_vec();
+            coordinator.tell::<CoordinatorResponse>(&CoordinatorRequest::Events {
+                process,
+                events,
+                lost,
+            })?;
             lost = 0;
         }
         Ok(())

@@ -17,25 +17,34 @@ impl<T> TreeReducer<T> {
         Self { lanes, parts: BTreeMap::new() }
     }
 
-    /// Whether these lanes are groups of the tree: as many as a power of two, from a multiple of it on, or fewer at the end.
+    /// Whether these lanes are groups of the tree: as many as a power of two, from a multiple of it
+    /// on, or fewer at the end.
     pub fn is_group(&self, lanes: &Range<usize>) -> bool {
-        let (first, count) = (lanes.start, lanes.len());
+        let first = lanes.start;
+        let count = lanes.len();
         let size = count.next_power_of_two();
         let ends = lanes.end == self.lanes || count == size;
         count > 0 && lanes.end <= self.lanes && ends && first.is_multiple_of(size)
     }
 
-    /// Takes the sum of a group of lanes; one that is there already counts once. `add(into, from)` computes `into += from`.
+    /// Takes the sum of a group of lanes; one that is there already counts once. `add(into, from)`
+    /// computes `into += from`.
     pub fn put(&mut self, lanes: Range<usize>, sum: T, mut add: impl FnMut(&mut T, T)) {
-        let is_there = self.parts.range(..=lanes.start).next_back().is_some_and(|(_, (end, _))| *end > lanes.start);
+        let is_there = self
+            .parts
+            .range(..=lanes.start)
+            .next_back()
+            .is_some_and(|(_, (end, _))| *end > lanes.start);
         if is_there || self.parts.range(lanes.clone()).next().is_some() {
             return;
         }
-        let (mut lanes, mut sum) = (lanes, sum);
+        let mut lanes = lanes;
+        let mut sum = sum;
         loop {
             let size = lanes.len().next_power_of_two();
             // Without a neighbour to its right, at the end, a group is the larger one already.
-            let size = if lanes.end == self.lanes { self.ancestor(lanes.start, size) } else { size };
+            let size =
+                if lanes.end == self.lanes { self.ancestor(lanes.start, size) } else { size };
             if lanes.start.is_multiple_of(2 * size) {
                 let whole = (lanes.start + 2 * size).min(self.lanes);
                 match self.parts.get(&lanes.end) {
@@ -59,8 +68,9 @@ impl<T> TreeReducer<T> {
         self.parts.insert(lanes.start, (lanes.end, sum));
     }
 
-    /// The height of a group at the end of the lanes, which has no neighbour to its right: the largest size of which its first
-    /// lane is a multiple, that is needed to meet its left neighbour.
+    /// The height of a group at the end of the lanes, which has no neighbour to its right: the
+    /// largest size of which its first lane is a multiple, that is needed to meet its left
+    /// neighbour.
     fn ancestor(&self, first: usize, size: usize) -> usize {
         let mut size = size;
         while first > 0 && first.is_multiple_of(2 * size) {
@@ -93,8 +103,9 @@ mod tests {
         stream.fill_normal(&mut numbers);
         let mut draw = numbers.iter().map(|x: &f32| (x.abs() * 1e4) as usize).cycle();
         for lanes in 1..=17usize {
-            let values: Vec<f64> =
-                (0..lanes).map(|i| (i as f64 * 1.7 + 0.3).sin() * 10f64.powi(i as i32 % 7)).collect();
+            let values: Vec<f64> = (0..lanes)
+                .map(|i| (i as f64 * 1.7 + 0.3).sin() * 10f64.powi(i as i32 % 7))
+                .collect();
             for _ in 0..40 {
                 // Halves of halves of the tree, at random.
                 let mut groups = vec![];

@@ -1,9 +1,11 @@
-//! The coordinator's journal: the step that it has decided on last, and its update. A coordinator that is started again makes that
-//! update once more, which changes nothing on servers that have made it, and goes on from there.
+//! The coordinator's journal: the step that it has decided on last, and its update. A coordinator
+//! that is started again makes that update once more, which changes nothing on servers that have
+//! made it, and goes on from there.
 //!
-//! Two files in the directory `servers` of the run: `terms.json`, written when servers take their ranges, and `journal.json`, written
-//! before each update. They outlive a process and need not outlive a host: without them, or on servers that have lost their ranges, the
-//! run goes on from its last checkpoint.
+//! Two files in the directory `servers` of the run: `terms.json`, written when servers take their
+//! ranges, and `journal.json`, written before each update. They outlive a process and need not
+//! outlive a host: without them, or on servers that have lost their ranges, the run goes on from
+//! its last checkpoint.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -134,11 +136,15 @@ impl Journal {
 
     fn replace(&self, name: &str, value: &impl Serialize) -> Result<()> {
         let (path, new) = (self.path(name), self.path(&format!("{name}.new")));
-        let text = serde_json::to_vec(value).map_err(|e| Error::internal(format!("the journal: {e}")))?;
-        own_files::write(&new, text).and_then(|()| fs::rename(&new, &path)).map_err(|e| Error::io("write", &path, e))
+        let text =
+            serde_json::to_vec(value).map_err(|e| Error::internal(format!("the journal: {e}")))?;
+        own_files::write(&new, text)
+            .and_then(|()| fs::rename(&new, &path))
+            .map_err(|e| Error::io("write", &path, e))
     }
 
-    /// The content of a file. None if there is no such file, or, with a warning, if it is torn or of another version.
+    /// The content of a file. None if there is no such file, or, with a warning, if it is torn or
+    /// of another version.
     fn parse<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>> {
         let path = self.path(name);
         let text = match safe_open::read(&path) {
@@ -149,7 +155,9 @@ impl Journal {
                 return Err(Error::io("read", &path, e).hint(hint));
             }
         };
-        Ok(serde_json::from_slice(&text).inspect_err(|e| log::warn!("{}: {e}", path.display())).ok())
+        Ok(serde_json::from_slice(&text)
+            .inspect_err(|e| log::warn!("{}: {e}", path.display()))
+            .ok())
     }
 }
 
@@ -212,7 +220,10 @@ mod tests {
         let path = dir.path().join("journal.json");
         fs::create_dir(&path).unwrap();
         let error = journal.read().unwrap_err().to_string();
-        assert!(error.contains("journal.json") && error.contains("hint: see why it cannot be read"), "{error}");
+        assert!(
+            error.contains("journal.json") && error.contains("hint: see why it cannot be read"),
+            "{error}"
+        );
         fs::remove_dir(&path).unwrap();
     }
 }

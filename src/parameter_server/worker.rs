@@ -1,4 +1,5 @@
-//! A worker: takes work from the coordinator, parameters from the servers, and gives gradients back.
+//! A worker: takes work from the coordinator, parameters from the servers, and gives gradients
+//! back.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -35,7 +36,8 @@ use hpctrain_train::evaluate::{Evaluator, model};
 /// Pause before a worker asks again whether the run has begun.
 const RETRY_DELAY: Duration = Duration::from_millis(50);
 
-/// Time within which one that is cut off must come back before the worker joins anew, perhaps at another address.
+/// Time within which one that is cut off must come back before the worker joins anew, perhaps at
+/// another address.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The start of a worker.
@@ -66,7 +68,8 @@ impl WorkerOptions {
     fn coordinator(&self) -> Result<(RpcClient, Credentials)> {
         let contact = self.site.coordinator(self.patience)?;
         let credentials = self.site.credentials(&contact)?;
-        let line = RpcClient::new("the coordinator", contact.address, credentials.clone(), self.patience);
+        let line =
+            RpcClient::new("the coordinator", contact.address, credentials.clone(), self.patience);
         Ok((line.comes_back(RECONNECT_TIMEOUT), credentials))
     }
 
@@ -75,7 +78,11 @@ impl WorkerOptions {
     }
 
     /// Asks until the run takes workers; none if this one is to leave.
-    fn ask(&self, coordinator: &mut RpcClient, request: &CoordinatorRequest) -> Result<Option<CoordinatorResponse>> {
+    fn ask(
+        &self,
+        coordinator: &mut RpcClient,
+        request: &CoordinatorRequest,
+    ) -> Result<Option<CoordinatorResponse>> {
         while !self.is_to_leave() {
             match coordinator.tell(request)? {
                 CoordinatorResponse::NotYet => std::thread::sleep(RETRY_DELAY),
@@ -86,8 +93,8 @@ impl WorkerOptions {
     }
 }
 
-/// The configuration of the run, once it takes workers; or the exit code of this process, if the run is over or the process is
-/// asked to leave before.
+/// The configuration of the run, once it takes workers; or the exit code of this process, if the
+/// run is over or the process is asked to leave before.
 ///
 /// # Errors
 /// The coordinator is gone.
@@ -95,7 +102,9 @@ pub fn config_of_run(hand: &WorkerOptions) -> Result<std::result::Result<Config,
     let since = Instant::now();
     let request = CoordinatorRequest::Terms { host: host_name(), process: std::process::id() };
     loop {
-        let asked = hand.coordinator().and_then(|(mut coordinator, _)| hand.ask(&mut coordinator, &request));
+        let asked = hand
+            .coordinator()
+            .and_then(|(mut coordinator, _)| hand.ask(&mut coordinator, &request));
         match asked {
             Ok(None) => return Ok(Err(0)),
             Ok(Some(CoordinatorResponse::Terms(terms))) => return Ok(Ok(terms.config)),
@@ -112,8 +121,8 @@ fn unexpected(answer: &CoordinatorResponse) -> Error {
     Error::comm(format!("the coordinator answered {answer:?}"))
 }
 
-/// Works until the run is over, or it is asked to leave; returns the run's exit code. `backend` makes the device; `device` names it
-/// with all that decides the bits that it computes.
+/// Works until the run is over, or it is asked to leave; returns the run's exit code. `backend`
+/// makes the device; `device` names it with all that decides the bits that it computes.
 ///
 /// # Errors
 /// The coordinator is gone, the data cannot be read, or the device failed.
@@ -138,7 +147,8 @@ pub fn work<B: Kernels>(
     }
 }
 
-/// Joins the run and works, as long as this membership lasts. `heard` is set to the last time the coordinator was heard of.
+/// Joins the run and works, as long as this membership lasts. `heard` is set to the last time the
+/// coordinator was heard of.
 fn join<B: Kernels>(
     hand: &WorkerOptions,
     program: &Program,
@@ -146,7 +156,11 @@ fn join<B: Kernels>(
     heard: &mut Instant,
 ) -> Result<WorkerExit> {
     let (mut coordinator, credentials) = hand.coordinator()?;
-    let join = CoordinatorRequest::Join { host: host_name(), process: std::process::id(), program: program.clone() };
+    let join = CoordinatorRequest::Join {
+        host: host_name(),
+        process: std::process::id(),
+        program: program.clone(),
+    };
     let (member, terms) = match hand.ask(&mut coordinator, &join)? {
         None => return Ok(WorkerExit::Left),
         Some(CoordinatorResponse::Welcome { member, terms }) => (member, *terms),
@@ -176,8 +190,8 @@ fn join<B: Kernels>(
     activity.record(recording.is_some());
     let line = |address: &str| {
         let current = is_current.clone();
-        let line =
-            RpcClient::new("the server", address, credentials.clone(), hand.patience).comes_back(RECONNECT_TIMEOUT);
+        let line = RpcClient::new("the server", address, credentials.clone(), hand.patience)
+            .comes_back(RECONNECT_TIMEOUT);
         line.watched(RECONNECT_TIMEOUT, move || current.load(Ordering::Relaxed))
     };
     let after = Member::begin(hand, &terms, member, line, backend).and_then(|mut own| {
@@ -194,7 +208,12 @@ fn join<B: Kernels>(
         // The error ends the run, and is told there.
         Err(e) if e.kind() != Kind::Comm => {
             let report = Some(Report::Failed { fault: RemoteError::from(e) });
-            let next = CoordinatorRequest::Next { member, generation: terms.generation, data: None, report };
+            let next = CoordinatorRequest::Next {
+                member,
+                generation: terms.generation,
+                data: None,
+                report,
+            };
             let _ = coordinator.tell_once::<CoordinatorResponse>(&next);
         }
         _ => {}
@@ -210,7 +229,8 @@ struct Member<'a, B: Kernels> {
     plan: ResolvedConfig,
     engine: Engine<B>,
     schedule: StepSchedule,
-    /// Micro-batches to come, for the thread that reads. Dropped before the feed, which waits for that thread to end.
+    /// Micro-batches to come, for the thread that reads. Dropped before the feed, which waits for
+    /// that thread to end.
     wanted: Sender<Range<u64>>,
     feed: MicroBatches<B>,
     evaluator: Option<Evaluator>,
@@ -224,8 +244,8 @@ struct Member<'a, B: Kernels> {
     seconds: WorkerTimes,
 }
 
-/// Refuses a worker that does not fit into the memory that it may take of its host, before it allocates any: parameters,
-/// gradients, activations, and messages.
+/// Refuses a worker that does not fit into the memory that it may take of its host, before it
+/// allocates any: parameters, gradients, activations, and messages.
 fn check_memory<B: Kernels>(
     plan: &ResolvedConfig,
     terms: &RunSpec,
@@ -233,16 +253,22 @@ fn check_memory<B: Kernels>(
     data: &[&dyn Source],
 ) -> Result<()> {
     let mut config = plan.config.clone();
-    // The state of the optimizer and checkpoints are the servers'. The one buffer of this rule stands for a pull's values.
+    // The state of the optimizer and checkpoints are the servers'. The one buffer of this rule
+    // stands for a pull's values.
     config.optimizer = Optimizer { kind: OptimizerKind::Sgd, ema: 0.0, ..config.optimizer };
     config.checkpoint.asynchronous = false;
-    let facts =
-        Environment { ranks: 1, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu: !B::ON_HOST };
+    let facts = Environment {
+        ranks: 1,
+        threads: plan.threads,
+        vocabulary: plan.network.vocabulary(),
+        on_gpu: !B::ON_HOST,
+    };
     let lean = resolve(config, &facts)?;
     let mut held = memory::Held::now(&single::<B>(), data);
     // One is read, and one is sent.
     held.messages = 2 * longest(&terms.pieces);
-    let (need, room) = (memory::worst::<B>(&lean, held), memory::room(plan, topology, held, None));
+    let need = memory::worst::<B>(&lean, held);
+    let room = memory::room(plan, topology, held, None);
     if room.holds(&need) {
         return Ok(());
     }
@@ -263,11 +289,14 @@ impl<'a, B: Kernels> Member<'a, B> {
         let plan = terms.worker_plan(hand.threads, !B::ON_HOST)?;
         let alone = single::<Cpu>();
         let topology = Topology::gather(&alone.world(), alone.node().host)?;
-        let Splits { mut train, mut validation, .. } = Splits::open(&plan.config, &alone.world(), &topology)?;
+        let Splits { mut train, mut validation, .. } =
+            Splits::open(&plan.config, &alone.world(), &topology)?;
         let digest = train.fingerprint().map(|fingerprint| fingerprint.digest());
         if let Some(preprocessing) = &terms.preprocessing {
             train.conform(preprocessing)?;
-            validation.as_mut().map_or(Ok(vec![]), |validation| validation.conform(preprocessing))?;
+            validation
+                .as_mut()
+                .map_or(Ok(vec![]), |validation| validation.conform(preprocessing))?;
         }
         check_memory::<B>(&plan, terms, &topology, &[&*train])?;
         let model = model::build(&single::<B>(), &plan, backend(&plan)?)?;
@@ -280,8 +309,10 @@ impl<'a, B: Kernels> Member<'a, B> {
             seed: plan.config.run.seed,
         };
         let (wanted, ranges) = channel();
-        let feed = MicroBatches::of(&model, train, &plan, terms.start.position, ranges.into_iter())?;
-        let (samples, chunk) = (plan.config.eval.samples, plan.config.eval.batch);
+        let feed =
+            MicroBatches::of(&model, train, &plan, terms.start.position, ranges.into_iter())?;
+        let samples = plan.config.eval.samples;
+        let chunk = plan.config.eval.batch;
         let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
         let servers = Servers::new(terms, member, line);
         let engine = Engine { model, geometry, host_inputs: None };
@@ -304,14 +335,25 @@ impl<'a, B: Kernels> Member<'a, B> {
     }
 
     /// Does the work that the coordinator gives, to its end; `tell` is called after each piece.
-    fn work(&mut self, coordinator: &mut RpcClient, tell: impl Fn(&mut RpcClient) -> Result<()>) -> Result<WorkerExit> {
-        let (member, generation) = (self.member, self.terms.generation);
-        let (mut report, mut data) = (None, self.digest.clone());
+    fn work(
+        &mut self,
+        coordinator: &mut RpcClient,
+        tell: impl Fn(&mut RpcClient) -> Result<()>,
+    ) -> Result<WorkerExit> {
+        let member = self.member;
+        let generation = self.terms.generation;
+        let mut report = None;
+        let mut data = self.digest.clone();
         loop {
             if self.hand.is_to_leave() {
                 return Ok(WorkerExit::Left);
             }
-            let request = CoordinatorRequest::Next { member, generation, data: data.take(), report: report.take() };
+            let request = CoordinatorRequest::Next {
+                member,
+                generation,
+                data: data.take(),
+                report: report.take(),
+            };
             let work = match coordinator.tell(&request)? {
                 CoordinatorResponse::Work(work) => work,
                 other => return Err(unexpected(&other)),
@@ -345,8 +387,8 @@ impl<'a, B: Kernels> Member<'a, B> {
         }
     }
 
-    /// Makes a batch the next one to be read, and asks for the one after it, if the lease has one: by then another worker may have
-    /// it, and its samples are left out.
+    /// Makes a batch the next one to be read, and asks for the one after it, if the lease has one:
+    /// by then another worker may have it, and its samples are left out.
     fn read_ahead(&mut self, batch: u64) -> Result<()> {
         while self.asked.front().is_some_and(|next| *next != batch) {
             self.asked.pop_front();
@@ -379,14 +421,19 @@ impl<'a, B: Kernels> Member<'a, B> {
         if self.push(|_, _| of.clone())?.is_none() {
             return Ok(None);
         }
-        Ok(Some(Report::Lanes { ticket, losses: vec![reduced.loss.to_bits()], seconds: self.seconds }))
+        Ok(Some(Report::Lanes {
+            ticket,
+            losses: vec![reduced.loss.to_bits()],
+            seconds: self.seconds,
+        }))
     }
 
-    /// Computes the gradient of the next batch of the lease, and pushes it; none if the generation is over.
+    /// Computes the gradient of the next batch of the lease, and pushes it; none if the generation
+    /// is over.
     fn batch(&mut self) -> Result<Option<Report>> {
         let lease = self.lease.as_mut().and_then(|(ticket, left)| Some((*ticket, left.next()?)));
-        let (ticket, batch) =
-            lease.ok_or_else(|| Error::comm("the coordinator goes on with a lease that has ended"))?;
+        let (ticket, batch) = lease
+            .ok_or_else(|| Error::comm("the coordinator goes on with a lease that has ended"))?;
         self.read_ahead(batch)?;
         self.seconds = WorkerTimes::default();
         if !self.pull(Values::Live)? {
@@ -411,14 +458,17 @@ impl<'a, B: Kernels> Member<'a, B> {
             self.engine.model.sharded.skip()?;
             None
         };
-        let (loss, norm, seconds) = (loss.to_bits(), reduced.norm.to_bits(), self.seconds);
+        let loss = loss.to_bits();
+        let norm = reduced.norm.to_bits();
+        let seconds = self.seconds;
         Ok(Some(Report::Batch { ticket, batch, loss, norm, staleness, seconds }))
     }
 
     /// The gradient of the micro-batches that were asked for, and the time that it took.
     fn gradients(&mut self, step: u64) -> Result<ReducedStep> {
         let before = self.feed.waited();
-        let reduced = self.engine.gradients(step, || self.feed.next_micro(), ControlFlags::empty)?;
+        let reduced =
+            self.engine.gradients(step, || self.feed.next_micro(), ControlFlags::empty)?;
         self.seconds.loader += (self.feed.waited() - before).as_secs_f64();
         self.seconds.compute += reduced.compute[0];
         Ok(reduced)
@@ -430,7 +480,8 @@ impl<'a, B: Kernels> Member<'a, B> {
             return Ok(None);
         }
         let none = || {
-            Error::input("this worker has no validation data, but the run has").hint("give all workers the same files")
+            Error::input("this worker has no validation data, but the run has")
+                .hint("give all workers the same files")
         };
         let evaluator = self.evaluator.as_mut().ok_or_else(none)?;
         let mut sums = Vec::new();
@@ -444,15 +495,18 @@ impl<'a, B: Kernels> Member<'a, B> {
 
     /// Takes values from all servers.
     fn pull(&mut self, of: Values) -> Result<Current> {
-        let (began, _span) = (Instant::now(), span(Doing::Pulling, None));
+        let began = Instant::now();
+        let _span = span(Doing::Pulling, None);
         let current = self.servers.pull(&mut self.engine.model, of)?;
         self.seconds.pull += began.elapsed().as_secs_f64();
         Ok(current)
     }
 
-    /// Gives the reduced gradient to all servers; returns the largest staleness, or none if the generation is over.
+    /// Gives the reduced gradient to all servers; returns the largest staleness, or none if the
+    /// generation is over.
     fn push(&mut self, of: impl Fn(usize, Range<usize>) -> Pushed) -> Result<Option<u64>> {
-        let (began, _span) = (Instant::now(), span(Doing::Pushing, None));
+        let began = Instant::now();
+        let _span = span(Doing::Pushing, None);
         let staleness = self.servers.push(&self.engine.model, of)?;
         self.engine.model.sharded.skip()?;
         self.seconds.push += began.elapsed().as_secs_f64();

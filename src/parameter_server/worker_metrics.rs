@@ -63,18 +63,27 @@ impl WorkerMetrics {
         })
     }
 
-    /// A step took so long, to which workers have contributed this; warns of slow ones when a window is full.
+    /// A step took so long, to which workers have contributed this; warns of slow ones when a
+    /// window is full.
     ///
     /// # Errors
     /// The file system refused.
-    pub fn step(&mut self, step: u64, took: Duration, skipped: bool, of_step: &[Contribution]) -> Result<()> {
+    pub fn step(
+        &mut self,
+        step: u64,
+        took: Duration,
+        skipped: bool,
+        of_step: &[Contribution],
+    ) -> Result<()> {
         let mut written = Ok(());
         self.step_ms.push(took.as_secs_f64() * 1e3);
         self.skipped += u64::from(skipped);
         for Contribution { place, shares, loss, staleness, seconds } in of_step {
             let WorkerTimes { compute, loader, pull, push } = *seconds;
-            // The loss of a step that all take together is a sum over predictions; a batch's is a mean already.
-            let predictions = if self.predictions == 0 { 1 } else { *shares as u64 * self.predictions };
+            // The loss of a step that all take together is a sum over predictions; a batch's is a
+            // mean already.
+            let predictions =
+                if self.predictions == 0 { 1 } else { *shares as u64 * self.predictions };
             let line = self.file.write(&WorkerRecord {
                 step,
                 worker: place.clone(),
@@ -92,7 +101,8 @@ impl WorkerMetrics {
             self.seconds += *seconds;
             if !self.workers.contains(place) {
                 self.workers.push(place.clone());
-                self.hosts.push(place.rsplit_once(':').map_or(place.as_str(), |(host, _)| host).into());
+                self.hosts
+                    .push(place.rsplit_once(':').map_or(place.as_str(), |(host, _)| host).into());
             }
             let worker = self.of_workers.entry(place.clone()).or_default();
             worker.compute += compute;
@@ -130,7 +140,8 @@ impl WorkerMetrics {
         // Each as if it had done as much as the others.
         let alike = shares as f64 / self.of_workers.len().max(1) as f64;
         let of_share = |worker: &Window| worker.compute / worker.shares.max(1) as f64;
-        let seconds: Vec<f64> = self.of_workers.values().map(|worker| of_share(worker) * alike).collect();
+        let seconds: Vec<f64> =
+            self.of_workers.values().map(|worker| of_share(worker) * alike).collect();
         let places: Vec<&String> = self.of_workers.keys().collect();
         let told = |(worker, times): (usize, f64)| {
             format!(
@@ -172,7 +183,13 @@ mod tests {
 
     fn contribution(place: &str, shares: usize, compute: f64) -> Contribution {
         let seconds = WorkerTimes { compute, loader: 0.25, pull: 0.5, push: 0.125 };
-        Contribution { place: place.into(), shares, loss: 8.0 * shares as f64, staleness: Some(3), seconds }
+        Contribution {
+            place: place.into(),
+            shares,
+            loss: 8.0 * shares as f64,
+            staleness: Some(3),
+            seconds,
+        }
     }
 
     #[test]
@@ -181,20 +198,26 @@ mod tests {
         let path = dir.path().join("workers.jsonl");
         let log = Log { straggler_factor: 1.5, straggler_window: 2, ..Log::default() };
         let mut tally = WorkerMetrics::open(&path, 0, &log, 4, 16).unwrap();
-        let step = [contribution("a:1", 2, 0.2), contribution("b:2", 1, 0.2), contribution("b:3", 1, 0.1)];
+        let step =
+            [contribution("a:1", 2, 0.2), contribution("b:2", 1, 0.2), contribution("b:3", 1, 0.1)];
         tally.step(1, Duration::from_millis(300), false, &step).unwrap();
         // Twice as many shares in the same time is no slowness.
-        let said = "worker b:2 computes 2.0 times as long as the median worker over the last 2 steps";
+        let said =
+            "worker b:2 computes 2.0 times as long as the median worker over the last 2 steps";
         assert_eq!(tally.slow_workers(), [said]);
         tally.step(2, Duration::from_millis(100), true, &step[..1]).unwrap();
         assert_eq!(tally.slow_workers(), Vec::<String>::new(), "a window is over");
         let text = std::fs::read_to_string(&path).unwrap();
-        let lines: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let lines: Vec<serde_json::Value> =
+            text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!(lines.len(), 4);
         let first = &lines[0];
         assert_eq!((first["step"].as_u64(), first["worker"].as_str()), (Some(1), Some("a:1")));
         assert_eq!((first["samples"].as_u64(), first["loss"].as_f64()), (Some(8), Some(0.5)));
-        assert_eq!((first["pull_ms"].as_f64(), first["staleness"].as_u64()), (Some(500.0), Some(3)));
+        assert_eq!(
+            (first["pull_ms"].as_f64(), first["staleness"].as_u64()),
+            (Some(500.0), Some(3))
+        );
         assert_eq!((tally.skipped(), tally.median_ms()), (1, Some(300.0)));
         assert_eq!(tally.hosts(), ["a", "b", "b"]);
         let times = tally.times();

@@ -23,7 +23,8 @@ pub fn section(run: &RunRecords) -> String {
             [&classes.precision, &classes.recall, &classes.f1].map(|values| of(values, class));
         vec![text(name), number(grouped(samples)), precision, recall, f1]
     };
-    let head = vec![text("class"), number("samples"), number("precision"), number("recall"), number("F1")];
+    let head =
+        vec![text("class"), number("samples"), number("precision"), number("recall"), number("F1")];
     out += &table(head, classes.names.iter().enumerate().map(row).collect());
     out + &matrix(classes)
 }
@@ -37,9 +38,13 @@ fn sum(row: &[u64]) -> u64 {
 fn matrix(classes: &Classes) -> String {
     let Classes { names, confusion, .. } = classes;
     if names.len() > MOST {
-        return quiet(&format!("The confusion matrix of {} classes is in eval.jsonl.", names.len()));
+        return quiet(&format!(
+            "The confusion matrix of {} classes is in eval.jsonl.",
+            names.len()
+        ));
     }
-    let head: String = names.iter().map(|name| format!("<th class=\"number\">{}</th>", escaped(name))).collect();
+    let head: String =
+        names.iter().map(|name| format!("<th class=\"number\">{}</th>", escaped(name))).collect();
     let mut rows = String::new();
     for (name, row) in names.iter().zip(confusion) {
         rows += &format!("<tr><th>{}</th>", escaped(name));

@@ -30,7 +30,8 @@ const HEAD: [&str; 18] = [
     "time",
 ];
 
-/// Writes a line for each step of each run. Numbers read back to the same bits; those that are not finite are empty.
+/// Writes a line for each step of each run. Numbers read back to the same bits; those that are not
+/// finite are empty.
 ///
 /// # Errors
 /// The place for the lines refused.
@@ -42,7 +43,8 @@ pub fn write(runs: &[RunRecords], to: impl Write) -> Result<()> {
     for (run, label) in runs.iter().zip(labels(runs)) {
         let done = run.evaluations.iter();
         let done = done.filter(|one| one.over == Over::Validation && one.status == Status::Done);
-        let validated: BTreeMap<u64, f64> = done.filter_map(|one| Some((one.step, one.loss?))).collect();
+        let validated: BTreeMap<u64, f64> =
+            done.filter_map(|one| Some((one.step, one.loss?))).collect();
         for step in &run.steps {
             table
                 .write_record([

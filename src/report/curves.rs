@@ -86,13 +86,25 @@ impl Data {
     /// The data of runs with their labels.
     pub fn of(runs: &[RunRecords], labels: &[String]) -> Self {
         let buckets = (4 * MOST_BUCKETS / runs.len().max(1)).clamp(FEWEST_BUCKETS, MOST_BUCKETS);
-        let data: Vec<RunData> =
-            runs.iter().zip(labels).map(|(run, label)| RunData::of(run, label.clone(), buckets)).collect();
-        let steps = || data.iter().flat_map(|run| run.curves.values()).flat_map(|curve| curve.x.iter().copied());
+        let data: Vec<RunData> = runs
+            .iter()
+            .zip(labels)
+            .map(|(run, label)| RunData::of(run, label.clone(), buckets))
+            .collect();
+        let steps = || {
+            data.iter()
+                .flat_map(|run| run.curves.values())
+                .flat_map(|curve| curve.x.iter().copied())
+        };
         let range = [steps().min().unwrap_or(0), steps().max().unwrap_or(1)];
-        let range = if range[0] == range[1] { [range[0].saturating_sub(1), range[1].saturating_add(1)] } else { range };
+        let range = if range[0] == range[1] {
+            [range[0].saturating_sub(1), range[1].saturating_add(1)]
+        } else {
+            range
+        };
         let charts = charts(runs).into_iter().filter(|chart| {
-            let holds = |run: &RunData| chart.curves.iter().any(|curve| run.curves.contains_key(&curve.id));
+            let holds =
+                |run: &RunData| chart.curves.iter().any(|curve| run.curves.contains_key(&curve.id));
             data.iter().any(holds)
         });
         Self { charts: charts.collect(), runs: data, parts: PARTS, range, buckets }
@@ -125,13 +137,21 @@ fn charts(runs: &[RunRecords]) -> Vec<Chart> {
         id: id.into(),
         title: title.into(),
         unit,
-        curves: curves.iter().map(|(id, name)| CurveName { id: (*id).into(), name: (*name).into() }).collect(),
+        curves: curves
+            .iter()
+            .map(|(id, name)| CurveName { id: (*id).into(), name: (*name).into() })
+            .collect(),
         may_be_logarithmic,
     };
-    let loss = [("loss", "training"), ("validation", "validation"), ("epoch_loss", "mean of an epoch")];
+    let loss =
+        [("loss", "training"), ("validation", "validation"), ("epoch_loss", "mean of an epoch")];
     let mut speeds: Vec<&str> = runs.iter().map(predictions).collect();
     speeds.dedup();
-    let speed = if speeds.len() == 1 { format!("{} a second", speeds[0]) } else { "tokens or samples a second".into() };
+    let speed = if speeds.len() == 1 {
+        format!("{} a second", speeds[0])
+    } else {
+        "tokens or samples a second".into()
+    };
     let mut charts = vec![
         chart("loss", "Loss", "", &loss, true),
         chart("norm", "Norm of the gradient", "", &[("norm", "norm")], true),
@@ -139,13 +159,26 @@ fn charts(runs: &[RunRecords]) -> Vec<Chart> {
         chart("speed", &format!("Throughput: {speed}"), "", &[("speed", "throughput")], false),
         chart("mfu", "MFU: model FLOPs utilisation, %", "", &[("mfu", "MFU")], false),
         chart("energy", "Energy so far, kWh", "", &[("energy", "energy")], false),
-        chart("memory", "Memory of rank 0, largest so far", "bytes", &[("memory", "memory")], false),
-        chart("staleness", "Staleness of gradients, mean", "", &[("staleness", "staleness")], false),
+        chart(
+            "memory",
+            "Memory of rank 0, largest so far",
+            "bytes",
+            &[("memory", "memory")],
+            false,
+        ),
+        chart(
+            "staleness",
+            "Staleness of gradients, mean",
+            "",
+            &[("staleness", "staleness")],
+            false,
+        ),
     ];
     let metrics: BTreeSet<&String> =
         runs.iter().flat_map(|run| &run.evaluations).flat_map(|one| one.metrics.keys()).collect();
     for (at, name) in metrics.into_iter().enumerate() {
-        let (id, title) = (metric_id(at), format!("Validation: {name}"));
+        let id = metric_id(at);
+        let title = format!("Validation: {name}");
         charts.push(chart(&id, &title, "", &[(&metric_curve(name), name)], false));
     }
     charts
@@ -181,17 +214,26 @@ impl RunData {
         add("rate", of_steps(|step| step.lr), false);
         add("speed", of_steps(|step| step.tokens_per_second), false);
         add("mfu", of_steps(|step| step.mfu.map_or(f64::NAN, |mfu| 100.0 * mfu)), false);
-        add("energy", steps.iter().filter_map(|step| Some((step.step, step.energy_kwh?))).collect(), true);
+        add(
+            "energy",
+            steps.iter().filter_map(|step| Some((step.step, step.energy_kwh?))).collect(),
+            true,
+        );
         if steps.iter().any(|step| step.peak_bytes > 0) {
             add("memory", of_steps(|step| step.peak_bytes as f64), false);
         }
         add("staleness", staleness(run), false);
         add("validation", losses(run, Over::Validation), true);
         add("epoch_loss", losses(run, Over::Training), true);
-        let metrics: BTreeSet<&String> = run.evaluations.iter().flat_map(|one| one.metrics.keys()).collect();
+        let metrics: BTreeSet<&String> =
+            run.evaluations.iter().flat_map(|one| one.metrics.keys()).collect();
         for name in metrics {
             let of = |one: &Evaluation| Some((one.step, *one.metrics.get(name)?));
-            add(&metric_curve(name), ascending(run.evaluations.iter().filter_map(of).collect()), true);
+            add(
+                &metric_curve(name),
+                ascending(run.evaluations.iter().filter_map(of).collect()),
+                true,
+            );
         }
         Self { label, curves, times: times(steps), marks: marks(run) }
     }
@@ -240,11 +282,13 @@ fn staleness(run: &RunRecords) -> Vec<Point> {
 
 /// The parts of the time of steps; none where no record has them.
 fn times(steps: &[Step]) -> Option<TimesData> {
-    let of = |step: &Step| [step.compute_ms, step.comm_exposed_ms, step.loader_ms, step.optimizer_ms];
+    let of =
+        |step: &Step| [step.compute_ms, step.comm_exposed_ms, step.loader_ms, step.optimizer_ms];
     if !steps.iter().any(|step| of(step).iter().any(|ms| *ms > 0.0)) {
         return None;
     }
-    let (mut x, mut all) = (Vec::new(), vec![Vec::new(); PARTS.len()]);
+    let mut x = Vec::new();
+    let mut all = vec![Vec::new(); PARTS.len()];
     for bucket in parts(steps, BUCKETS_OF_TIMES) {
         x.push(bucket[bucket.len() / 2].step);
         for (at, values) in all.iter_mut().enumerate() {
@@ -277,7 +321,10 @@ pub fn loss_curves(run: &RunRecords, buckets: usize) -> [Curve; 2] {
     if evaluated.is_empty() {
         evaluated = losses(run, Over::Training);
     }
-    [Curve::thinned(&with_gaps(&run.steps, |step| step.loss), buckets), Curve::sparse(&evaluated, buckets)]
+    [
+        Curve::thinned(&with_gaps(&run.steps, |step| step.loss), buckets),
+        Curve::sparse(&evaluated, buckets),
+    ]
 }
 
 /// The mean seconds of a step's parts over the whole run, in the order of [`PARTS`].

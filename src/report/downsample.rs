@@ -1,8 +1,8 @@
 //! Curves with fewer points that keep their peaks.
 //!
-//! A curve of more than two points a bucket is cut into buckets of equal numbers of records. Of each bucket the lowest and the highest
-//! value stay, at their steps, and the first place without a value, where the line breaks. The mean of each bucket is kept beside
-//! them, for smooth lines.
+//! A curve of more than two points a bucket is cut into buckets of equal numbers of records. Of
+//! each bucket the lowest and the highest value stay, at their steps, and the first place without a
+//! value, where the line breaks. The mean of each bucket is kept beside them, for smooth lines.
 
 use serde::Serialize;
 
@@ -37,7 +37,11 @@ impl Curve {
     /// The curve of `points`, ascending by step, in at most so many buckets.
     pub fn thinned(points: &[Point], buckets: usize) -> Self {
         if points.len() <= 2 * buckets {
-            return Self { x: points.iter().map(|point| point.0).collect(), y: shown(points), ..Self::default() };
+            return Self {
+                x: points.iter().map(|point| point.0).collect(),
+                y: shown(points),
+                ..Self::default()
+            };
         }
         let mut kept: Vec<Point> = Vec::with_capacity(2 * buckets + 2);
         let mut means = Means::default();
@@ -52,7 +56,12 @@ impl Curve {
         kept.insert(0, points[0]);
         kept.push(points[points.len() - 1]);
         kept.dedup_by_key(|point| point.0);
-        Self { x: kept.iter().map(|point| point.0).collect(), y: shown(&kept), mean: Some(means), sparse: false }
+        Self {
+            x: kept.iter().map(|point| point.0).collect(),
+            y: shown(&kept),
+            mean: Some(means),
+            sparse: false,
+        }
     }
 
     /// A curve of few points.
@@ -82,12 +91,17 @@ fn extremes(bucket: &[Point]) -> Vec<Point> {
 
 /// The mean of the finite ones, if there are any.
 pub fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
-    let (sum, count) = values.filter(|value| value.is_finite()).fold((0.0, 0), |(sum, n), value| (sum + value, n + 1));
+    let (sum, count) = values
+        .filter(|value| value.is_finite())
+        .fold((0.0, 0), |(sum, n), value| (sum + value, n + 1));
     (count > 0).then(|| sum / f64::from(count))
 }
 
 fn shown(points: &[Point]) -> Vec<Option<f64>> {
-    points.iter().map(|point| Some(point.1).filter(|value| value.is_finite()).map(rounded)).collect()
+    points
+        .iter()
+        .map(|point| Some(point.1).filter(|value| value.is_finite()).map(rounded))
+        .collect()
 }
 
 /// A number with the eight digits that a page shows at most.
@@ -120,13 +134,20 @@ mod tests {
         assert_eq!((at(54_322), at(54_324), at(70_001)), (Some(99.0), Some(-50.0), None));
         assert!(curve.x.is_sorted() && curve.x[0] == 1 && *curve.x.last().unwrap() == 100_000);
         let means = curve.mean.unwrap();
-        assert!(means.x.len() == 500 && (means.y[0].unwrap() - 3.0).abs() < 0.1, "{:?}", means.y[0]);
+        assert!(
+            means.x.len() == 500 && (means.y[0].unwrap() - 3.0).abs() < 0.1,
+            "{:?}",
+            means.y[0]
+        );
     }
 
     #[test]
     fn a_curve_without_any_value_has_no_means() {
         let points: Vec<Point> = (1..=100).map(|step| (step, f64::NAN)).collect();
         let curve = Curve::thinned(&points, 10);
-        assert!(curve.y.iter().all(Option::is_none) && curve.mean.unwrap().y.iter().all(Option::is_none));
+        assert!(
+            curve.y.iter().all(Option::is_none)
+                && curve.mean.unwrap().y.iter().all(Option::is_none)
+        );
     }
 }

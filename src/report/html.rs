@@ -63,8 +63,11 @@ impl Cell {
 
 /// A table that scrolls by itself where it is too wide.
 pub fn table(head: Vec<Cell>, rows: Vec<Vec<Cell>>) -> String {
-    let row = |cells: &[Cell], element: &str| cells.iter().map(|cell| cell.html(element)).collect::<String>();
-    let body: String = rows.iter().map(|cells| format!("<tr>{}</tr>\n", row(cells, "td"))).collect();
+    let row = |cells: &[Cell], element: &str| {
+        cells.iter().map(|cell| cell.html(element)).collect::<String>()
+    };
+    let body: String =
+        rows.iter().map(|cells| format!("<tr>{}</tr>\n", row(cells, "td"))).collect();
     format!(
         "<div class=\"scroll\"><table><thead><tr>{}</tr></thead><tbody>\n{body}</tbody></table></div>\n",
         row(&head, "th")
@@ -75,7 +78,9 @@ pub fn table(head: Vec<Cell>, rows: Vec<Vec<Cell>>) -> String {
 pub fn section(id: &str, title: &str, content: &str) -> String {
     match content {
         "" => String::new(),
-        content => format!("<section id=\"{id}\"><h2>{}</h2>\n{content}</section>\n", escaped(title)),
+        content => {
+            format!("<section id=\"{id}\"><h2>{}</h2>\n{content}</section>\n", escaped(title))
+        }
     }
 }
 
@@ -133,7 +138,10 @@ mod tests {
     fn no_text_is_markup() {
         let evil = "<script>alert(1)</script>\"' & \u{1b}[2J";
         let cell = text(evil).html("td");
-        assert_eq!(cell, "<td>&lt;script&gt;alert(1)&lt;/script&gt;&quot;&#39; &amp; \\u001b[2J</td>");
+        assert_eq!(
+            cell,
+            "<td>&lt;script&gt;alert(1)&lt;/script&gt;&quot;&#39; &amp; \\u001b[2J</td>"
+        );
         let json = json_in_script(&serde_json::to_string(&evil).unwrap());
         assert!(!json.contains(['<', '>', '&']));
         assert_eq!(serde_json::from_str::<String>(&json).unwrap(), evil);
@@ -141,9 +149,13 @@ mod tests {
 
     #[test]
     fn numbers_read_well() {
-        let values = [None, Some(0.0), Some(2.345_678), Some(-12_345.6), Some(1e-5), Some(f64::NAN)];
+        let values =
+            [None, Some(0.0), Some(2.345_678), Some(-12_345.6), Some(1e-5), Some(f64::NAN)];
         assert_eq!(values.map(digits), ["–", "0", "2.3457", "-12,346", "1.000e-5", "not finite"]);
         assert_eq!([5.25, 3723.0, -1.0].map(seconds), ["5.25 s", "1h 2m 3s", "–"]);
-        assert_eq!((time(0.0), time(1.7e9), time(1e300)), ("–".into(), "2023-11-14T22:13:20Z".into(), "–".into()));
+        assert_eq!(
+            (time(0.0), time(1.7e9), time(1e300)),
+            ("–".into(), "2023-11-14T22:13:20Z".into(), "–".into())
+        );
     }
 }

@@ -1,5 +1,5 @@
-//! The layout of a run's ranks as a drawing: a row for each pipeline stage, a frame for each replica, a box for each rank, in which
-//! those of a shard stand together.
+//! The layout of a run's ranks as a drawing: a row for each pipeline stage, a frame for each
+//! replica, a box for each rank, in which those of a shard stand together.
 
 use std::fmt::Write as _;
 
@@ -27,7 +27,8 @@ pub fn drawing(run: &RunRecords) -> String {
     if !run.given.is_empty() {
         return of_servers(run);
     }
-    let (mesh, zero) = (run.mesh(), u8::from(run.config.parallel.zero));
+    let mesh = run.mesh();
+    let zero = u8::from(run.config.parallel.zero);
     let words = format!(
         "pipeline {} × replica {} × shard {} × tensor {} = {} rank{}, ZeRO {zero}",
         mesh.pipeline,
@@ -85,16 +86,20 @@ fn open(width: usize, height: usize, title: &str) -> String {
 /// The drawing of a mesh.
 fn svg(mesh: Mesh) -> String {
     let sizes = [mesh.pipeline, mesh.replica, mesh.shard, mesh.tensor];
-    let [stages, replicas, shards, slices] = std::array::from_fn(|axis| sizes[axis].min(MOST[axis]));
+    let [stages, replicas, shards, slices] =
+        std::array::from_fn(|axis| sizes[axis].min(MOST[axis]));
     let (box_width, box_height) = BOX;
     let shard_width = slices * box_width + GAP;
     let replica_width = shards * shard_width + GAP;
     let row = box_height + 3 * GAP;
-    let (width, height) = (LEFT + replicas * (replica_width + GAP) + GAP, TOP + stages * row + GAP);
+    let width = LEFT + replicas * (replica_width + GAP) + GAP;
+    let height = TOP + stages * row + GAP;
     // Room for the note.
     let mut svg = open(width.max(380), height + 20, "ranks by stage, replica, shard and slice");
     let place = |x: usize, y: usize, size: usize, anchor: &str, text: &str| {
-        format!("<text x=\"{x}\" y=\"{y}\" font-size=\"{size}\" text-anchor=\"{anchor}\">{text}</text>")
+        format!(
+            "<text x=\"{x}\" y=\"{y}\" font-size=\"{size}\" text-anchor=\"{anchor}\">{text}</text>"
+        )
     };
     for replica in 0..replicas {
         let x = LEFT + replica * (replica_width + GAP);
@@ -111,8 +116,11 @@ fn svg(mesh: Mesh) -> String {
             );
             for shard in 0..shards {
                 for slice in 0..slices {
-                    let rank = ((stage * mesh.replica + replica) * mesh.shard + shard) * mesh.tensor + slice;
-                    let (left, top) = (x + GAP + shard * shard_width + slice * box_width, y + GAP);
+                    let rank = ((stage * mesh.replica + replica) * mesh.shard + shard)
+                        * mesh.tensor
+                        + slice;
+                    let left = x + GAP + shard * shard_width + slice * box_width;
+                    let top = y + GAP;
                     let _ = write!(
                         svg,
                         "<rect x=\"{left}\" y=\"{top}\" width=\"{}\" height=\"{box_height}\" rx=\"3\" fill=\"var(--c{})\" \
@@ -145,13 +153,20 @@ mod tests {
     fn every_rank_has_its_box() {
         let drawn = svg(Mesh { pipeline: 2, replica: 2, shard: 3, tensor: 2 });
         let boxes: Vec<String> = (0..24).map(|rank| format!("<title>rank {rank}: ")).collect();
-        assert!(boxes.iter().all(|rank| drawn.contains(rank)) && drawn.matches("<title>rank ").count() == 24);
+        assert!(
+            boxes.iter().all(|rank| drawn.contains(rank))
+                && drawn.matches("<title>rank ").count() == 24
+        );
         assert!(drawn.contains("rank 23: stage 1, replica 1, shard 2, slice 1"));
     }
 
     #[test]
     fn many_ranks_are_drawn_in_part_and_told() {
         let drawn = svg(Mesh { pipeline: 64, replica: 64, shard: 64, tensor: 8 });
-        assert!(drawn.contains("the first of each axis") && drawn.len() < 1 << 19, "{}", drawn.len());
+        assert!(
+            drawn.contains("the first of each axis") && drawn.len() < 1 << 19,
+            "{}",
+            drawn.len()
+        );
     }
 }

@@ -1,7 +1,7 @@
 //! A report of runs: one page that needs nothing beside it, from the records of [`RunRecords`].
 //!
-//! The page has its data, its program and its style inside, and forbids itself every request. Curves are thinned
-//! ([`downsample`]): 1,000,000 steps make a page of less than 5 MB.
+//! The page has its data, its program and its style inside, and forbids itself every request.
+//! Curves are thinned ([`downsample`]): 1,000,000 steps make a page of less than 5 MB.
 
 #![forbid(unsafe_code)]
 
@@ -37,7 +37,11 @@ const LICENCE_OF_PLOTS: &str = include_str!("assets/uPlot-LICENSE");
 const POLICY: &str = include_str!("assets/policy.txt");
 
 /// A part of the report for each run, under the run's name where there are several.
-fn of_each(runs: &[RunRecords], labels: &[String], content: impl Fn(usize, &RunRecords) -> String) -> String {
+fn of_each(
+    runs: &[RunRecords],
+    labels: &[String],
+    content: impl Fn(usize, &RunRecords) -> String,
+) -> String {
     let mut out = String::new();
     for (at, (run, label)) in runs.iter().zip(labels).enumerate() {
         let content = content(at, run);
@@ -54,10 +58,14 @@ fn chip(run: usize) -> String {
     format!("<span class=\"chip\" style=\"background:var(--c{})\"></span>", run % 8)
 }
 
-/// Names by which readers tell runs apart: those of their directories, or their paths where two have the same.
+/// Names by which readers tell runs apart: those of their directories, or their paths where two
+/// have the same.
 pub fn labels(runs: &[RunRecords]) -> Vec<String> {
-    let is_unique = |run: &RunRecords| runs.iter().filter(|other| other.name == run.name).count() == 1;
-    let label = |run: &RunRecords| if is_unique(run) { run.name.clone() } else { run.path.display().to_string() };
+    let is_unique =
+        |run: &RunRecords| runs.iter().filter(|other| other.name == run.name).count() == 1;
+    let label = |run: &RunRecords| {
+        if is_unique(run) { run.name.clone() } else { run.path.display().to_string() }
+    };
     runs.iter().map(label).collect()
 }
 
@@ -72,8 +80,16 @@ pub fn page(runs: &[RunRecords]) -> Result<String> {
     let sections = [
         ("overview", "Overview", overview::section(runs, &labels)),
         ("curves", "Curves", curves_section(runs, &data)),
-        ("time", "Time of a step", of_each(runs, &labels, |at, run| progress::times(at, run, data.has_times(at)))),
-        ("ranks", "Ranks against one another", of_each(runs, &labels, |_, run| ranks::section(run))),
+        (
+            "time",
+            "Time of a step",
+            of_each(runs, &labels, |at, run| progress::times(at, run, data.has_times(at))),
+        ),
+        (
+            "ranks",
+            "Ranks against one another",
+            of_each(runs, &labels, |_, run| ranks::section(run)),
+        ),
         ("evaluations", "Evaluations", of_each(runs, &labels, |_, run| progress::evaluations(run))),
         ("classes", "Classes", of_each(runs, &labels, |_, run| classes::section(run))),
         ("checkpoints", "Checkpoints", of_each(runs, &labels, |_, run| progress::checkpoints(run))),
@@ -125,7 +141,9 @@ fn notes(runs: &[RunRecords], labels: &[String]) -> String {
     let lines: String = runs.iter().zip(labels).map(told).collect();
     match lines.as_str() {
         "" => String::new(),
-        lines => format!("<div class=\"notes\">Not all of the records can be read:<ul>\n{lines}</ul></div>\n"),
+        lines => format!(
+            "<div class=\"notes\">Not all of the records can be read:<ul>\n{lines}</ul></div>\n"
+        ),
     }
 }
 
@@ -143,9 +161,12 @@ fn curves_section(runs: &[RunRecords], data: &curves::Data) -> String {
          <button type=\"button\" id=\"whole\">whole run</button>\n</div>\n<div class=\"charts\">\n",
     );
     for chart in data.charts() {
-        let (id, title) = (&chart.id, escaped(&chart.title));
+        let id = &chart.id;
+        let title = escaped(&chart.title);
         let log = match chart.may_be_logarithmic {
-            true => format!(" <label class=\"quiet\"><input type=\"checkbox\" id=\"log-{id}\"> logarithmic</label>"),
+            true => format!(
+                " <label class=\"quiet\"><input type=\"checkbox\" id=\"log-{id}\"> logarithmic</label>"
+            ),
             false => String::new(),
         };
         out += &format!("<div class=\"chart\" id=\"chart-{id}\"><h3>{title}{log}</h3></div>\n");

@@ -22,7 +22,8 @@ fn number_cell(value: &str) -> Cell {
 
 /// A table with a line for each run. Columns that say nothing of any are left out.
 fn of_runs(runs: &[RunRecords], labels: &[String], columns: &[Column<'_>]) -> String {
-    let says = |column: &&Column<'_>| runs.iter().any(|run| !matches!(column.2(run).as_str(), "" | "–"));
+    let says =
+        |column: &&Column<'_>| runs.iter().any(|run| !matches!(column.2(run).as_str(), "" | "–"));
     let columns: Vec<&Column<'_>> = columns.iter().filter(says).collect();
     let mut head = vec![text("run")];
     head.extend(columns.iter().map(|(name, cell, _)| cell(name)));
@@ -88,14 +89,24 @@ fn energy(run: &RunRecords) -> Option<(f64, Option<f64>)> {
 /// The table of runs.
 pub fn section(runs: &[RunRecords], labels: &[String]) -> String {
     let steps = |run: &RunRecords| {
-        format!("{} of {}", grouped(run.steps.last().map_or(0, |step| step.step)), grouped(run.config.run.steps))
+        format!(
+            "{} of {}",
+            grouped(run.steps.last().map_or(0, |step| step.step)),
+            grouped(run.config.run.steps)
+        )
     };
     let last_loss = |run: &RunRecords| digits(run.steps.last().map(|step| step.loss));
     let best_loss = |run: &RunRecords| {
-        best(run).map_or_else(|| "–".into(), |(loss, step)| format!("{} at {}", digits(Some(loss)), grouped(step)))
+        best(run).map_or_else(
+            || "–".into(),
+            |(loss, step)| format!("{} at {}", digits(Some(loss)), grouped(step)),
+        )
     };
     let speed = |run: &RunRecords| {
-        speed(run).map_or_else(|| "–".into(), |speed| format!("{} {}/s", digits(Some(speed)), curves::predictions(run)))
+        speed(run).map_or_else(
+            || "–".into(),
+            |speed| format!("{} {}/s", digits(Some(speed)), curves::predictions(run)),
+        )
     };
     let arithmetic = |run: &RunRecords| match efficiency(run) {
         [None, _] => "–".into(),
@@ -110,7 +121,9 @@ pub fn section(runs: &[RunRecords], labels: &[String]) -> String {
             format!("{} kWh, {} J/{one}", digits(Some(kwh)), digits(joules))
         }
     };
-    let parameters = |run: &RunRecords| run.card.as_ref().map_or_else(|| "–".into(), |card| grouped(card.parameters));
+    let parameters = |run: &RunRecords| {
+        run.card.as_ref().map_or_else(|| "–".into(), |card| grouped(card.parameters))
+    };
     let skipped = |run: &RunRecords| match run.steps.iter().filter(|step| step.skipped).count() {
         0 => "–".into(),
         skipped => grouped(skipped as u64),
@@ -121,15 +134,23 @@ pub fn section(runs: &[RunRecords], labels: &[String]) -> String {
     };
     let layout = |run: &RunRecords| {
         let mesh = run.mesh();
-        let axes =
-            [(mesh.pipeline, "pipeline"), (mesh.replica, "replica"), (mesh.shard, "shard"), (mesh.tensor, "tensor")];
-        let axes: Vec<String> =
-            axes.iter().filter(|(size, _)| *size > 1).map(|(size, name)| format!("{name} {size}")).collect();
+        let axes = [
+            (mesh.pipeline, "pipeline"),
+            (mesh.replica, "replica"),
+            (mesh.shard, "shard"),
+            (mesh.tensor, "tensor"),
+        ];
+        let axes: Vec<String> = axes
+            .iter()
+            .filter(|(size, _)| *size > 1)
+            .map(|(size, name)| format!("{name} {size}"))
+            .collect();
         if axes.is_empty() { "one rank".into() } else { axes.join(" × ") }
     };
     let began = |run: &RunRecords| time(run.steps.first().map_or(0.0, |step| step.time));
-    let branch =
-        |run: &RunRecords| run.branch.as_ref().map_or_else(String::new, |from| from.from.display().to_string());
+    let branch = |run: &RunRecords| {
+        run.branch.as_ref().map_or_else(String::new, |from| from.from.display().to_string())
+    };
     let columns: [Column<'_>; 13] = [
         ("status", text_cell, &status),
         ("steps", number_cell, &steps),
@@ -156,8 +177,10 @@ pub fn environment(runs: &[RunRecords], labels: &[String]) -> String {
     let of = |value: fn(&hpctrain_config::telemetry::run_card::RunCard) -> String| {
         move |run: &RunRecords| run.card.as_ref().map_or_else(|| "–".into(), value)
     };
-    let (version, mpi) = (of(|card| card.version.clone()), of(|card| card.mpi.clone()));
-    let (ranks, threads) = (of(|card| card.ranks.to_string()), of(|card| card.threads.to_string()));
+    let version = of(|card| card.version.clone());
+    let mpi = of(|card| card.mpi.clone());
+    let ranks = of(|card| card.ranks.to_string());
+    let threads = of(|card| card.threads.to_string());
     let hosts = of(|card| {
         let mut hosts = card.hosts.clone();
         hosts.dedup();
@@ -167,10 +190,14 @@ pub fn environment(runs: &[RunRecords], labels: &[String]) -> String {
     let took = of(|card| seconds(card.seconds));
     let resident = of(|card| bytes(card.peak_resident_bytes));
     let gpu = of(|card| card.peak_gpu_bytes.map_or_else(|| "–".into(), bytes));
-    let sent = of(|card| card.comm_sent_bytes.map_or_else(|| "–".into(), |sent| bytes(sent as usize)));
+    let sent =
+        of(|card| card.comm_sent_bytes.map_or_else(|| "–".into(), |sent| bytes(sent as usize)));
     let data = of(|card| card.data.clone().unwrap_or_else(|| "–".into()));
     let goodput = of(|card| {
-        card.goodput.map_or_else(|| "–".into(), |good| format!("{:.1} % of {} starts", 100.0 * good.share, good.starts))
+        card.goodput.map_or_else(
+            || "–".into(),
+            |good| format!("{:.1} % of {} starts", 100.0 * good.share, good.starts),
+        )
     });
     let ended = of(|card| time(card.time));
     let device = |run: &RunRecords| run.settings.get("run.device").cloned().unwrap_or_default();

@@ -1,9 +1,12 @@
-//! The course of a run: where its time went, evaluations, checkpoints, restarts, skipped steps, texts.
+//! The course of a run: where its time went, evaluations, checkpoints, restarts, skipped steps,
+//! texts.
 
 use std::collections::BTreeSet;
 
 use super::curves::{PARTS, mean_times};
-use super::html::{digits, escaped, heading, number, paragraph, quiet, seconds, table, text, time, wide};
+use super::html::{
+    digits, escaped, heading, number, paragraph, quiet, seconds, table, text, time, wide,
+};
 use crate::run_records::RunRecords;
 use hpctrain_config::telemetry::evaluations::{Evaluation, Over, Status};
 use hpctrain_config::telemetry::{bytes, grouped};
@@ -22,7 +25,10 @@ fn last<'a, T>(all: &'a [T], file: &str) -> (&'a [T], String) {
     let left_out = all.len().saturating_sub(MOST_ROWS);
     let told = match left_out {
         0 => String::new(),
-        left_out => quiet(&format!("The last {MOST_ROWS}; {} before them are in {file}.", grouped(left_out as u64))),
+        left_out => quiet(&format!(
+            "The last {MOST_ROWS}; {} before them are in {file}.",
+            grouped(left_out as u64)
+        )),
     };
     (&all[left_out..], told)
 }
@@ -38,9 +44,13 @@ pub fn times(at: usize, run: &RunRecords, has_times: bool) -> String {
     let means = mean_times(&run.steps);
     let sum: f64 = means.iter().sum();
     let share = |ms: f64| if sum > 0.0 { 100.0 * ms / sum } else { 0.0 };
-    let (mut bar, mut key) = (String::new(), String::new());
+    let mut bar = String::new();
+    let mut key = String::new();
     for (part, ms) in means.into_iter().enumerate() {
-        bar += &format!("<span style=\"width:{:.3}%;background:var(--part{part})\"></span>", share(ms));
+        bar += &format!(
+            "<span style=\"width:{:.3}%;background:var(--part{part})\"></span>",
+            share(ms)
+        );
         key += &format!(
             "<span><span class=\"chip\" style=\"background:var(--part{part})\"></span>{} {} ms, {:.1} %</span>\n",
             PARTS[part],
@@ -56,7 +66,8 @@ pub fn times(at: usize, run: &RunRecords, has_times: bool) -> String {
 
 /// The evaluations.
 pub fn evaluations(run: &RunRecords) -> String {
-    let names: BTreeSet<&String> = run.evaluations.iter().flat_map(|one| one.metrics.keys()).collect();
+    let names: BTreeSet<&String> =
+        run.evaluations.iter().flat_map(|one| one.metrics.keys()).collect();
     let (shown, told) = last(&run.evaluations, "eval.jsonl");
     if shown.is_empty() {
         return String::new();
@@ -98,9 +109,14 @@ pub fn checkpoints(run: &RunRecords) -> String {
     let loss = |step| run.evaluations.iter().rev().find(|one| one.step == step)?.loss;
     let row = |saved: &crate::run_records::Saved| {
         let marks = [("latest", saved.latest), ("best", saved.best)];
-        let marks: Vec<&str> = marks.into_iter().filter(|(_, is_set)| *is_set).map(|(mark, _)| mark).collect();
+        let marks: Vec<&str> =
+            marks.into_iter().filter(|(_, is_set)| *is_set).map(|(mark, _)| mark).collect();
         let size = saved.bytes.map_or_else(|| "cannot be read".into(), |size| bytes(size as usize));
-        let cells = [number(grouped(saved.step)), number(size), text(saved.time.map_or_else(|| "–".into(), time))];
+        let cells = [
+            number(grouped(saved.step)),
+            number(size),
+            text(saved.time.map_or_else(|| "–".into(), time)),
+        ];
         let more = [number(digits(loss(saved.step))), text(marks.join(", "))];
         cells.into_iter().chain(more).collect()
     };
@@ -114,7 +130,18 @@ pub fn restarts(run: &RunRecords) -> String {
     if shown.is_empty() {
         return String::new();
     }
-    let head = ["start", "began", "took", "code", "why", "rank", "host", "checkpoint", "steps lost", "time lost"];
+    let head = [
+        "start",
+        "began",
+        "took",
+        "code",
+        "why",
+        "rank",
+        "host",
+        "checkpoint",
+        "steps lost",
+        "time lost",
+    ];
     let row = |one: &hpctrain_config::telemetry::restarts::Restart| {
         vec![
             number(one.start.to_string()),
@@ -143,9 +170,11 @@ pub fn skipped(run: &RunRecords) -> String {
         let value = |value: f64| number(digits(Some(value)));
         vec![number(grouped(step.step)), value(step.loss), value(step.grad_norm), value(step.lr)]
     };
-    let head = ["step", "loss", "norm of the gradient", "learning rate"].map(number).into_iter().collect();
+    let head =
+        ["step", "loss", "norm of the gradient", "learning rate"].map(number).into_iter().collect();
     let count = skipped.len() as u64;
-    let told_count = format!("{} of {} updates were left out.", grouped(count), grouped(run.steps.len() as u64));
+    let told_count =
+        format!("{} of {} updates were left out.", grouped(count), grouped(run.steps.len() as u64));
     paragraph(&told_count) + &table(head, shown.iter().map(row).collect()) + &told
 }
 
@@ -155,7 +184,11 @@ pub fn samples(run: &RunRecords) -> String {
     let one = |sample: &hpctrain_config::telemetry::text_samples::TextSample| {
         let text: String = sample.text.chars().take(MOST_CHARACTERS).collect();
         let rest = if text.len() < sample.text.len() { "\n…" } else { "" };
-        format!("{}<pre>{}{rest}</pre>\n", heading(&format!("at step {}", grouped(sample.step))), escaped(text.trim()))
+        format!(
+            "{}<pre>{}{rest}</pre>\n",
+            heading(&format!("at step {}", grouped(sample.step))),
+            escaped(text.trim())
+        )
     };
     shown.iter().rev().map(one).collect()
 }

@@ -36,27 +36,38 @@ pub fn section(run: &RunRecords) -> String {
         };
     }
     // A run may have gone on with other ranks.
-    let windows: Vec<&RankTimes> = windows.iter().filter(|window| window.ranks() == ranks).collect();
-    let spreads: Vec<&Spread> = windows.iter().filter_map(|window| window.spread.as_ref()).collect();
+    let windows: Vec<&RankTimes> =
+        windows.iter().filter(|window| window.ranks() == ranks).collect();
+    let spreads: Vec<&Spread> =
+        windows.iter().filter_map(|window| window.spread.as_ref()).collect();
     if !spreads.is_empty() {
         return of_many(run, &spreads);
     }
     let steps = windows.iter().map(|window| window.steps).fold(0, u64::saturating_add);
     let sums: Vec<f64> = (0..ranks)
-        .map(|rank| windows.iter().map(|window| window.compute_ms[rank] * window.steps as f64).sum::<f64>())
+        .map(|rank| {
+            windows.iter().map(|window| window.compute_ms[rank] * window.steps as f64).sum::<f64>()
+        })
         .collect();
-    let (mesh, factor) = (run.mesh(), run.config.log.straggler_factor);
+    let mesh = run.mesh();
+    let factor = run.config.log.straggler_factor;
     let alike = if mesh.ranks() == ranks { mesh.data().max(1) } else { ranks };
     let seconds: Vec<f64> = sums.iter().map(|ms| ms * 1e-3).collect();
     let mut is_slow = vec![false; ranks];
     for (stage, of_stage) in seconds.chunks(alike).enumerate() {
-        slow(of_stage, factor, steps).iter().for_each(|(rank, _)| is_slow[stage * alike + rank] = true);
+        slow(of_stage, factor, steps)
+            .iter()
+            .for_each(|(rank, _)| is_slow[stage * alike + rank] = true);
     }
-    let host = |rank: usize| run.card.as_ref().filter(|card| card.hosts.len() == ranks).map(|card| &card.hosts[rank]);
-    let slowest = |rank: usize| windows.iter().map(|window| window.compute_ms[rank]).fold(0.0, f64::max);
+    let host = |rank: usize| {
+        run.card.as_ref().filter(|card| card.hosts.len() == ranks).map(|card| &card.hosts[rank])
+    };
+    let slowest =
+        |rank: usize| windows.iter().map(|window| window.compute_ms[rank]).fold(0.0, f64::max);
     let shown: Vec<Rank> = (0..ranks)
         .map(|rank| Rank {
-            name: host(rank).map_or_else(|| format!("rank {rank}"), |host| format!("rank {rank}, {host}")),
+            name: host(rank)
+                .map_or_else(|| format!("rank {rank}"), |host| format!("rank {rank}, {host}")),
             ms: sums[rank] / steps.max(1) as f64,
             is_slow: is_slow[rank],
             told: format!("slowest window {} ms", digits(Some(slowest(rank)))),
@@ -79,7 +90,8 @@ fn of_many(run: &RunRecords, windows: &[&Spread]) -> String {
         is_slow: false,
         told: format!("mean over {} windows", windows.len()),
     };
-    let quantiles: Vec<Rank> = (0..).zip(["fastest", "10 %", "median", "90 %", "slowest"]).map(quantile).collect();
+    let quantiles: Vec<Rank> =
+        (0..).zip(["fastest", "10 %", "median", "90 %", "slowest"]).map(quantile).collect();
     let median = quantiles[2].ms;
     let mut of_ranks: BTreeMap<usize, (f64, usize)> = BTreeMap::new();
     for (rank, ms) in windows.iter().flat_map(|window| &window.slowest_ms) {
@@ -90,7 +102,9 @@ fn of_many(run: &RunRecords, windows: &[&Spread]) -> String {
     let slowest = of_ranks.into_iter().map(|(rank, (sum, times))| {
         let ms = sum / times as f64;
         Rank {
-            name: hosts.get(rank).map_or_else(|| format!("rank {rank}"), |host| format!("rank {rank}, {host}")),
+            name: hosts
+                .get(rank)
+                .map_or_else(|| format!("rank {rank}"), |host| format!("rank {rank}, {host}")),
             ms,
             is_slow: ms >= run.config.log.straggler_factor * median,
             told: format!("among the slowest in {times} of {} windows", windows.len()),
@@ -118,7 +132,10 @@ fn workers(run: &RunRecords) -> String {
         name: format!("worker {name}"),
         ms: ms / samples.max(1) as f64,
         is_slow: false,
-        told: format!("{gradients} gradients, mean staleness {:.2}", staleness as f64 / gradients.max(1) as f64),
+        told: format!(
+            "{gradients} gradients, mean staleness {:.2}",
+            staleness as f64 / gradients.max(1) as f64
+        ),
     };
     let note = "Milliseconds a sample that each worker computed.";
     bars(of_workers.into_iter().map(worker).collect()) + &quiet(note)

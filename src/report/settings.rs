@@ -5,10 +5,12 @@ use std::collections::BTreeSet;
 use super::html::{escaped, quiet};
 use crate::run_records::RunRecords;
 
-/// The table of settings: of several runs with a column for each, in which settings that differ are marked.
+/// The table of settings: of several runs with a column for each, in which settings that differ are
+/// marked.
 pub fn section(runs: &[RunRecords], labels: &[String]) -> String {
     let keys: BTreeSet<&String> = runs.iter().flat_map(|run| run.settings.keys()).collect();
-    let (mut rows, mut differing) = (String::new(), 0);
+    let mut rows = String::new();
+    let mut differing = 0;
     for key in keys {
         let values: Vec<Option<&String>> = runs.iter().map(|run| run.settings.get(key)).collect();
         let differs = values.iter().any(|value| *value != values[0]);
@@ -26,7 +28,8 @@ pub fn section(runs: &[RunRecords], labels: &[String]) -> String {
         rows += "</tr>\n";
     }
     let head: String = labels.iter().map(|label| format!("<th>{}</th>", escaped(label))).collect();
-    let (mut choice, mut told) = (String::new(), String::new());
+    let mut choice = String::new();
+    let mut told = String::new();
     if runs.len() > 1 {
         choice = "<div class=\"controls\"><label><input type=\"checkbox\" id=\"only-differences\"> only differences</label></div>\n"
             .into();

@@ -17,7 +17,8 @@ const PLOT: [f64; 4] = [64.0, 20.0, 740.0, 364.0];
 const BUCKETS: usize = 1000;
 
 /// Colours of runs.
-const COLOURS: [&str; 8] = ["#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#0b7285", "#a61e4d", "#5f3dc4", "#846900"];
+const COLOURS: [&str; 8] =
+    ["#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#0b7285", "#a61e4d", "#5f3dc4", "#846900"];
 
 /// Style for light and dark surroundings.
 const STYLE: &str = "text{font:12px system-ui,sans-serif;fill:#1c2330}.axis{stroke:#9aa6b8}.grid{stroke:#d9dee6;stroke-width:.7}\
@@ -35,8 +36,14 @@ impl Axes {
         let steps = || all().flat_map(|curve| &curve.x).map(|step| *step as f64);
         let losses = || all().flat_map(|curve| &curve.y).flatten().copied();
         Self {
-            steps: bounds(steps().fold(f64::INFINITY, f64::min), steps().fold(f64::NEG_INFINITY, f64::max)),
-            losses: bounds(losses().fold(f64::INFINITY, f64::min), losses().fold(f64::NEG_INFINITY, f64::max)),
+            steps: bounds(
+                steps().fold(f64::INFINITY, f64::min),
+                steps().fold(f64::NEG_INFINITY, f64::max),
+            ),
+            losses: bounds(
+                losses().fold(f64::INFINITY, f64::min),
+                losses().fold(f64::NEG_INFINITY, f64::max),
+            ),
         }
     }
 
@@ -62,10 +69,16 @@ fn bounds(least: f64, largest: f64) -> [f64; 2] {
 fn ticks([least, largest]: [f64; 2]) -> Vec<f64> {
     let rough = (largest - least) / 5.0;
     let power = 10f64.powf(rough.log10().floor());
-    let width = [1.0, 2.0, 5.0, 10.0].into_iter().map(|factor| factor * power).find(|width| *width >= rough);
+    let width = [1.0, 2.0, 5.0, 10.0]
+        .into_iter()
+        .map(|factor| factor * power)
+        .find(|width| *width >= rough);
     let width = width.unwrap_or(rough);
     let first = (least / width).ceil();
-    (0..12).map(|n| (first + f64::from(n)) * width).take_while(|tick| *tick <= largest + width * 1e-9).collect()
+    (0..12)
+        .map(|n| (first + f64::from(n)) * width)
+        .take_while(|tick| *tick <= largest + width * 1e-9)
+        .collect()
 }
 
 /// The drawing: training losses as lines, evaluations as points.
@@ -106,7 +119,8 @@ pub fn losses(runs: &[RunRecords]) -> String {
         );
     }
     let [left, top, right, bottom] = PLOT;
-    let _ = writeln!(svg, "<path class=\"axis\" fill=\"none\" d=\"M{left} {top}V{bottom}H{right}\"/>");
+    let _ =
+        writeln!(svg, "<path class=\"axis\" fill=\"none\" d=\"M{left} {top}V{bottom}H{right}\"/>");
     for (at, ([training, evaluated], label)) in curves.iter().zip(&labels).enumerate() {
         let colour = COLOURS[at % COLOURS.len()];
         let _ = writeln!(
@@ -114,11 +128,16 @@ pub fn losses(runs: &[RunRecords]) -> String {
             "<path fill=\"none\" stroke=\"{colour}\" stroke-width=\"1.4\" stroke-linejoin=\"round\" d=\"{}\"/>",
             path(training, &axes)
         );
-        for (step, loss) in evaluated.x.iter().zip(&evaluated.y).filter_map(|(step, loss)| Some((step, (*loss)?))) {
-            let (x, y) = (axes.x(*step as f64), axes.y(loss));
-            let _ = writeln!(svg, "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\" fill=\"{colour}\"/>");
+        for (step, loss) in
+            evaluated.x.iter().zip(&evaluated.y).filter_map(|(step, loss)| Some((step, (*loss)?)))
+        {
+            let x = axes.x(*step as f64);
+            let y = axes.y(loss);
+            let _ =
+                writeln!(svg, "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\" fill=\"{colour}\"/>");
         }
-        let (x, y) = (left + 225.0 * (at % 3) as f64, bottom + 46.0 + 20.0 * (at / 3) as f64);
+        let x = left + 225.0 * (at % 3) as f64;
+        let y = bottom + 46.0 + 20.0 * (at / 3) as f64;
         let shown: String = label.chars().take(28).collect();
         let _ = writeln!(
             svg,
@@ -133,7 +152,8 @@ pub fn losses(runs: &[RunRecords]) -> String {
 
 /// A line that breaks where the curve does.
 fn path(curve: &Curve, axes: &Axes) -> String {
-    let (mut path, mut is_down) = (String::new(), false);
+    let mut path = String::new();
+    let mut is_down = false;
     for (step, loss) in curve.x.iter().zip(&curve.y) {
         let Some(loss) = loss else {
             is_down = false;
@@ -154,14 +174,21 @@ mod tests {
     fn ticks_are_round() {
         assert_eq!(ticks([0.0, 1000.0]), [0.0, 200.0, 400.0, 600.0, 800.0, 1000.0]);
         assert_eq!(ticks([1.93, 4.2]).len(), 5);
-        assert!(ticks([0.0, f64::MIN_POSITIVE / 1e15]).len() <= 12 && ticks([f64::MIN, f64::MAX]).len() <= 12);
+        assert!(
+            ticks([0.0, f64::MIN_POSITIVE / 1e15]).len() <= 12
+                && ticks([f64::MIN, f64::MAX]).len() <= 12
+        );
         assert_eq!(bounds(f64::INFINITY, f64::NEG_INFINITY), [0.0, 1.0]);
         assert_eq!(bounds(2.0, 2.0), [1.5, 2.5]);
     }
 
     #[test]
     fn lines_break_at_gaps() {
-        let curve = Curve { x: vec![0, 1, 2, 3], y: vec![Some(1.0), Some(0.0), None, Some(1.0)], ..Curve::default() };
+        let curve = Curve {
+            x: vec![0, 1, 2, 3],
+            y: vec![Some(1.0), Some(0.0), None, Some(1.0)],
+            ..Curve::default()
+        };
         let axes = Axes { steps: [0.0, 3.0], losses: [0.0, 1.0] };
         assert_eq!(path(&curve, &axes).matches('M').count(), 2);
     }

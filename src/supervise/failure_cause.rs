@@ -30,8 +30,12 @@ pub fn cause(lines: &[String], code: i32) -> Cause {
     match said.filter(|_| !matches!(code, 0 | 75)) {
         None => Cause { why: own, rank: None, host: None },
         // Two hosts that do not reach each other are both named, and neither is to blame.
-        Some(line) if line.contains(APART) => Cause { why: format!("{own}: {}", told(line)), rank: None, host: None },
-        Some(line) => Cause { why: format!("{own}: {}", told(line)), rank: rank(line), host: host(line) },
+        Some(line) if line.contains(APART) => {
+            Cause { why: format!("{own}: {}", told(line)), rank: None, host: None }
+        }
+        Some(line) => {
+            Cause { why: format!("{own}: {}", told(line)), rank: rank(line), host: host(line) }
+        }
     }
 }
 
@@ -42,7 +46,9 @@ fn told(line: &str) -> &str {
 
 /// Whether a launcher tells of a rank's end.
 fn exited(line: &str) -> bool {
-    line.contains("exited on signal") || line.contains(": task ") || line.contains("was ended by signal")
+    line.contains("exited on signal")
+        || line.contains(": task ")
+        || line.contains("was ended by signal")
 }
 
 /// The number after a word.
@@ -57,21 +63,28 @@ fn rank(line: &str) -> Option<u64> {
     if let Some((before, _)) = line.split_once(" is gone") {
         return before.rsplit_once("rank ").and_then(|(_, number)| number.parse().ok());
     }
-    // The one that does not answer, rather than the one that reports it, whose name stands in brackets before a warning.
-    let blamed =
-        ["stands still: ", "] "].iter().find_map(|before| line.split_once(before)).map_or(line, |(_, blamed)| blamed);
+    // The one that does not answer, rather than the one that reports it, whose name stands in
+    // brackets before a warning.
+    let blamed = ["stands still: ", "] "]
+        .iter()
+        .find_map(|before| line.split_once(before))
+        .map_or(line, |(_, blamed)| blamed);
     number_after(blamed, "rank ").or_else(|| number_after(line, ": task "))
 }
 
 fn host(line: &str) -> Option<String> {
     let name = |rest: &str| {
-        let end = rest.find(|c: char| !(c.is_ascii_alphanumeric() || "-._".contains(c))).unwrap_or(rest.len());
+        let end = rest
+            .find(|c: char| !(c.is_ascii_alphanumeric() || "-._".contains(c)))
+            .unwrap_or(rest.len());
         Some(rest[..end].trim_end_matches('.').to_string()).filter(|name| !name.is_empty())
     };
     if let Some((before, _)) = line.split_once(": task ") {
         return name(before.rsplit(' ').next().unwrap_or_default());
     }
-    ["still: host ", "on node ", " on "].iter().find_map(|word| name(&line[line.find(word)? + word.len()..]))
+    ["still: host ", "on node ", " on "]
+        .iter()
+        .find_map(|word| name(&line[line.find(word)? + word.len()..]))
 }
 
 #[cfg(test)]
@@ -79,25 +92,29 @@ mod tests {
     use super::*;
 
     fn found(lines: &[&str], code: i32) -> (String, Option<u64>, Option<String>) {
-        let Cause { why, rank, host } = cause(&lines.iter().map(|line| line.to_string()).collect::<Vec<_>>(), code);
+        let Cause { why, rank, host } =
+            cause(&lines.iter().map(|line| line.to_string()).collect::<Vec<_>>(), code);
         (why, rank, host)
     }
 
     #[test]
     fn ranks_and_hosts_are_named() {
-        let still =
-            "error: rank 0: the job stands still: rank 1 (process 7548 on n2) does not answer: last seen 7.5 s ago";
+        let still = "error: rank 0: the job stands still: rank 1 (process 7548 on n2) does not answer: last seen 7.5 s ago";
         let (why, rank, host) = found(&["step 1", still, "MPI_ABORT was invoked"], 1);
         assert!(why.starts_with("exit code 1: rank 0: the job stands still"), "{why}");
         assert_eq!((rank, host.as_deref()), (Some(1), Some("n2")));
-        let noticed = "mpirun noticed that process rank 3 with PID 0 on node n7 exited on signal 9 (Killed).";
+        let noticed =
+            "mpirun noticed that process rank 3 with PID 0 on node n7 exited on signal 9 (Killed).";
         assert_eq!(found(&[noticed], 137).1, Some(3));
         assert_eq!(found(&[noticed], 137).2.as_deref(), Some("n7"));
         let gone = "error: rank 0: the job stands still: host h1 with ranks 2, 3 does not answer: rank 2 was last seen 5 s ago";
         assert_eq!((found(&[gone], 1).1, found(&[gone], 1).2.as_deref()), (Some(2), Some("h1")));
         let apart = "error: rank 1: the job stands still: hosts h0 and h1 do not reach each other: rank 0 waits for rank 2 in #9";
         let (why, rank, host) = found(&[apart], 1);
-        assert!(why.contains("hosts h0 and h1 do not reach each other") && (rank, host) == (None, None), "{why}");
+        assert!(
+            why.contains("hosts h0 and h1 do not reach each other") && (rank, host) == (None, None),
+            "{why}"
+        );
         let slurm = "srun: error: node-4: task 12: Out Of Memory";
         let (why, rank, host) = found(&[slurm], 137);
         assert_eq!((rank, host.as_deref()), (Some(12), Some("node-4")));

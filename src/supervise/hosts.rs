@@ -14,7 +14,8 @@ const ANSWER: Duration = Duration::from_secs(20);
 /// Interval at which answers are looked for.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The agent where none is given. It asks for no password, and gives up before an answer is given up.
+/// The agent where none is given. It asks for no password, and gives up before an answer is given
+/// up.
 pub const AGENT: &str = "ssh -o BatchMode=yes -o ConnectTimeout=10";
 
 /// In the command of a job: the place of the hosts with their ranks.
@@ -54,7 +55,10 @@ impl FromStr for HostList {
         for word in text.split(',') {
             let (name, slots) = word.split_once(':').unwrap_or((word, "1"));
             let slots = slots.parse().ok().filter(|slots| *slots > 0).ok_or_else(wrong)?;
-            if name.is_empty() || name.starts_with('-') || hosts.iter().any(|host| host.name == name) {
+            if name.is_empty()
+                || name.starts_with('-')
+                || hosts.iter().any(|host| host.name == name)
+            {
                 return Err(wrong());
             }
             hosts.push(Host { name: name.into(), slots });
@@ -97,10 +101,13 @@ impl Hosts {
         self.agent.first()?.rsplit('/').next()
     }
 
-    /// The most ranks that the layout allows on hosts that answer; else the reason why there are none.
+    /// The most ranks that the layout allows on hosts that answer; else the reason why there are
+    /// none.
     pub fn seats(&self) -> Result<Seats, String> {
         let present = self.present();
-        let names = |hosts: &[&Host]| hosts.iter().map(|host| host.name.as_str()).collect::<Vec<_>>().join(", ");
+        let names = |hosts: &[&Host]| {
+            hosts.iter().map(|host| host.name.as_str()).collect::<Vec<_>>().join(", ")
+        };
         let gone: Vec<&Host> = self.list.0.iter().filter(|host| !present.contains(host)).collect();
         if !gone.is_empty() {
             log::warn!("no answer from {}", names(&gone));
@@ -109,8 +116,12 @@ impl Hosts {
         let ranks = self.allowed.iter().rev().find(|ranks| **ranks <= room);
         match ranks {
             Some(ranks) => Ok(share(&present, *ranks)),
-            None if present.is_empty() => Err(format!("none of the hosts {} answers", names(&gone))),
-            None => Err(format!("the layout allows no number of ranks that {} hold", names(&present))),
+            None if present.is_empty() => {
+                Err(format!("none of the hosts {} answers", names(&gone)))
+            }
+            None => {
+                Err(format!("the layout allows no number of ranks that {} hold", names(&present)))
+            }
         }
     }
 
@@ -118,7 +129,8 @@ impl Hosts {
     fn present(&self) -> Vec<&Host> {
         let here = uname();
         let here = here.nodename().to_string_lossy();
-        let asked: Vec<(&Host, Option<Child>)> = self.list.0.iter().map(|host| (host, self.ask(host, &here))).collect();
+        let asked: Vec<(&Host, Option<Child>)> =
+            self.list.0.iter().map(|host| (host, self.ask(host, &here))).collect();
         let begun = Instant::now();
         let answers = |(host, child): (&'_ Host, Option<Child>)| match child {
             None => is_here(&host.name, &here),
@@ -177,12 +189,14 @@ fn succeeds(mut child: Child, begun: Instant) -> bool {
     }
 }
 
-/// So many ranks on as few hosts as hold them: equally many on each where that is possible, else the first hosts are filled.
+/// So many ranks on as few hosts as hold them: equally many on each where that is possible, else
+/// the first hosts are filled.
 fn share(hosts: &[&Host], ranks: usize) -> Seats {
     let even = (1..=hosts.len()).filter(|count| ranks.is_multiple_of(*count)).find_map(|count| {
         let each = ranks / count;
         let chosen: Vec<_> = hosts.iter().filter(|host| host.slots >= each).take(count).collect();
-        (chosen.len() == count).then(|| chosen.into_iter().map(|host| (host.name.as_str(), each)).collect::<Vec<_>>())
+        (chosen.len() == count)
+            .then(|| chosen.into_iter().map(|host| (host.name.as_str(), each)).collect::<Vec<_>>())
     });
     let filled = || {
         let mut left = ranks;
@@ -211,7 +225,10 @@ mod tests {
     #[test]
     fn lists_are_read_or_refused() {
         let list: HostList = "h0:2,h1".parse().unwrap();
-        assert_eq!(list.0, [("h0", 2), ("h1", 1)].map(|(name, slots)| Host { name: name.into(), slots }));
+        assert_eq!(
+            list.0,
+            [("h0", 2), ("h1", 1)].map(|(name, slots)| Host { name: name.into(), slots })
+        );
         assert_eq!(list.slots(), 3);
         for wrong in ["", "h0:", "h0:0", "h0:x", ":2", "h0,h0", "h0,,h1", "-o:2"] {
             let error = wrong.parse::<HostList>().unwrap_err().to_string();
@@ -242,8 +259,14 @@ mod tests {
         let command = ["mpirun", "--host", HOSTS, "-np", RANKS, "x"].map(String::from);
         let words = |seats: Seats| seats.fill(&command).join(" ");
         assert_eq!(words(seats("far:2,near:2").unwrap()), "mpirun --host far:2,near:2 -np 4 x");
-        assert_eq!(words(seats("far:3,gone:5,near:3").unwrap()), "mpirun --host far:2,near:2 -np 4 x");
-        assert_eq!(words(seats("gone:2,localhost:1").unwrap()), "mpirun --host localhost:1 -np 1 x");
+        assert_eq!(
+            words(seats("far:3,gone:5,near:3").unwrap()),
+            "mpirun --host far:2,near:2 -np 4 x"
+        );
+        assert_eq!(
+            words(seats("gone:2,localhost:1").unwrap()),
+            "mpirun --host localhost:1 -np 1 x"
+        );
         assert_eq!(seats("gone:2").unwrap_err(), "none of the hosts gone answers");
         let error = hosts("far:2,gone:2", &agent, &[4]).seats().unwrap_err();
         assert_eq!(error, "the layout allows no number of ranks that far hold");

@@ -66,7 +66,8 @@ pub struct Job {
     child: Child,
     /// The last lines of its standard error.
     lines: Arc<Mutex<Vec<String>>>,
-    /// Name of the program by which the launcher reaches other hosts: what it starts here belongs to one of them.
+    /// Name of the program by which the launcher reaches other hosts: what it starts here belongs
+    /// to one of them.
     agent: Option<String>,
 }
 
@@ -82,7 +83,11 @@ pub struct Ended {
 impl Ended {
     /// A start that could not be tried.
     pub fn before_start(why: &str) -> Self {
-        Self { code: 1, asked: signals::came().is_some(), cause: Cause { why: why.into(), rank: None, host: None } }
+        Self {
+            code: 1,
+            asked: signals::came().is_some(),
+            cause: Cause { why: why.into(), rank: None, host: None },
+        }
     }
 
     /// For people: the reason.
@@ -102,15 +107,16 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Job {
-    /// Starts the command in a process group of its own; a trainer writes its run's directory to `place`. The launcher reaches
-    /// other hosts by the program `agent`, if that is known.
+    /// Starts the command in a process group of its own; a trainer writes its run's directory to
+    /// `place`. The launcher reaches other hosts by the program `agent`, if that is known.
     ///
     /// # Errors
     /// Returns an error if there is no such program, or the system refused a thread.
     pub fn start(command: &[String], place: &Path, agent: Option<&str>) -> Result<Self> {
         let (command, handed_on) = handing_on(command, std::env::var(HANDED_ON).ok());
         let [program, arguments @ ..] = &command[..] else {
-            return Err(Error::input("no command").hint("hpctrain supervise -- mpirun -np 8 hpctrain train"));
+            return Err(Error::input("no command")
+                .hint("hpctrain supervise -- mpirun -np 8 hpctrain train"));
         };
         let mut start = Command::new(program);
         start.args(arguments).env(SUPERVISED, place).process_group(0).stderr(Stdio::piped());
@@ -119,7 +125,8 @@ impl Job {
             let error = Error::input(format!("cannot start {program}: {e}"));
             error.hint("give the command of the job after --, as a shell would start it")
         })?;
-        let (stderr, lines) = (child.stderr.take(), Arc::new(Mutex::new(Vec::new())));
+        let stderr = child.stderr.take();
+        let lines = Arc::new(Mutex::new(Vec::new()));
         let mut job = Self { child, lines: lines.clone(), agent: agent.map(str::to_string) };
         if let Some(stderr) = stderr {
             // It ends with the last process that has the other end.
@@ -129,16 +136,20 @@ impl Job {
         Ok(job)
     }
 
-    /// Waits for its end. A signal to this process asks the job to save and end; a launcher that outlives its ranks is ended.
+    /// Waits for its end. A signal to this process asks the job to save and end; a launcher that
+    /// outlives its ranks is ended.
     ///
     /// # Errors
     /// The system refused.
     pub fn wait(mut self, run: impl Fn() -> Option<PathBuf>) -> Result<Ended> {
         let mut told = None;
-        let (mut sought, mut ranks) = (Instant::now(), Ranks::default());
+        let mut sought = Instant::now();
+        let mut ranks = Ranks::default();
         let mut forced = false;
         let status = loop {
-            if let Some(status) = self.child.try_wait().map_err(|e| Error::internal(format!("cannot wait: {e}")))? {
+            if let Some(status) =
+                self.child.try_wait().map_err(|e| Error::internal(format!("cannot wait: {e}")))?
+            {
                 break status;
             }
             let came = signals::came();
@@ -149,8 +160,13 @@ impl Job {
             }
             if sought.elapsed() >= SEEK {
                 sought = Instant::now();
-                if ranks.are_gone(self.child.id(), self.agent.as_deref(), run().as_deref()) && !forced {
-                    log::warn!("the launcher outlives its ranks by {} s: ending it", OUTLIVES.as_secs());
+                if ranks.are_gone(self.child.id(), self.agent.as_deref(), run().as_deref())
+                    && !forced
+                {
+                    log::warn!(
+                        "the launcher outlives its ranks by {} s: ending it",
+                        OUTLIVES.as_secs()
+                    );
                     forced = true;
                     self.end();
                 }
@@ -158,7 +174,8 @@ impl Job {
             std::thread::sleep(POLL_INTERVAL);
         };
         self.sweep();
-        let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(1);
+        let code =
+            status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(1);
         // The last lines may still be on their way.
         std::thread::sleep(POLL_INTERVAL);
         let mut cause = cause(&locked(&self.lines), code);
@@ -193,8 +210,9 @@ impl Job {
     }
 }
 
-/// A command whose launcher, if it is Open MPI's, hands [`SUPERVISED`] on to ranks of other hosts, and the list of such variables in
-/// the environment, where that says so: Open MPI takes the list or options `-x`, not both.
+/// A command whose launcher, if it is Open MPI's, hands [`SUPERVISED`] on to ranks of other hosts,
+/// and the list of such variables in the environment, where that says so: Open MPI takes the list
+/// or options `-x`, not both.
 fn handing_on(command: &[String], list: Option<String>) -> (Vec<String>, Option<String>) {
     let mut words = command.to_vec();
     let program = words.first().and_then(|program| program.rsplit('/').next()).unwrap_or_default();
@@ -204,7 +222,9 @@ fn handing_on(command: &[String], list: Option<String>) -> (Vec<String>, Option<
             words.splice(at..at, ["-x", SUPERVISED].map(String::from));
             (words, None)
         }
-        None => (words, Some(list.map_or(SUPERVISED.into(), |others| format!("{others};{SUPERVISED}")))),
+        None => {
+            (words, Some(list.map_or(SUPERVISED.into(), |others| format!("{others};{SUPERVISED}"))))
+        }
     }
 }
 
@@ -234,10 +254,12 @@ struct Ranks {
 }
 
 impl Ranks {
-    /// Whether there were ranks, and are none for a while: neither a process of this host below the launcher, nor one that has
-    /// the run.
+    /// Whether there were ranks, and are none for a while: neither a process of this host below the
+    /// launcher, nor one that has the run.
     fn are_gone(&mut self, launcher: u32, agent: Option<&str>, run: Option<&Path>) -> bool {
-        let here = std::iter::once(launcher).chain(descendants(launcher, agent)).any(|process| !is_launcher(process));
+        let here = std::iter::once(launcher)
+            .chain(descendants(launcher, agent))
+            .any(|process| !is_launcher(process));
         // A lease that cannot be read may be held.
         let far = || run.is_some_and(|run| RunDirectory::at(run).is_in_use().unwrap_or(true));
         if here || far() {
@@ -256,30 +278,35 @@ fn is_launcher(process: u32) -> bool {
     LAUNCHERS.contains(&name.trim_end())
 }
 
-/// Whether a process is one of a program of this name, which may be a script that an interpreter runs.
+/// Whether a process is one of a program of this name, which may be a script that an interpreter
+/// runs.
 fn is_of(process: u32, program: &str) -> bool {
     let line = std::fs::read(format!("/proc/{process}/cmdline")).unwrap_or_default();
     let mut words = line.split(|byte| *byte == 0).take(WORDS);
     words.any(|word| word.rsplit(|byte| *byte == b'/').next() == Some(program.as_bytes()))
 }
 
-/// The processes that this one has started, and those that they have, but for dead ones, and for those of programs of one name
-/// and what these have started.
+/// The processes that this one has started, and those that they have, but for dead ones, and for
+/// those of programs of one name and what these have started.
 fn descendants(root: u32, but: Option<&str>) -> Vec<u32> {
     let mut children: HashMap<u32, Vec<u32>> = HashMap::new();
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
-        let Some(process) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        let Some(process) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+            continue;
+        };
         let Ok(stat) = std::fs::read_to_string(format!("/proc/{process}/stat")) else { continue };
         // The name before may have anything in it.
         let mut fields = stat.rsplit(") ").next().unwrap_or_default().split(' ');
-        if let (Some(state), Some(parent)) = (fields.next(), fields.next().and_then(|parent| parent.parse().ok()))
+        if let (Some(state), Some(parent)) =
+            (fields.next(), fields.next().and_then(|parent| parent.parse().ok()))
             && state != "Z"
             && !but.is_some_and(|program| is_of(process, program))
         {
             children.entry(parent).or_default().push(process);
         }
     }
-    let (mut found, mut next) = (Vec::new(), vec![root]);
+    let mut found = Vec::new();
+    let mut next = vec![root];
     while let Some(process) = next.pop() {
         let of_process = children.remove(&process).unwrap_or_default();
         found.extend(&of_process);
@@ -309,9 +336,18 @@ mod tests {
         let words = |text: &str| text.split(' ').map(String::from).collect::<Vec<_>>();
         let plain = words("mpirun -np 2 hpctrain train");
         assert_eq!(handing_on(&plain, None), (plain.clone(), Some(SUPERVISED.into())));
-        assert_eq!(handing_on(&plain, Some("A;B".into())), (plain, Some(format!("A;B;{SUPERVISED}"))));
+        assert_eq!(
+            handing_on(&plain, Some("A;B".into())),
+            (plain, Some(format!("A;B;{SUPERVISED}")))
+        );
         let given = handing_on(&words("/opt/bin/mpirun -np 2 -x A -x B hpctrain train"), None);
-        assert_eq!(given, (words(&format!("/opt/bin/mpirun -np 2 -x {SUPERVISED} -x A -x B hpctrain train")), None));
+        assert_eq!(
+            given,
+            (
+                words(&format!("/opt/bin/mpirun -np 2 -x {SUPERVISED} -x A -x B hpctrain train")),
+                None
+            )
+        );
         // Slurm's option names nodes.
         let slurm = words("srun -x node7 hpctrain train");
         assert_eq!(handing_on(&slurm, None), (slurm, Some(SUPERVISED.into())));

@@ -1,9 +1,11 @@
 //! `hpctrain supervise`: starts a job again until its run has ended.
 //!
-//! A job that saved and asks to go on, that crashed, or whose file system failed is started again with `--resume auto`; one whose
-//! input is at fault is not. Starts that gained no checkpoint count against a budget, so that a job which always fails ends.
+//! A job that saved and asks to go on, that crashed, or whose file system failed is started again
+//! with `--resume auto`; one whose input is at fault is not. Starts that gained no checkpoint count
+//! against a budget, so that a job which always fails ends.
 //!
-//! With a list of hosts each start has those that answer, and as many ranks as the layout allows on them.
+//! With a list of hosts each start has those that answer, and as many ranks as the layout allows on
+//! them.
 
 mod failure_cause;
 mod hosts;
@@ -45,7 +47,8 @@ pub struct Request {
     pub hosts: Option<Hosts>,
 }
 
-/// Starts the job until it has ended in good order, cannot go on, or a signal came; returns the exit code of the last start.
+/// Starts the job until it has ended in good order, cannot go on, or a signal came; returns the
+/// exit code of the last start.
 ///
 /// # Errors
 /// The command cannot be started.
@@ -61,7 +64,10 @@ pub fn supervise(request: &Request) -> Result<i32> {
 /// All starts. Trainers write their run's directory to `place`.
 fn starts(request: &Request, place: &Path) -> Result<i32> {
     let mut account = RestartLog::default();
-    let (mut run, mut fruitless, mut pause, mut outage) = (None, 0, FIRST, false);
+    let mut run = None;
+    let mut fruitless = 0;
+    let mut pause = FIRST;
+    let mut outage = false;
     loop {
         let before = account.checkpoint(run.as_deref());
         let mut command = again(&request.command, run.as_deref());
@@ -87,7 +93,8 @@ fn starts(request: &Request, place: &Path) -> Result<i32> {
         run = place::run_in(place).or(run);
         let gained = account.checkpoint(run.as_deref()) > before;
         (fruitless, pause) = if gained { (0, FIRST) } else { (fruitless + 1, pause) };
-        // A job that the file system has ended may find it refuse at the start as well, as an input that cannot be read.
+        // A job that the file system has ended may find it refuse at the start as well, as an input
+        // that cannot be read.
         outage = ended.code == OUTAGE || outage && ended.code == 2;
         let code = if outage { OUTAGE } else { ended.code };
         let may = is_worth_another(code) && !ended.asked && !(request.requeue && code == REQUEUE);
@@ -106,7 +113,10 @@ fn starts(request: &Request, place: &Path) -> Result<i32> {
             asked = job::sleep(pause);
             pause = if gained { pause } else { (2 * pause).min(LONGEST) };
         } else if may {
-            log::error!("{fruitless} starts in a row gained no checkpoint: giving up (--retries {})", request.retries);
+            log::error!(
+                "{fruitless} starts in a row gained no checkpoint: giving up (--retries {})",
+                request.retries
+            );
         }
         if asked || !goes_on {
             if let Some(run) = &run {
@@ -118,7 +128,8 @@ fn starts(request: &Request, place: &Path) -> Result<i32> {
     }
 }
 
-/// The job of a supervisor that was killed, if this start was refused because that job still trains the run.
+/// The job of a supervisor that was killed, if this start was refused because that job still trains
+/// the run.
 fn orphan_of(ended: &Ended) -> Result<Option<place::Orphan>> {
     let orphan = if ended.code == 2 { place::orphan_named_by(ended.told())? } else { None };
     if let Some(orphan) = &orphan {
@@ -131,7 +142,8 @@ fn orphan_of(ended: &Ended) -> Result<Option<place::Orphan>> {
     Ok(orphan)
 }
 
-/// Whether a job with this exit code may fare better the next time: all but success and faults that the user must mend.
+/// Whether a job with this exit code may fare better the next time: all but success and faults that
+/// the user must mend.
 fn is_worth_another(code: i32) -> bool {
     !matches!(code, 0 | 2)
 }
@@ -174,7 +186,8 @@ mod tests {
         );
         for from in ["--resume auto", "--resume=auto", "--resume runs/x/checkpoints/best"] {
             let asked = words(&format!("hpctrain {from} --set run.steps=5"));
-            let wanted = words("hpctrain --set run.steps=5 --resume auto --set run.name=gpt-char-2");
+            let wanted =
+                words("hpctrain --set run.steps=5 --resume auto --set run.name=gpt-char-2");
             assert_eq!(again(&asked, Some(&run)), wanted);
         }
     }

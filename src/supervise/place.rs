@@ -1,5 +1,5 @@
-//! The file into which a supervised trainer writes the directory of its run, and those that supervisors have left which were killed:
-//! their jobs may train on.
+//! The file into which a supervised trainer writes the directory of its run, and those that
+//! supervisors have left which were killed: their jobs may train on.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -75,7 +75,8 @@ impl Orphan {
     /// Waits until the job has ended, or a signal comes. The file of its supervisor goes with it.
     pub fn outlast(&self) {
         // A lease that cannot be read may be held.
-        while signals::came().is_none() && RunDirectory::at(&self.run).has_trainer().unwrap_or(true) {
+        while signals::came().is_none() && RunDirectory::at(&self.run).has_trainer().unwrap_or(true)
+        {
             signals::pause(POLL_INTERVAL);
         }
         if signals::came().is_none() {
@@ -102,14 +103,22 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut ended = std::process::Command::new("true").spawn().unwrap();
         ended.wait().unwrap();
-        let place = |process: u32, host: &str| dir.path().join(format!("{PREFIX}abc-{process}-{host}"));
-        let [gone, alive, far] =
-            [place(ended.id(), "my-host"), place(std::process::id(), "my-host"), place(ended.id(), "far")];
+        let place =
+            |process: u32, host: &str| dir.path().join(format!("{PREFIX}abc-{process}-{host}"));
+        let [gone, alive, far] = [
+            place(ended.id(), "my-host"),
+            place(std::process::id(), "my-host"),
+            place(ended.id(), "far"),
+        ];
         for path in [&gone, &alive, &far] {
             fs::write(path, "/x/runs/y\n").unwrap();
         }
-        let found = Orphan { place: gone.clone(), supervisor: ended.id() as i32, run: "/x/runs/y".into() };
-        assert_eq!([&gone, &alive, &far].map(|path| orphan(path, "my-host")), [Some(found), None, None]);
+        let found =
+            Orphan { place: gone.clone(), supervisor: ended.id() as i32, run: "/x/runs/y".into() };
+        assert_eq!(
+            [&gone, &alive, &far].map(|path| orphan(path, "my-host")),
+            [Some(found), None, None]
+        );
         assert_eq!(orphan(&dir.path().join("other"), "my-host"), None);
     }
 

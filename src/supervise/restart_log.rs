@@ -26,7 +26,11 @@ impl RestartLog {
     pub fn checkpoint(&self, run: Option<&Path>) -> Option<u64> {
         // Checkpoints that cannot be listed are not gained.
         let steps = RunDirectory::at(run?).checkpoints().steps();
-        steps.inspect_err(|e| log::warn!("{}: counted as no checkpoint", e.message())).ok()?.into_iter().next_back()
+        steps
+            .inspect_err(|e| log::warn!("{}: counted as no checkpoint", e.message()))
+            .ok()?
+            .into_iter()
+            .next_back()
     }
 
     /// Adds a start that has ended, as a line of `restarts.jsonl`.
@@ -35,13 +39,14 @@ impl RestartLog {
     /// The file system refused. The line is written with the next one.
     pub fn add(&mut self, run: Option<&Path>, restart: Restart) -> Result<()> {
         let checkpoint = self.checkpoint(run);
-        let (steps_lost, seconds_lost) = match run.map(|run| taken_after(run, checkpoint.unwrap_or(0))) {
-            Some(lost) => lost.unwrap_or_else(|e| {
-                log::warn!("{}; the steps lost by this start are not on record", e.message());
-                (0, 0.0)
-            }),
-            None => (0, 0.0),
-        };
+        let (steps_lost, seconds_lost) =
+            match run.map(|run| taken_after(run, checkpoint.unwrap_or(0))) {
+                Some(lost) => lost.unwrap_or_else(|e| {
+                    log::warn!("{}; the steps lost by this start are not on record", e.message());
+                    (0, 0.0)
+                }),
+                None => (0, 0.0),
+            };
         self.waiting.push(Restart { checkpoint, steps_lost, seconds_lost, ..restart });
         let Some(run) = run else { return Ok(()) };
         let path = run.join(restarts::FILE);
@@ -92,7 +97,8 @@ struct Taken {
     step_ms: f64,
 }
 
-/// The steps on record after step `checkpoint`, and their seconds: the last lines of the records, one at a time.
+/// The steps on record after step `checkpoint`, and their seconds: the last lines of the records,
+/// one at a time.
 fn taken_after(run: &Path, checkpoint: u64) -> Result<(u64, f64)> {
     let path = RunDirectory::at(run).metrics_path();
     let unread = |e| Error::io("read", &path, e);
@@ -102,7 +108,8 @@ fn taken_after(run: &Path, checkpoint: u64) -> Result<(u64, f64)> {
         Err(e) => return Err(unread(e)),
     };
     let mut lines = FromEnd::new(file).map_err(unread)?;
-    let (mut steps, mut seconds) = (0, 0.0);
+    let mut steps = 0;
+    let mut seconds = 0.0;
     while let Some(line) = lines.previous().map_err(unread)? {
         match record(line.text) {
             Some(Taken { step, .. }) if step <= checkpoint => break,
@@ -126,15 +133,20 @@ mod tests {
     fn lost_steps_are_those_after_the_checkpoint() {
         let run = tempfile::tempdir().unwrap();
         let step = |step: u64| Step { step, step_ms: 500.0, ..Step::default() };
-        let lines: Vec<String> = (1..=7).map(|n| serde_json::to_string(&step(n)).unwrap()).collect();
+        let lines: Vec<String> =
+            (1..=7).map(|n| serde_json::to_string(&step(n)).unwrap()).collect();
         std::fs::write(run.path().join("metrics.jsonl"), lines.join("\n") + "\n{\"torn").unwrap();
         let mut account = RestartLog::default();
         // The first start died before it had a directory.
         account.add(None, Restart { why: "a".into(), ..Restart::default() }).unwrap();
         account.add(Some(run.path()), Restart { why: "b".into(), ..Restart::default() }).unwrap();
         let text = std::fs::read_to_string(run.path().join("restarts.jsonl")).unwrap();
-        let told: Vec<Restart> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        assert_eq!(told.iter().map(|one| (one.start, one.steps_lost)).collect::<Vec<_>>(), [(1, 0), (2, 7)]);
+        let told: Vec<Restart> =
+            text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!(
+            told.iter().map(|one| (one.start, one.steps_lost)).collect::<Vec<_>>(),
+            [(1, 0), (2, 7)]
+        );
         assert_eq!((told[1].seconds_lost, told[1].checkpoint), (3.5, None));
     }
 }

@@ -1,4 +1,5 @@
-//! Whether all ranks were started with the same configuration: a file may be old on one node, or a script may give each rank its own.
+//! Whether all ranks were started with the same configuration: a file may be old on one node, or a
+//! script may give each rank its own.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -9,7 +10,8 @@ use hpctrain_config::Config;
 use hpctrain_device::Backend;
 
 /// Keys that ranks may have each to themselves: they change no number.
-const OWN: [&str; 5] = ["run.threads", "run.memory_limit", "data.stage", "servers.address", "log.level"];
+const OWN: [&str; 5] =
+    ["run.threads", "run.memory_limit", "data.stage", "servers.address", "log.level"];
 
 /// Compares the configurations of all ranks: collective.
 ///
@@ -24,11 +26,17 @@ pub fn check_alike<B: Backend>(world: &Group<B>, config: &Config) -> Result<()> 
     let all = world.gather_bytes(text.into_bytes()).wait()?;
     let of = |rank: usize| {
         let config = String::from_utf8_lossy(&all[rank]).parse::<Config>();
-        config.map_err(|e| Error::comm(format!("rank {rank} sent a malformed configuration: {}", e.message())))
+        config.map_err(|e| {
+            Error::comm(format!("rank {rank} sent a malformed configuration: {}", e.message()))
+        })
     };
     let first = differences(&of(0)?, &of(rank)?, |_, _| true).into_iter().next();
-    let first = first.ok_or_else(|| Error::internal("equal configurations of different texts").shared())?;
-    let message = format!("ranks differ in {}: {} on rank 0, {} on rank {rank}", first.key, first.before, first.now);
+    let first =
+        first.ok_or_else(|| Error::internal("equal configurations of different texts").shared())?;
+    let message = format!(
+        "ranks differ in {}: {} on rank 0, {} on rank {rank}",
+        first.key, first.before, first.now
+    );
     let own = OWN.join(", ");
     Err(Error::input(message)
         .hint(format!("start all ranks with the same configuration; only {own} may differ"))
@@ -39,7 +47,9 @@ pub fn check_alike<B: Backend>(world: &Group<B>, config: &Config) -> Result<()> 
 fn shared_keys(config: &Config) -> Result<String> {
     let mut file = config.to_table()?;
     for (section, key) in OWN.iter().filter_map(|own| own.split_once('.')) {
-        file.get_mut(section).and_then(toml::Value::as_table_mut).map(|section| section.remove(key));
+        file.get_mut(section)
+            .and_then(toml::Value::as_table_mut)
+            .map(|section| section.remove(key));
     }
     Ok(file.to_string())
 }
@@ -63,22 +73,27 @@ mod tests {
         let comms = start_threads::<Cpu>(configs.len(), Algorithm::Tree).unwrap();
         std::thread::scope(|scope| {
             let ranks = comms.into_iter().zip(&configs);
-            let ranks: Vec<_> =
-                ranks.map(|(comm, config)| scope.spawn(move || check_alike(&comm.world(), config))).collect();
+            let ranks: Vec<_> = ranks
+                .map(|(comm, config)| scope.spawn(move || check_alike(&comm.world(), config)))
+                .collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         })
     }
 
     #[test]
     fn ranks_may_differ_in_nothing_that_changes_numbers() {
-        let alike = ["run.threads=1 run.steps=9", "run.steps=9 run.threads=2 run.memory_limit=1GiB"];
+        let alike =
+            ["run.threads=1 run.steps=9", "run.steps=9 run.threads=2 run.memory_limit=1GiB"];
         assert!(outcomes(&alike).into_iter().all(|outcome| outcome.is_ok()));
         for (settings, says) in [
             (
                 &["optimizer.lr=0.1", "optimizer.lr=0.1", "optimizer.lr=0.2"][..],
                 "ranks differ in optimizer.lr: 0.1 on rank 0, 0.2 on rank 2",
             ),
-            (&["run.name=a", "run.steps=2500"], "ranks differ in run.name: \"a\" on rank 0, left out on rank 1"),
+            (
+                &["run.name=a", "run.steps=2500"],
+                "ranks differ in run.name: \"a\" on rank 0, left out on rank 1",
+            ),
             (&["model.layers=[{kind='relu'}]", "run.steps=1"], "ranks differ in model.layers: [{ "),
         ] {
             for outcome in outcomes(settings) {

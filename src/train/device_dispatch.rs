@@ -11,11 +11,11 @@ use hpctrain_config::{LayoutMode, ResolvedConfig};
 use hpctrain_cpu::Cpu;
 use hpctrain_device::Kernels;
 
-/// A whole run on the device of `run.device`, as by `hpctrain train`: collective over the world of `comm`. The ranks of
-/// `beside` are told the directory, as by [`train`].
+/// A whole run on the device of `run.device`, as by `hpctrain train`: collective over the world of
+/// `comm`. The ranks of `beside` are told the directory, as by [`train`].
 ///
-/// Signals end the process at once unless [`signals::listen`](hpctrain_base::signals::listen) was called before; then the run
-/// saves first.
+/// Signals end the process at once unless [`signals::listen`](hpctrain_base::signals::listen) was
+/// called before; then the run saves first.
 ///
 /// # Errors
 /// As [`train`], or there are no such devices.
@@ -26,16 +26,19 @@ pub fn train(
     beside: Option<&Comm<Cpu>>,
 ) -> Result<RunOutcome> {
     let request = &Request { config: own.configured(&request.config), ..request.clone() };
-    let vocabulary = own.data.as_ref().map(|splits| splits.train.vocabulary()).filter(|ids| *ids > 0);
+    let vocabulary =
+        own.data.as_ref().map(|splits| splits.train.vocabulary()).filter(|ids| *ids > 0);
     let threads = request.threads;
     match place(comm, &request.config)? {
         None => {
             comm.world().all_ok(cpu_can(&request.config))?;
-            let request = laid_out(request, &Here { comm, backend: cpu, gpu: None, threads, vocabulary })?;
+            let request =
+                laid_out(request, &Here { comm, backend: cpu, gpu: None, threads, vocabulary })?;
             train_on(comm, &request, own, beside.map(Comm::world).as_ref(), cpu)
         }
         Some(gpu) => {
-            let (comm, backend) = (&gpu.beside(comm), |plan: &ResolvedConfig| gpu.backend(plan));
+            let comm = &gpu.beside(comm);
+            let backend = |plan: &ResolvedConfig| gpu.backend(plan);
             let place = GpuPlace {
                 memory: gpu.memory,
                 table: gpu.table.clone(),
@@ -60,7 +63,11 @@ fn laid_out<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     }
     let (choice, _) = choose_here(&request.config, here)?;
     let fitting = choice.proposals.len();
-    let best = choice.proposals.into_iter().next().ok_or_else(|| Error::internal("a choice without a layout"))?;
+    let best = choice
+        .proposals
+        .into_iter()
+        .next()
+        .ok_or_else(|| Error::internal("a choice without a layout"))?;
     if here.comm.rank() == 0 {
         let step = 1e3 * best.time.step;
         say(format_args!(

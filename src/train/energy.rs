@@ -21,17 +21,19 @@ pub struct Energy<B: Backend> {
 }
 
 impl<B: Backend> Energy<B> {
-    /// Opens the counters of every machine on its first rank, and starts to count what all machines can. `gpu` is the CUDA id
-    /// of this rank's GPU. Collective.
+    /// Opens the counters of every machine on its first rank, and starts to count what all machines
+    /// can. `gpu` is the CUDA id of this rank's GPU. Collective.
     ///
     /// # Errors
     /// Returns an error if a message between ranks failed.
     pub fn open(world: &Group<B>, host: &str, gpu: Option<&str>) -> Result<Self> {
-        let mine = serde_json::to_vec(&(machine(host), gpu)).map_err(|e| Error::internal(e.to_string()))?;
+        let mine = serde_json::to_vec(&(machine(host), gpu))
+            .map_err(|e| Error::internal(e.to_string()))?;
         let messages = world.gather_bytes(mine).wait()?;
         let places = messages.iter().map(|message| serde_json::from_slice(message));
-        let places: Vec<(String, Option<String>)> =
-            places.collect::<Result<_, _>>().map_err(|e| Error::comm(format!("a rank's machine and GPU: {e}")))?;
+        let places: Vec<(String, Option<String>)> = places
+            .collect::<Result<_, _>>()
+            .map_err(|e| Error::comm(format!("a rank's machine and GPU: {e}")))?;
         let reader_of = |machine: &String| places.iter().position(|place| place.0 == *machine);
         let is_reader = |rank: usize| reader_of(&places[rank].0) == Some(rank);
         let mut gpus: Vec<String> = places
@@ -43,8 +45,10 @@ impl<B: Backend> Energy<B> {
         gpus.dedup();
         let counters = is_reader(world.rank()).then(|| Counters::open(&gpus));
 
-        let has = |source: Source| counters.as_ref().is_none_or(|counters| counters.has(source).is_ok());
-        let all = world.all_gather_u64(&[u64::from(has(Source::Gpu)), u64::from(has(Source::Cpu))])?;
+        let has =
+            |source: Source| counters.as_ref().is_none_or(|counters| counters.has(source).is_ok());
+        let all =
+            world.all_gather_u64(&[u64::from(has(Source::Gpu)), u64::from(has(Source::Cpu))])?;
         let everywhere = |at: usize| all.iter().all(|rank| rank.get(at) == Some(&1));
         let sources: Vec<Source> = [Source::Gpu, Source::Cpu]
             .into_iter()
@@ -52,13 +56,14 @@ impl<B: Backend> Energy<B> {
             .filter(|(at, _)| everywhere(*at))
             .map(|(_, one)| one)
             .collect();
-        let meter = counters.filter(|_| !sources.is_empty()).map(|counters| counters.start(&sources));
+        let meter =
+            counters.filter(|_| !sources.is_empty()).map(|counters| counters.start(&sources));
         let machines = (0..places.len()).filter(|rank| is_reader(*rank)).count();
         Ok(Self { world: world.clone(), meter, sources, machines })
     }
 
-    /// Joules of all machines since the counters were opened; none if they cannot be counted. On rank 0; the other ranks get
-    /// any number. Collective where there are several machines.
+    /// Joules of all machines since the counters were opened; none if they cannot be counted. On
+    /// rank 0; the other ranks get any number. Collective where there are several machines.
     ///
     /// # Errors
     /// Returns an error if a message between ranks failed.
@@ -69,7 +74,13 @@ impl<B: Backend> Energy<B> {
         let mine = self.meter.as_ref().map_or(Some(0.0), Meter::joules).unwrap_or(f64::NAN);
         let all = match self.machines {
             1 => mine,
-            _ => self.world.all_gather_u64(&[mine.to_bits()])?.iter().flatten().map(|bits| f64::from_bits(*bits)).sum(),
+            _ => self
+                .world
+                .all_gather_u64(&[mine.to_bits()])?
+                .iter()
+                .flatten()
+                .map(|bits| f64::from_bits(*bits))
+                .sum(),
         };
         Ok(Some(all).filter(|joules| joules.is_finite()))
     }
@@ -93,8 +104,8 @@ pub struct EnergyAccount {
 }
 
 impl EnergyAccount {
-    /// The account of a run that took `earlier_kwh` before this start, which begins at `step` and makes `per_step`
-    /// predictions a step.
+    /// The account of a run that took `earlier_kwh` before this start, which begins at `step` and
+    /// makes `per_step` predictions a step.
     pub fn new(earlier_kwh: f64, step: u64, per_step: u64) -> Self {
         Self { earlier_kwh, recorded: (step, 0.0), began: step, per_step: per_step as f64 }
     }

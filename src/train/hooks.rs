@@ -10,16 +10,17 @@ use hpctrain_config::telemetry::metrics::Step;
 
 /// Callbacks of a run. All do nothing unless written.
 ///
-/// Every rank calls its own hooks, in the order given, at the same points of the run; so a hook may itself ask for
-/// collectives if every rank has it. A step waits for its hooks.
+/// Every rank calls its own hooks, in the order given, at the same points of the run; so a hook may
+/// itself ask for collectives if every rank has it. A step waits for its hooks.
 ///
-/// A hook that returns [`Break`] asks the run to stop, with a reason. One rank that asks is enough: all ranks hear of
-/// it with the step that follows, and end after that one, with a last evaluation and checkpoint ([`RunOutcome::Stopped`]). Where
-/// replicas train apart, ranks meet at averages only: hooks are called for each step, but all steps of a round after its average,
-/// and all ranks hear of a request at the end of the next round.
+/// A hook that returns [`Break`] asks the run to stop, with a reason. One rank that asks is enough:
+/// all ranks hear of it with the step that follows, and end after that one, with a last evaluation
+/// and checkpoint ([`RunOutcome::Stopped`]). Where replicas train apart, ranks meet at averages
+/// only: hooks are called for each step, but all steps of a round after its average, and all ranks
+/// hear of a request at the end of the next round.
 ///
-/// An error ends the run on all ranks, likewise after the step that follows, and names the hook. After an error of a hook,
-/// no hook of that rank is called any more but for [`Hook::end`].
+/// An error ends the run on all ranks, likewise after the step that follows, and names the hook.
+/// After an error of a hook, no hook of that rank is called any more but for [`Hook::end`].
 ///
 /// ```
 /// use std::ops::ControlFlow;
@@ -47,8 +48,8 @@ pub trait Hook {
         std::any::type_name::<Self>()
     }
 
-    /// A step was taken. It is told as in `metrics.jsonl`; losses, norms and rates are the same on all ranks, times and memory are
-    /// this rank's.
+    /// A step was taken. It is told as in `metrics.jsonl`; losses, norms and rates are the same on
+    /// all ranks, times and memory are this rank's.
     ///
     /// # Errors
     /// Any error, to end the run.
@@ -56,7 +57,8 @@ pub trait Hook {
         Ok(Continue(()))
     }
 
-    /// The run has evaluated itself after step `step`: the same on all ranks. With `eval.inline = false` it does not.
+    /// The run has evaluated itself after step `step`: the same on all ranks. With `eval.inline =
+    /// false` it does not.
     ///
     /// # Errors
     /// Any error, to end the run.
@@ -64,18 +66,24 @@ pub trait Hook {
         Ok(Continue(()))
     }
 
-    /// Epoch number `epoch`, from 1, has ended: step `step` has seen the last of its samples. After [`Hook::step`] of that step, and
-    /// after [`Hook::evaluation`] if the run has evaluated itself then: `measures`. Where replicas train apart, it is called for all
-    /// epochs of a round after its average.
+    /// Epoch number `epoch`, from 1, has ended: step `step` has seen the last of its samples. After
+    /// [`Hook::step`] of that step, and after [`Hook::evaluation`] if the run has evaluated itself
+    /// then: `measures`. Where replicas train apart, it is called for all epochs of a round after
+    /// its average.
     ///
     /// # Errors
     /// Any error, to end the run.
-    fn epoch(&mut self, epoch: u64, step: &Step, measures: Option<&Metrics>) -> Result<ControlFlow<String>> {
+    fn epoch(
+        &mut self,
+        epoch: u64,
+        step: &Step,
+        measures: Option<&Metrics>,
+    ) -> Result<ControlFlow<String>> {
         Ok(Continue(()))
     }
 
-    /// The checkpoint of step `step` has been published in `directory`, some steps later where it is written beside training. It
-    /// stays until newer ones take its place (`checkpoint.keep`).
+    /// The checkpoint of step `step` has been published in `directory`, some steps later where it
+    /// is written beside training. It stays until newer ones take its place (`checkpoint.keep`).
     ///
     /// # Errors
     /// Any error, to end the run.
@@ -83,8 +91,8 @@ pub trait Hook {
         Ok(Continue(()))
     }
 
-    /// The run has ended: well, with all its records written, or by an error that all ranks share. Called once, unless a rank is
-    /// lost.
+    /// The run has ended: well, with all its records written, or by an error that all ranks share.
+    /// Called once, unless a rank is lost.
     ///
     /// # Errors
     /// An error replaces a good end; after a bad one it is only logged.
@@ -116,8 +124,12 @@ impl<'h> Hooks<'h> {
         Self { hooks, failure: None }
     }
 
-    /// Calls one after the other; returns the reason to stop, if one asks. A failure is kept for [`Hooks::failure`].
-    pub fn call(&mut self, call: impl Fn(&mut dyn Hook) -> Result<ControlFlow<String>>) -> Option<String> {
+    /// Calls one after the other; returns the reason to stop, if one asks. A failure is kept for
+    /// [`Hooks::failure`].
+    pub fn call(
+        &mut self,
+        call: impl Fn(&mut dyn Hook) -> Result<ControlFlow<String>>,
+    ) -> Option<String> {
         let mut stop = None;
         for hook in &mut self.hooks {
             if self.failure.is_some() {
@@ -186,13 +198,18 @@ mod tests {
 
     #[test]
     fn a_failure_is_kept_and_nothing_is_called_after_it() {
-        let (mut one, mut other) = (Counts::default(), Counts(1));
+        let mut one = Counts::default();
+        let mut other = Counts(1);
         let mut hooks = Hooks::new(vec![&mut one, &mut other]);
         let mut save = || hooks.call(|hook| hook.checkpoint(1, Path::new("x")));
-        assert_eq!([save(), save(), save(), save()], [None, Some("three".into()), Some("three".into()), None]);
+        assert_eq!(
+            [save(), save(), save(), save()],
+            [None, Some("three".into()), Some("three".into()), None]
+        );
         assert!(hooks.has_failed());
         assert_eq!(hooks.failure().unwrap_err().to_string(), "hook counts: four");
-        let outcome = Outcome { step: 10, directory: Path::new("x"), result: Ok(&RunOutcome::Finished) };
+        let outcome =
+            Outcome { step: 10, directory: Path::new("x"), result: Ok(&RunOutcome::Finished) };
         assert_eq!(hooks.end(&outcome).unwrap_err().to_string(), "hook counts: it is over");
         assert_eq!((one.0, other.0), (13, 14));
     }

@@ -1,7 +1,7 @@
 //! Refusals of the file system that a run survives for a while.
 //!
-//! Training goes on while the last good checkpoint is younger than `checkpoint.tolerate`: what was refused is tried again. A run
-//! that has no checkpoint yet has nothing to lose, and ends at once.
+//! Training goes on while the last good checkpoint is younger than `checkpoint.tolerate`: what was
+//! refused is tried again. A run that has no checkpoint yet has nothing to lose, and ends at once.
 
 use std::time::{Duration, Instant};
 
@@ -39,9 +39,11 @@ pub fn is_outage(error: &Error) -> bool {
 }
 
 impl IoFailureTolerance {
-    /// Of a run that tolerates them for so many seconds after a checkpoint, and began with one or not.
+    /// Of a run that tolerates them for so many seconds after a checkpoint, and began with one or
+    /// not.
     pub fn new(tolerate: u64, has_checkpoint: bool) -> Self {
-        let (tolerate, saved) = (Duration::from_secs(tolerate), has_checkpoint.then(Instant::now));
+        let tolerate = Duration::from_secs(tolerate);
+        let saved = has_checkpoint.then(Instant::now);
         Self { tolerate, saved, save: None, record: None, warned: None, pause: FIRST }
     }
 
@@ -56,7 +58,11 @@ impl IoFailureTolerance {
     /// The run is to end.
     pub fn save_refused(&mut self, error: Error) -> Result<()> {
         self.bear(&error)?;
-        log::warn!("{}; training goes on, and saves again in {} s", error.message(), self.pause.as_secs());
+        log::warn!(
+            "{}; training goes on, and saves again in {} s",
+            error.message(),
+            self.pause.as_secs()
+        );
         self.save = Some((since(&self.save), error));
         Ok(())
     }
@@ -91,7 +97,8 @@ impl IoFailureTolerance {
         Ok(())
     }
 
-    /// Passes what is written at the end of a run, which is not tried again: another start may do it.
+    /// Passes what is written at the end of a run, which is not tried again: another start may do
+    /// it.
     ///
     /// # Errors
     /// As given; one of the file system is an outage, if there is a checkpoint to go on from.
@@ -110,15 +117,16 @@ impl IoFailureTolerance {
         if checked.is_ok() { Ok(()) } else { self.record(checked) }
     }
 
-    /// Ends the wait for a file system that refuses, as the run was asked to end: nothing is tried again.
+    /// Ends the wait for a file system that refuses, as the run was asked to end: nothing is tried
+    /// again.
     ///
     /// # Errors
     /// Returns the refusal that lasts, if one does.
     pub fn give_up(&self) -> Result<()> {
         match self.save.as_ref().or(self.record.as_ref()) {
-            Some((_, error)) => {
-                Err(error.clone().outlasted(self.saved.map_or(Duration::ZERO, |saved| saved.elapsed())))
-            }
+            Some((_, error)) => Err(error
+                .clone()
+                .outlasted(self.saved.map_or(Duration::ZERO, |saved| saved.elapsed()))),
             None => Ok(()),
         }
     }
@@ -156,7 +164,10 @@ mod tests {
         let mut outages = IoFailureTolerance::new(60, true);
         assert_eq!(outages.told(), None);
         outages.save_refused(full()).unwrap();
-        assert_eq!(outages.told().unwrap(), "not saved since 0 s: No space left on device (os error 28)");
+        assert_eq!(
+            outages.told().unwrap(),
+            "not saved since 0 s: No space left on device (os error 28)"
+        );
         let pauses: Vec<u64> = (0..8).map(|_| outages.pause().as_secs()).collect();
         assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60]);
         outages.published();

@@ -46,9 +46,9 @@ pub struct Records {
 }
 
 impl Records {
-    /// Opens the records of a run that is at `step`: records of later steps are dropped, and will be written again.
-    /// `choices` is the result of a measurement of collectives; `epoch_loss` is given where there is no validation
-    /// data.
+    /// Opens the records of a run that is at `step`: records of later steps are dropped, and will
+    /// be written again. `choices` is the result of a measurement of collectives; `epoch_loss` is
+    /// given where there is no validation data.
     ///
     /// # Errors
     /// The file system refused.
@@ -65,18 +65,27 @@ impl Records {
             own_files::write(&path, choices).map_err(|e| Error::io("write", &path, e))?;
         }
         let checkpoints = directory.checkpoints();
-        evaluations::forget_after(&directory.evaluations_path(), step, |step| checkpoints.save(step))?;
+        evaluations::forget_after(&directory.evaluations_path(), step, |step| {
+            checkpoints.save(step)
+        })?;
         let kwh = energy_so_far(&directory.metrics_path(), plan.config.log.every)?;
         let energy = EnergyAccount::new(kwh, step, plan.tokens_per_step());
         let metrics = JsonLines::open(&directory.metrics_path(), step)?;
-        let optional = |is_wanted: bool, path: PathBuf| is_wanted.then(|| JsonLines::open(&path, step)).transpose();
+        let optional = |is_wanted: bool, path: PathBuf| {
+            is_wanted.then(|| JsonLines::open(&path, step)).transpose()
+        };
         let rank_times = optional(plan.mesh.ranks() > 1, directory.rank_times_path())?;
-        let samples = optional(plan.network.is_language() && plan.config.log.sample > 0, directory.samples_path())?;
-        let begin = || TensorBoard::begin(&directory.tensorboard_path(), step, plan.network.is_language());
+        let samples = optional(
+            plan.network.is_language() && plan.config.log.sample > 0,
+            directory.samples_path(),
+        )?;
+        let begin =
+            || TensorBoard::begin(&directory.tensorboard_path(), step, plan.network.is_language());
         let mut tensorboard = plan.config.log.tensorboard.then(begin).transpose()?;
         if let Some(board) = &mut tensorboard {
             let settings = plan.config.to_toml()?;
-            // Texts of a start are of the first step that it takes, which a later start may take again.
+            // Texts of a start are of the first step that it takes, which a later start may take
+            // again.
             board.text(step + 1, "texts/configuration", &settings);
             match restarts::of_run(directory.path())? {
                 restarts if restarts.is_empty() => {}
@@ -91,8 +100,15 @@ impl Records {
             rank_times,
             samples,
             evaluations: (directory.evaluations_path(), VecDeque::new()),
-            epoch_loss: epoch_loss.map(|epoch| epoch.with(&directory.metrics_path())).transpose()?,
-            progress: Progress::new(step, plan.config.run.steps, plan.config.log.every, plan.network.predictions()),
+            epoch_loss: epoch_loss
+                .map(|epoch| epoch.with(&directory.metrics_path()))
+                .transpose()?,
+            progress: Progress::new(
+                step,
+                plan.config.run.steps,
+                plan.config.log.every,
+                plan.network.predictions(),
+            ),
             stragglers: Stragglers::new(
                 plan.config.log.straggler_factor,
                 plan.mesh.data(),
@@ -113,12 +129,15 @@ impl Records {
         self.metrics.write(record).and_then(|()| self.flush())
     }
 
-    /// Adds the seconds that each rank computed in step `step`; the ranks that were slow in a window that is full now, and whether
-    /// it is on record: one that the file system has refused waits for [`Records::flush`].
+    /// Adds the seconds that each rank computed in step `step`; the ranks that were slow in a
+    /// window that is full now, and whether it is on record: one that the file system has refused
+    /// waits for [`Records::flush`].
     pub fn computed(&mut self, step: u64, seconds: &[f64]) -> (Vec<Straggler>, Result<()>) {
         let Some(window) = self.stragglers.step(seconds) else { return (Vec::new(), Ok(())) };
-        let compute_ms = || window.seconds.iter().map(|seconds| 1e3 * seconds / window.steps as f64).collect();
-        let write = |file: &mut JsonLines| file.write(&RankTimes::new(step, window.steps, compute_ms()));
+        let compute_ms =
+            || window.seconds.iter().map(|seconds| 1e3 * seconds / window.steps as f64).collect();
+        let write =
+            |file: &mut JsonLines| file.write(&RankTimes::new(step, window.steps, compute_ms()));
         let written = self.rank_times.as_mut().map_or(Ok(()), write);
         (window.stragglers, written)
     }

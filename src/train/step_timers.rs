@@ -1,4 +1,5 @@
-//! Meters of a start of a run on one rank: steps, their time by activity, and the profile of its kernels.
+//! Meters of a start of a run on one rank: steps, their time by activity, and the profile of its
+//! kernels.
 
 use std::time::{Duration, Instant};
 
@@ -63,12 +64,23 @@ impl StepTimers {
     /// A step has this result.
     pub fn took(&mut self, step: &StepResult) {
         self.updating += step.updating;
-        self.skipped = if step.skipped() { (self.skipped.0 + 1, self.skipped.1 + 1) } else { (0, self.skipped.1) };
+        self.skipped = if step.skipped() {
+            (self.skipped.0 + 1, self.skipped.1 + 1)
+        } else {
+            (0, self.skipped.1)
+        };
     }
 
-    /// A round of so many steps took so long. The first of several does not count for the profile if it may warm up: on a device
-    /// it loads the kernels.
-    pub fn took_round(&mut self, steps: usize, seconds: f64, times: Times, may_warm_up: bool, kernels: &Profile) {
+    /// A round of so many steps took so long. The first of several does not count for the profile
+    /// if it may warm up: on a device it loads the kernels.
+    pub fn took_round(
+        &mut self,
+        steps: usize,
+        seconds: f64,
+        times: Times,
+        may_warm_up: bool,
+        kernels: &Profile,
+    ) {
         let is_first = self.step_ms.is_empty();
         self.step_ms.extend(std::iter::repeat_n(seconds * 1e3 / steps as f64, steps));
         self.times += times;
@@ -80,7 +92,11 @@ impl StepTimers {
         profiled.steps += steps as u64;
         profiled.times += times;
         for (kernel, tally) in tallies {
-            profiled.tallies.entry(kernel).and_modify(|all| *all = all.plus(tally)).or_insert(tally);
+            profiled
+                .tallies
+                .entry(kernel)
+                .and_modify(|all| *all = all.plus(tally))
+                .or_insert(tally);
         }
     }
 
@@ -116,7 +132,8 @@ impl StepTimers {
         self.started.elapsed().as_secs_f64()
     }
 
-    /// The profile, if the rank counts the time of its kernels; the device was waited for after each of them, or not.
+    /// The profile, if the rank counts the time of its kernels; the device was waited for after
+    /// each of them, or not.
     pub fn profile(&self, threads: usize, waits: bool) -> Option<Report> {
         let Profiled { steps, times, tallies } = self.profile.as_ref()?;
         Some(Report::new(tallies, *steps, *times, threads, waits))

@@ -1,10 +1,10 @@
 //! Requests to a rank besides training: by signals, by the clock, by evaluators, by hooks.
 //!
-//! Ranks are asked at different moments. Each sends the requests it received with its next [`ControlFlags`], and all
-//! obey the flags of the same step.
+//! Ranks are asked at different moments. Each sends the requests it received with its next
+//! [`ControlFlags`], and all obey the flags of the same step.
 //!
-//! A hook's request to stop, on any rank, and its failure travel likewise: they cost no message, and the run ends after
-//! the step that carries them.
+//! A hook's request to stop, on any rank, and its failure travel likewise: they cost no message,
+//! and the run ends after the step that carries them.
 
 use std::time::{Duration, Instant};
 
@@ -14,8 +14,8 @@ use hpctrain_checkpoint::run_dir::RunOutcome;
 use hpctrain_checkpoint::run_dir::markers::Markers;
 use hpctrain_parallel::{AllFlags, ControlFlags};
 
-/// Least time between two looks for evaluators' requests: each is a request to a file system that other nodes use as
-/// well.
+/// Least time between two looks for evaluators' requests: each is a request to a file system that
+/// other nodes use as well.
 const ASK: Duration = Duration::from_millis(100);
 
 /// The requests that reach this rank.
@@ -36,7 +36,8 @@ pub struct StopRequests {
 }
 
 impl StopRequests {
-    /// The requests of a rank; rank 0 is `root`. A checkpoint is due `every` so many seconds, 0 for never.
+    /// The requests of a rank; rank 0 is `root`. A checkpoint is due `every` so many seconds, 0 for
+    /// never.
     pub fn new(root: bool, budget: TimeLimit, markers: Markers, every: u64) -> Self {
         let now = Instant::now();
         let every = (every > 0).then(|| Duration::from_secs(every));
@@ -53,7 +54,8 @@ impl StopRequests {
         }
     }
 
-    /// The flags of this rank for the others. `written` is whether it has done its part of the save under way.
+    /// The flags of this rank for the others. `written` is whether it has done its part of the save
+    /// under way.
     pub fn flags(&mut self, written: bool) -> ControlFlags {
         if self.root && self.stop_reason.is_none() && self.asked.elapsed() >= ASK {
             self.asked = Instant::now();
@@ -77,9 +79,9 @@ impl StopRequests {
         if flags.any(ControlFlags::END) {
             return Some(self.preempted());
         }
-        flags
-            .any(ControlFlags::STOP)
-            .then(|| RunOutcome::Stopped(self.stop_reason.clone().unwrap_or_default().trim().into()))
+        flags.any(ControlFlags::STOP).then(|| {
+            RunOutcome::Stopped(self.stop_reason.clone().unwrap_or_default().trim().into())
+        })
     }
 
     /// The end of a rank that was asked to end, or heard that another was.

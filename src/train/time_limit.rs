@@ -29,8 +29,8 @@ pub struct TimeLimit {
 }
 
 impl TimeLimit {
-    /// The time that the configuration gives a job that began at `started`, or else Slurm. `saved` is the bytes of a
-    /// checkpoint.
+    /// The time that the configuration gives a job that began at `started`, or else Slurm. `saved`
+    /// is the bytes of a checkpoint.
     pub fn new(limit: Option<Time>, started: Instant, saved: u64) -> Self {
         let budget = Self {
             end: None,
@@ -42,7 +42,8 @@ impl TimeLimit {
         match limit {
             Some(Time(limit)) if limit.is_zero() => budget,
             Some(Time(limit)) => Self { end: started.checked_add(limit), ..budget },
-            None => std::env::var_os(SLURM_END).map_or(budget.clone(), |text| budget.ends(&text.to_string_lossy())),
+            None => std::env::var_os(SLURM_END)
+                .map_or(budget.clone(), |text| budget.ends(&text.to_string_lossy())),
         }
     }
 
@@ -64,8 +65,8 @@ impl TimeLimit {
         self.save = if first { took } else { self.save.max(took) };
     }
 
-    /// Time needed to end: the step under way and one more; a save under way and the last one, and once more as long
-    /// for reading back and removing older checkpoints.
+    /// Time needed to end: the step under way and one more; a save under way and the last one, and
+    /// once more as long for reading back and removing older checkpoints.
     fn needed(&self) -> Duration {
         2 * self.step + 3 * self.save + RESERVE
     }
@@ -81,8 +82,10 @@ impl TimeLimit {
     /// Its time is up, or the end that Slurm has set cannot be read.
     pub fn check(&self) -> Result<()> {
         if let Some(text) = &self.malformed {
-            return Err(Error::input(format!("{SLURM_END}={text:?} is not a time in seconds since 1970"))
-                .hint(format!("unset {SLURM_END}, or set run.time_limit, with 0s for no limit")));
+            return Err(Error::input(format!(
+                "{SLURM_END}={text:?} is not a time in seconds since 1970"
+            ))
+            .hint(format!("unset {SLURM_END}, or set run.time_limit, with 0s for no limit")));
         }
         match self.told() {
             Some(told) if self.is_up() && self.is_slurms => {
@@ -100,7 +103,9 @@ impl TimeLimit {
     /// For people: the time left, and the part of it that is reserved for the end.
     pub fn told(&self) -> Option<String> {
         let left = self.end?.saturating_duration_since(Instant::now());
-        let seconds = |span: Duration| humantime::format_duration(Duration::from_secs(span.as_secs())).to_string();
+        let seconds = |span: Duration| {
+            humantime::format_duration(Duration::from_secs(span.as_secs())).to_string()
+        };
         Some(format!("{} left, of which the end takes {}", seconds(left), seconds(self.needed())))
     }
 }
@@ -126,7 +131,11 @@ mod tests {
         assert!(!of(40).is_up() && of(34).is_up());
         assert!(of(40).check().is_ok());
         assert!(
-            of(34).check().unwrap_err().to_string().contains("no time to train: 33s left, of which the end takes 35s")
+            of(34)
+                .check()
+                .unwrap_err()
+                .to_string()
+                .contains("no time to train: 33s left, of which the end takes 35s")
         );
         let mut slow = of(65);
         slow.stepped(Duration::from_secs(20));
@@ -152,10 +161,16 @@ mod tests {
         assert_eq!(told("18446744073709551615"), None);
         assert_eq!(told("9223372036854775807"), None);
         let past = told("1").unwrap();
-        assert!(past.contains("0s left") && past.contains("by SLURM_JOB_END_TIME\nhint: "), "{past}");
+        assert!(
+            past.contains("0s left") && past.contains("by SLURM_JOB_END_TIME\nhint: "),
+            "{past}"
+        );
         for text in ["soon", "", "-1", "1.5", "99999999999999999999"] {
             let error = told(text).unwrap();
-            assert!(error.starts_with(&format!("SLURM_JOB_END_TIME={text:?} is not a time")), "{error}");
+            assert!(
+                error.starts_with(&format!("SLURM_JOB_END_TIME={text:?} is not a time")),
+                "{error}"
+            );
         }
     }
 }

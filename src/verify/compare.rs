@@ -1,8 +1,8 @@
 //! Two recordings side by side: bit for bit, or within bounds where additions have another order.
 //!
-//! Bits are compared where sums have the same tree: each rank and each copy of the parameters has a power of two of the
-//! fixed lanes. Other layouts are compared within bounds, in their first six steps; later, training itself has
-//! amplified differences of rounding.
+//! Bits are compared where sums have the same tree: each rank and each copy of the parameters has a
+//! power of two of the fixed lanes. Other layouts are compared within bounds, in their first six
+//! steps; later, training itself has amplified differences of rounding.
 
 use std::fmt;
 
@@ -35,8 +35,11 @@ pub fn exactly(reference: &Recording, row: &Recording) -> Agreement {
     let mut agreement = Agreement { curve: true, parameters: true, state: true };
     for (mine, theirs) in row.steps.iter().zip(&reference.steps) {
         agreement.curve &= (mine.loss, mine.norm) == (theirs.loss, theirs.norm);
-        for (entry, (mine, theirs)) in row.entries.iter().zip(mine.digests.iter().zip(&theirs.digests)) {
-            let part = if entry.is_parameter() { &mut agreement.parameters } else { &mut agreement.state };
+        for (entry, (mine, theirs)) in
+            row.entries.iter().zip(mine.digests.iter().zip(&theirs.digests))
+        {
+            let part =
+                if entry.is_parameter() { &mut agreement.parameters } else { &mut agreement.state };
             *part &= mine == theirs;
         }
     }
@@ -50,21 +53,25 @@ pub fn parting(reference: &Recording, row: &Recording) -> Option<u64> {
     steps.zip(1..).find_map(|(both, step)| (!same(both)).then_some(step))
 }
 
-/// The words for the first difference of two recordings of the same steps, of which the last is the first that
-/// differs; `row` was compared with the elements of `reference`.
+/// The words for the first difference of two recordings of the same steps, of which the last is the
+/// first that differs; `row` was compared with the elements of `reference`.
 pub fn describe(reference: &Recording, row: &Recording) -> String {
     let mut facts = Vec::new();
     if let (Some(mine), Some(theirs)) = (row.steps.last(), reference.steps.last()) {
-        for (name, mine, theirs) in [("loss", mine.loss, theirs.loss), ("norm", mine.norm, theirs.norm)] {
+        for (name, mine, theirs) in
+            [("loss", mine.loss, theirs.loss), ("norm", mine.norm, theirs.norm)]
+        {
             if mine != theirs {
                 facts.push(values(name, f64::from_bits(mine), f64::from_bits(theirs)));
             }
         }
     }
     let entries = row.entries.iter().zip(&row.differences);
-    let mut differing = entries.filter_map(|(entry, difference)| Some((entry, difference, difference.first?)));
+    let mut differing =
+        entries.filter_map(|(entry, difference)| Some((entry, difference, difference.first?)));
     if let Some((entry, difference, first)) = differing.next() {
-        let (here, there) = (f32::from_bits(first.here), f32::from_bits(first.reference));
+        let here = f32::from_bits(first.here);
+        let there = f32::from_bits(first.reference);
         facts.push(format!(
             "unit {}, {}, {} ({} of its elements and {} more tensors differ)",
             entry.unit,
@@ -76,7 +83,9 @@ pub fn describe(reference: &Recording, row: &Recording) -> String {
     }
     let step = row.steps.len();
     if facts.is_empty() {
-        return format!("step {step} differed, but not when it was computed again: it is not reproducible");
+        return format!(
+            "step {step} differed, but not when it was computed again: it is not reproducible"
+        );
     }
     format!("first difference at step {step}: {}", facts.join("; "))
 }
@@ -95,10 +104,11 @@ fn values<T: fmt::Debug + PartialEq>(what: &str, here: T, there: T) -> String {
 
 /// Largest differences between two orders of addition in the first [`CLOSE_STEPS`] steps.
 ///
-/// Two orders of adding n numbers in single precision differ by less than about n·2⁻²⁴ of the sum of their
-/// magnitudes: some 1e-6 of a gradient. Adam divides by the gradient's own size, so that an element whose gradient
-/// is nearly zero may go the other way, at the full rate, in every step; those hardly move the loss. A lost or
-/// doubled contribution of a rank is worth more than 1e-2 of loss, norm and state in the first step.
+/// Two orders of adding n numbers in single precision differ by less than about n·2⁻²⁴ of the sum
+/// of their magnitudes: some 1e-6 of a gradient. Adam divides by the gradient's own size, so that
+/// an element whose gradient is nearly zero may go the other way, at the full rate, in every step;
+/// those hardly move the loss. A lost or doubled contribution of a rank is worth more than 1e-2 of
+/// loss, norm and state in the first step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Bounds {
     /// Of the loss, relative.
@@ -111,8 +121,8 @@ pub struct Bounds {
     pub state: f64,
 }
 
-/// Steps in which layouts of another order are compared: later the differences of rounding have grown, as differences
-/// in training do, until they cannot be told from mistakes.
+/// Steps in which layouts of another order are compared: later the differences of rounding have
+/// grown, as differences in training do, until they cannot be told from mistakes.
 pub const CLOSE_STEPS: u64 = 6;
 
 /// Bound of the loss.
@@ -121,7 +131,8 @@ const LOSS: f64 = 1e-5;
 const NORM: f64 = 1e-3;
 
 impl Bounds {
-    /// The bounds for rows that are compared with `reference`, with a gradient clipped at `clip` (0: not clipped).
+    /// The bounds for rows that are compared with `reference`, with a gradient clipped at `clip`
+    /// (0: not clipped).
     pub fn new(rule: UpdateRule, clip: f64, reference: &Recording) -> Self {
         let taken = reference
             .steps
@@ -135,17 +146,21 @@ impl Bounds {
                 let most = (1.0 - f64::from(beta1)) / (1.0 - f64::from(beta2)).sqrt();
                 2.0 * most.max(1.0) * taken.map(|(lr, _)| lr).sum::<f64>()
             }
-            // An element's step is of the size of the matrix's elements, or a part of it, and those are far below ten.
+            // An element's step is of the size of the matrix's elements, or a part of it, and those
+            // are far below ten.
             UpdateRule::Lamb { .. } => 20.0 * taken.map(|(lr, _)| lr).sum::<f64>(),
             UpdateRule::Lars { momentum, trust, .. } => {
-                20.0 * f64::from(trust) / (1.0 - f64::from(momentum)) * taken.map(|(lr, _)| lr).sum::<f64>()
+                20.0 * f64::from(trust) / (1.0 - f64::from(momentum))
+                    * taken.map(|(lr, _)| lr).sum::<f64>()
             }
             UpdateRule::Sgd { momentum, .. } => {
                 let limit = if clip > 0.0 { clip } else { f64::INFINITY };
-                let way: f64 = taken.filter(|(lr, _)| *lr > 0.0).map(|(lr, norm)| lr * norm.min(limit)).sum();
+                let way: f64 =
+                    taken.filter(|(lr, _)| *lr > 0.0).map(|(lr, norm)| lr * norm.min(limit)).sum();
                 NORM * way / (1.0 - f64::from(momentum))
             }
-            // If a gradient is rounding alone, its quotient with itself may be anything up to these.
+            // If a gradient is rounding alone, its quotient with itself may be anything up to
+            // these.
             UpdateRule::Elementwise(Elementwise::Adagrad { .. } | Elementwise::Lion { .. }) => {
                 2.0 * taken.map(|(lr, _)| lr).sum::<f64>()
             }
@@ -169,39 +184,58 @@ impl fmt::Display for Bounds {
     }
 }
 
-/// Compares curves and, after the last step, tensors within bounds; describes the differences beyond the bounds.
-pub fn closely(bounds: &Bounds, reference: &Recording, row: &Recording) -> (Agreement, Option<String>) {
+/// Compares curves and, after the last step, tensors within bounds; describes the differences
+/// beyond the bounds.
+pub fn closely(
+    bounds: &Bounds,
+    reference: &Recording,
+    row: &Recording,
+) -> (Agreement, Option<String>) {
     let mut agreement = Agreement { curve: true, parameters: true, state: true };
     let mut facts = Vec::new();
     for ((mine, theirs), step) in row.steps.iter().zip(&reference.steps).zip(1..) {
-        for (name, mine, theirs, bound) in
-            [("loss", mine.loss, theirs.loss, bounds.loss), ("norm", mine.norm, theirs.norm, bounds.norm)]
-        {
-            let (mine, theirs) = (f64::from_bits(mine), f64::from_bits(theirs));
+        for (name, mine, theirs, bound) in [
+            ("loss", mine.loss, theirs.loss, bounds.loss),
+            ("norm", mine.norm, theirs.norm, bounds.norm),
+        ] {
+            let mine = f64::from_bits(mine);
+            let theirs = f64::from_bits(theirs);
             let off = (mine - theirs).abs() / theirs.abs();
             // Values that are not finite on both sides have no distance.
             if !(off <= bound || mine.to_bits() == theirs.to_bits()) && agreement.curve {
                 agreement.curve = false;
-                facts.push(format!("at step {step}, {}: off by {off:.1e}", values(name, mine, theirs)));
+                facts.push(format!(
+                    "at step {step}, {}: off by {off:.1e}",
+                    values(name, mine, theirs)
+                ));
             }
         }
     }
     let entries = || row.entries.iter().zip(&row.differences);
     let last = row.steps.len();
     let parameters = entries().filter(|(entry, _)| entry.is_parameter());
-    for (entry, worst) in parameters.filter_map(|(entry, difference)| Some((entry, difference.worst?))) {
+    for (entry, worst) in
+        parameters.filter_map(|(entry, difference)| Some((entry, difference.worst?)))
+    {
         if worst.distance() > bounds.parameter && agreement.parameters {
             agreement.parameters = false;
-            let (here, there) = (f32::from_bits(worst.here), f32::from_bits(worst.reference));
+            let here = f32::from_bits(worst.here);
+            let there = f32::from_bits(worst.reference);
             let element = values(&format!("element {} of {}", worst.index, entry.len), here, there);
-            facts.push(format!("after step {last}, unit {}, {}, {element}", entry.unit, name(entry)));
+            facts.push(format!(
+                "after step {last}, unit {}, {}, {element}",
+                entry.unit,
+                name(entry)
+            ));
         }
     }
     let mut states: Vec<&str> = row.entries.iter().map(|entry| entry.state.as_str()).collect();
     states.sort_unstable();
     states.dedup();
     for state in states.into_iter().filter(|state| !state.is_empty()) {
-        let of_state = || entries().filter(|(entry, _)| entry.state == state).map(|(_, difference)| difference);
+        let of_state = || {
+            entries().filter(|(entry, _)| entry.state == state).map(|(_, difference)| difference)
+        };
         let off = distance(of_state());
         if off > bounds.state {
             agreement.state = false;
@@ -213,7 +247,8 @@ pub fn closely(bounds: &Bounds, reference: &Recording, row: &Recording) -> (Agre
 
 /// The relative 2-norm of the difference of several tensors.
 fn distance<'a>(differences: impl Iterator<Item = &'a Difference>) -> f64 {
-    let (mut squares, mut reference) = (0.0, 0.0);
+    let mut squares = 0.0;
+    let mut reference = 0.0;
     for difference in differences {
         squares += difference.squares;
         reference += difference.reference_squares;
@@ -261,8 +296,12 @@ mod tests {
 
     #[test]
     fn one_element_is_named() {
-        let (mut reference, mut row) = (recording(), other(2, 1, 1.5));
-        assert_eq!(exactly(&reference, &row), Agreement { curve: true, parameters: false, state: true });
+        let mut reference = recording();
+        let mut row = other(2, 1, 1.5);
+        assert_eq!(
+            exactly(&reference, &row),
+            Agreement { curve: true, parameters: false, state: true }
+        );
         assert_eq!(parting(&reference, &row), Some(2));
         reference.steps.truncate(2);
         row.steps.truncate(2);
@@ -271,14 +310,16 @@ mod tests {
             "first difference at step 2: unit h.0, tensor b, element 37 of 100 is 1.5 here, 1.0 on one rank (1 of \
              its elements and 0 more tensors differ)"
         );
-        let (reference, row) = (recording(), other(1, 0, 1.5));
+        let reference = recording();
+        let row = other(1, 0, 1.5);
         assert!(!exactly(&reference, &row).state);
         assert!(describe(&reference, &row).contains("tensor w of the optimizer's m, element 37"));
     }
 
     #[test]
     fn equal_recordings_agree() {
-        let (reference, row) = (recording(), recording());
+        let reference = recording();
+        let row = recording();
         assert!(exactly(&reference, &row).whole());
         assert_eq!(parting(&reference, &row), None);
         assert!(describe(&reference, &row).contains("not reproducible"));
@@ -287,10 +328,16 @@ mod tests {
 
     #[test]
     fn a_curve_alone_can_differ() {
-        let (reference, mut row) = (recording(), recording());
+        let reference = recording();
+        let mut row = recording();
         row.steps[2].norm = 2f64.to_bits();
-        assert_eq!(exactly(&reference, &row), Agreement { curve: false, parameters: true, state: true });
-        assert!(describe(&reference, &row).ends_with("at step 3: norm is 2.0 here, 1.0 on one rank"));
+        assert_eq!(
+            exactly(&reference, &row),
+            Agreement { curve: false, parameters: true, state: true }
+        );
+        assert!(
+            describe(&reference, &row).ends_with("at step 3: norm is 2.0 here, 1.0 on one rank")
+        );
         let (agreement, said) = closely(&Bounds::new(RULE, 1.0, &reference), &reference, &row);
         assert!(!agreement.curve && said.unwrap().contains("at step 3, norm is 2.0"));
     }
@@ -302,7 +349,10 @@ mod tests {
         assert!((bounds.parameter - 6e-3).abs() < 1e-8, "{bounds:?}");
         assert!(closely(&bounds, &reference, &other(0, 2, 1.005)).0.whole());
         let (agreement, said) = closely(&bounds, &reference, &other(0, 2, 1.007));
-        assert!(!agreement.parameters && said.unwrap().contains("after step 3, unit h.0, tensor w, element 37"));
+        assert!(
+            !agreement.parameters
+                && said.unwrap().contains("after step 3, unit h.0, tensor w, element 37")
+        );
         let (agreement, said) = closely(&bounds, &reference, &other(3, 2, 1.1));
         assert!(!agreement.state && said.unwrap().contains("the optimizer's m is off by 7.1e-3"));
         let sgd = Bounds::new(UpdateRule::Sgd { momentum: 0.5, nesterov: false }, 0.5, &reference);

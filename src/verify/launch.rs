@@ -28,10 +28,12 @@ impl Launcher {
     /// # Errors
     /// There is none.
     pub fn mpirun() -> Result<Self> {
-        let output = Command::new("mpirun").arg("--version").stdin(Stdio::null()).output().map_err(|e| {
-            Error::input(format!("--mpi needs mpirun, which cannot be started: {e}"))
-                .hint("put the MPI library's mpirun on PATH (module load mpi), or leave out --mpi")
-        })?;
+        let output =
+            Command::new("mpirun").arg("--version").stdin(Stdio::null()).output().map_err(|e| {
+                Error::input(format!("--mpi needs mpirun, which cannot be started: {e}")).hint(
+                    "put the MPI library's mpirun on PATH (module load mpi), or leave out --mpi",
+                )
+            })?;
         Ok(Self::Mpirun { open_mpi: String::from_utf8_lossy(&output.stdout).contains("Open MPI") })
     }
 
@@ -71,10 +73,12 @@ pub fn local(ranks: usize, task: Task) -> Result<Recording> {
 }
 
 fn processes(ranks: usize, task: &Task, folder: &Path, open_mpi: bool) -> Result<Recording> {
-    let (asked, given) = (folder.join("task.json"), folder.join("recording.json"));
+    let asked = folder.join("task.json");
+    let given = folder.join("recording.json");
     let text = serde_json::to_vec(task).map_err(|e| Error::internal(format!("task: {e}")))?;
     std::fs::write(&asked, text).map_err(|e| Error::io("write", &asked, e))?;
-    let program = std::env::current_exe().map_err(|e| Error::internal(format!("this program's path: {e}")))?;
+    let program = std::env::current_exe()
+        .map_err(|e| Error::internal(format!("this program's path: {e}")))?;
     let mut command = Command::new("mpirun");
     command.args(["-np", &ranks.to_string()]);
     if open_mpi && ranks > cores() {
@@ -86,8 +90,12 @@ fn processes(ranks: usize, task: &Task, folder: &Path, open_mpi: bool) -> Result
     let output = command.output().map_err(|e| Error::internal(format!("mpirun: {e}")))?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
-        // The first error line of a rank gives the reason; the lines of mpirun say that ranks ended.
-        let why = said.lines().find_map(|line| line.strip_prefix("error: ")).map_or(said.trim(), str::trim);
+        // The first error line of a rank gives the reason; the lines of mpirun say that ranks
+        // ended.
+        let why = said
+            .lines()
+            .find_map(|line| line.strip_prefix("error: "))
+            .map_or(said.trim(), str::trim);
         let message = format!("mpirun -np {ranks} ended with {}: {why}", output.status);
         return Err(match output.status.code() {
             Some(2) => Error::input(message),
@@ -107,14 +115,16 @@ fn on_device(comm: &Comm<Cpu>, task: &Task) -> Result<Recording> {
     }
 }
 
-/// `hpctrain verify-rank` on one rank of `mpirun`: records `task`. Rank 0 writes the recording to `given`.
+/// `hpctrain verify-rank` on one rank of `mpirun`: records `task`. Rank 0 writes the recording to
+/// `given`.
 ///
 /// # Errors
 /// Of the task.
 pub fn rank(comm: &Comm<Cpu>, task: &Task, given: &Path) -> Result<()> {
     let recording = on_device(comm, task)?;
     let written = || {
-        let text = serde_json::to_vec(&recording).map_err(|e| Error::internal(format!("recording: {e}")))?;
+        let text = serde_json::to_vec(&recording)
+            .map_err(|e| Error::internal(format!("recording: {e}")))?;
         std::fs::write(given, text).map_err(|e| Error::io("write", given, e))
     };
     comm.world().all_ok(if comm.rank() == 0 { written() } else { Ok(()) })
@@ -125,6 +135,7 @@ pub fn rank(comm: &Comm<Cpu>, task: &Task, given: &Path) -> Result<()> {
 /// # Errors
 /// It is not there.
 pub fn task(asked: &Path) -> Result<Task> {
-    let text = std::fs::read(asked).map_err(|e| Error::io("read", asked, e).hint("hpctrain verify --mpi writes it"))?;
+    let text = std::fs::read(asked)
+        .map_err(|e| Error::io("read", asked, e).hint("hpctrain verify --mpi writes it"))?;
     serde_json::from_slice(&text).map_err(|e| Error::internal(format!("task: {e}")))
 }

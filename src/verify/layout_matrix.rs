@@ -1,4 +1,5 @@
-//! The matrix: the layouts that are compared with one rank, and the agreement that is expected of each.
+//! The matrix: the layouts that are compared with one rank, and the agreement that is expected of
+//! each.
 
 use std::fmt;
 
@@ -27,8 +28,15 @@ pub struct Row {
 }
 
 /// One rank that shards nothing, with which the others are compared.
-pub const REFERENCE: Row =
-    Row { ranks: 1, pipeline: 1, tensor: 1, zero: Zero::Zero, shard: 1, replica: 1, storage: Storage::Ranks };
+pub const REFERENCE: Row = Row {
+    ranks: 1,
+    pipeline: 1,
+    tensor: 1,
+    zero: Zero::Zero,
+    shard: 1,
+    replica: 1,
+    storage: Storage::Ranks,
+};
 
 impl Row {
     /// Ranks with different data.
@@ -51,12 +59,14 @@ impl Row {
         config
     }
 
-    /// Whether `lanes` lanes, and so many tensor lanes, are added by the same tree as on one rank with as many: each rank, and
-    /// each copy of the parameters, has a power of two of them. Of `apart` replicas that train apart each adds its own lanes, and
-    /// each rank averages a power of two of them.
+    /// Whether `lanes` lanes, and so many tensor lanes, are added by the same tree as on one rank
+    /// with as many: each rank, and each copy of the parameters, has a power of two of them. Of
+    /// `apart` replicas that train apart each adds its own lanes, and each rank averages a power of
+    /// two of them.
     pub fn same_tree(&self, lanes: usize, tensor_lanes: usize, apart: Option<usize>) -> bool {
-        let power =
-            |lanes: usize, parts| parts == 1 || lanes.is_multiple_of(parts) && (lanes / parts).is_power_of_two();
+        let power = |lanes: usize, parts| {
+            parts == 1 || lanes.is_multiple_of(parts) && (lanes / parts).is_power_of_two()
+        };
         let data = match apart {
             Some(replicas) => power(lanes / replicas, self.shard) && power(replicas, self.replica),
             None => power(lanes, self.data()) && power(lanes, self.replica),
@@ -67,17 +77,27 @@ impl Row {
 
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let layout = format!("{} × {} × {} × {}", self.pipeline, self.replica, self.shard, self.tensor);
+        let layout =
+            format!("{} × {} × {} × {}", self.pipeline, self.replica, self.shard, self.tensor);
         write!(f, "{:>5}  {layout:<35}  {:>4}", self.ranks, u8::from(self.zero))
     }
 }
 
-/// For every number of ranks, of pipeline stages and of ranks that share blocks, every ZeRO stage; then, for those that shard,
-/// every way to have several copies of several shards. Where storage is central, every number of owners instead. Ranks that these
-/// cannot divide make one row, which cannot run and says why.
-pub fn matrix(ranks: &[usize], pipelines: &[usize], tensors: &[usize], stages: &[Zero], storage: Storage) -> Vec<Row> {
+/// For every number of ranks, of pipeline stages and of ranks that share blocks, every ZeRO stage;
+/// then, for those that shard, every way to have several copies of several shards. Where storage is
+/// central, every number of owners instead. Ranks that these cannot divide make one row, which
+/// cannot run and says why.
+pub fn matrix(
+    ranks: &[usize],
+    pipelines: &[usize],
+    tensors: &[usize],
+    stages: &[Zero],
+    storage: Storage,
+) -> Vec<Row> {
     let mut rows = Vec::new();
-    for (&ranks, &pipeline) in ranks.iter().flat_map(|ranks| pipelines.iter().map(move |pipeline| (ranks, pipeline))) {
+    for (&ranks, &pipeline) in
+        ranks.iter().flat_map(|ranks| pipelines.iter().map(move |pipeline| (ranks, pipeline)))
+    {
         for &tensor in tensors {
             add_rows(&mut rows, [ranks, pipeline, tensor], stages, storage);
         }
@@ -85,7 +105,12 @@ pub fn matrix(ranks: &[usize], pipelines: &[usize], tensors: &[usize], stages: &
     rows
 }
 
-fn add_rows(rows: &mut Vec<Row>, [ranks, pipeline, tensor]: [usize; 3], stages: &[Zero], storage: Storage) {
+fn add_rows(
+    rows: &mut Vec<Row>,
+    [ranks, pipeline, tensor]: [usize; 3],
+    stages: &[Zero],
+    storage: Storage,
+) {
     let data = ranks / (pipeline * tensor);
     let row = |zero, shard, replica| Row { ranks, pipeline, tensor, zero, shard, replica, storage };
     if !ranks.is_multiple_of(pipeline * tensor) {
@@ -119,13 +144,30 @@ mod tests {
         };
         let rows = matrix(&[1, 2, 4, 8], &[1], &[1], &stages);
         assert_eq!(rows.len(), 4 * 4 + 3 * (1 + 2));
-        assert!(rows.contains(&Row { ranks: 8, zero: Zero::Two, shard: 4, replica: 2, ..REFERENCE }));
-        assert!(matrix(&[6], &[1], &[1], &stages[..1]).iter().all(|row| (row.shard, row.replica) == (1, 6)));
+        assert!(rows.contains(&Row {
+            ranks: 8,
+            zero: Zero::Two,
+            shard: 4,
+            replica: 2,
+            ..REFERENCE
+        }));
+        assert!(
+            matrix(&[6], &[1], &[1], &stages[..1])
+                .iter()
+                .all(|row| (row.shard, row.replica) == (1, 6))
+        );
         let piped = matrix(&[2, 8], &[2, 4], &[1], &stages);
         assert_eq!(piped.len(), 4 + 1 + (4 + 3) + 4);
         let cut = matrix(&[8], &[2], &[1, 2], &stages);
         assert_eq!(cut.len(), (4 + 3) + 4);
-        assert!(cut.contains(&Row { ranks: 8, pipeline: 2, tensor: 2, zero: Zero::Two, shard: 2, ..REFERENCE }));
+        assert!(cut.contains(&Row {
+            ranks: 8,
+            pipeline: 2,
+            tensor: 2,
+            zero: Zero::Two,
+            shard: 2,
+            ..REFERENCE
+        }));
         assert!(piped.contains(&Row { ranks: 2, pipeline: 4, ..REFERENCE }));
     }
 
@@ -133,7 +175,8 @@ mod tests {
     fn central_storage_has_every_number_of_owners() {
         let stages = [Zero::Zero, Zero::Three];
         let rows = matrix(&[1, 4], &[1], &[1], &stages, Storage::Central);
-        let owners: Vec<(usize, usize, usize)> = rows.iter().map(|row| (row.ranks, row.shard, row.replica)).collect();
+        let owners: Vec<(usize, usize, usize)> =
+            rows.iter().map(|row| (row.ranks, row.shard, row.replica)).collect();
         assert_eq!(owners, [(1, 1, 1), (4, 1, 4), (4, 2, 2), (4, 4, 1)]);
         let mut base = Config::default();
         base.parallel.storage = Storage::Central;
@@ -145,19 +188,26 @@ mod tests {
     #[test]
     fn trees_are_the_same_with_powers_of_two() {
         let tree = |shard, replica, lanes| {
-            Row { ranks: shard * replica, zero: Zero::One, shard, replica, ..REFERENCE }.same_tree(lanes, 1, None)
+            Row { ranks: shard * replica, zero: Zero::One, shard, replica, ..REFERENCE }
+                .same_tree(lanes, 1, None)
         };
         assert!(tree(4, 2, 8) && tree(3, 1, 12) && tree(1, 1, 7) && tree(1, 8, 8));
         assert!(!tree(3, 4, 12), "a copy has three lanes");
         assert!(!tree(4, 1, 12), "a rank has three lanes");
         assert!(!tree(8, 1, 4));
         let apart = |shard, replica, lanes, replicas| {
-            Row { ranks: shard * replica, shard, replica, ..REFERENCE }.same_tree(lanes, 1, Some(replicas))
+            Row { ranks: shard * replica, shard, replica, ..REFERENCE }.same_tree(
+                lanes,
+                1,
+                Some(replicas),
+            )
         };
         assert!(apart(1, 4, 4, 4) && apart(1, 3, 12, 3) && apart(2, 2, 8, 4) && apart(1, 1, 18, 6));
         assert!(!apart(1, 2, 12, 6), "a rank averages three replicas");
         assert!(!apart(2, 1, 24, 4), "a rank adds three lanes of a replica");
         let cut = Row { ranks: 2, tensor: 2, ..REFERENCE };
-        assert!(cut.same_tree(1, 4, None) && cut.same_tree(1, 2, None) && !cut.same_tree(1, 6, None));
+        assert!(
+            cut.same_tree(1, 4, None) && cut.same_tree(1, 2, None) && !cut.same_tree(1, 6, None)
+        );
     }
 }

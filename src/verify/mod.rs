@@ -1,8 +1,9 @@
 //! Does a configuration give the same result in every layout? Some steps of each, against one rank.
 //!
-//! Every row is a real run without a directory: the feed, the engine and the step of `hpctrain train`. After each step a
-//! row leaves its loss, its norm and a 64-bit digest of each tensor. Elements are compared where digests differ:
-//! both sides are computed again up to the first step that differs.
+//! Every row is a real run without a directory: the feed, the engine and the step of `hpctrain
+//! train`. After each step a row leaves its loss, its norm and a 64-bit digest of each tensor.
+//! Elements are compared where digests differ: both sides are computed again up to the first step
+//! that differs.
 
 mod compare;
 mod launch;
@@ -105,7 +106,8 @@ impl RowReport {
 /// The configuration is wrong, no row can run, or a row failed.
 pub fn verify(request: &Request) -> Result<bool> {
     let storage = request.config.parallel.storage;
-    let rows = matrix(&request.ranks, &request.pipelines, &request.tensors, &request.stages, storage);
+    let rows =
+        matrix(&request.ranks, &request.pipelines, &request.tensors, &request.stages, storage);
     // More steps than the run has make it longer, before its schedule is laid out.
     let mut request = request.clone();
     request.config = request.config.of_any_length();
@@ -116,7 +118,10 @@ pub fn verify(request: &Request) -> Result<bool> {
     let request = &request;
     let mut verifier = Verifier::start(request, &rows, vocabulary)?;
     request.say(" ranks  pipeline × replica × shard × tensor  ZeRO  loss, norm  parameters  optimizer  time");
-    let (mut compared, mut close, mut differ, mut skipped) = (0, 0, 0, 0);
+    let mut compared = 0;
+    let mut close = 0;
+    let mut differ = 0;
+    let mut skipped = 0;
     for row in rows {
         match verifier.row(row)? {
             None => skipped += 1,
@@ -128,7 +133,8 @@ pub fn verify(request: &Request) -> Result<bool> {
         }
     }
     if compared == 0 {
-        return Err(Error::input("no row of the matrix can run").hint("each row says why; choose other --ranks"));
+        return Err(Error::input("no row of the matrix can run")
+            .hint("each row says why; choose other --ranks"));
     }
     let left_out = if skipped > 0 { format!(", {skipped} skipped") } else { String::new() };
     let rows = |n: usize| format!("{n} row{}", if n == 1 { "" } else { "s" });
@@ -141,7 +147,8 @@ pub fn verify(request: &Request) -> Result<bool> {
     };
     request.say(format_args!("{}{left_out}, {steps} steps: {verdict}", rows(compared)));
     if request.json {
-        let report = Report { network: &request.name, steps, agrees: differ == 0, rows: &verifier.rows };
+        let report =
+            Report { network: &request.name, steps, agrees: differ == 0, rows: &verifier.rows };
         say(serde_json::to_string_pretty(&report).map_err(|e| Error::internal(e.to_string()))?);
     }
     Ok(differ == 0)
@@ -166,16 +173,19 @@ impl<'a> Verifier<'a> {
     fn start(request: &'a Request, rows: &[Row], vocabulary: usize) -> Result<Self> {
         let config = &request.config;
         let folder = tempfile::Builder::new().prefix("hpctrain-verify-").tempdir();
-        let folder = folder.map_err(|e| Error::io("create a directory in", &std::env::temp_dir(), e))?;
+        let folder =
+            folder.map_err(|e| Error::io("create a directory in", &std::env::temp_dir(), e))?;
         let plan = plan(config, REFERENCE, vocabulary)?;
         if config.comm.algorithm == Choice::Mpi && request.launcher == Launcher::Threads {
-            return Err(Error::input("comm.algorithm = mpi needs MPI").hint("add --mpi, or set it to tree or ring"));
+            return Err(Error::input("comm.algorithm = mpi needs MPI")
+                .hint("add --mpi, or set it to tree or ring"));
         }
         request.say(format_args!(
             "verify       {} for {} steps: {} samples a step, messages by {}",
             request.name, request.steps, config.batch.global, config.comm.algorithm
         ));
-        request.say(format_args!("ranks        {}, compared with one rank", request.launcher.name()));
+        request
+            .say(format_args!("ranks        {}, compared with one rank", request.launcher.name()));
         let start = Instant::now();
         let verifier = Self {
             request,
@@ -187,7 +197,9 @@ impl<'a> Verifier<'a> {
             rows: Vec::new(),
         };
         let seconds = start.elapsed().as_secs_f64();
-        let loss = |step: Option<&run_layout::Marks>| step.map_or(f64::NAN, |step| f64::from_bits(step.loss));
+        let loss = |step: Option<&run_layout::Marks>| {
+            step.map_or(f64::NAN, |step| f64::from_bits(step.loss))
+        };
         let steps = &verifier.reference.steps;
         request.say(format_args!(
             "one rank     loss {:.4} at step 1, {:.4} at step {}, in {:.1} s",
@@ -224,7 +236,10 @@ impl<'a> Verifier<'a> {
                 }
             }
             let bounds = Bounds::new(rule, config.optimizer.grad_clip, &self.reference);
-            self.request.say(format_args!("bounds       in the first {} steps: {bounds}", self.close_steps()));
+            self.request.say(format_args!(
+                "bounds       in the first {} steps: {bounds}",
+                self.close_steps()
+            ));
             self.bounds = Some(bounds);
         }
         self.request.say("");
@@ -286,7 +301,16 @@ impl<'a> Verifier<'a> {
         }
         let [exact, curve, parameters, optimizer] = [exact, curve, parameters, state].map(Some);
         let seconds = Some(seconds);
-        self.rows.push(RowReport { row, skipped: None, exact, curve, parameters, optimizer, seconds, said });
+        self.rows.push(RowReport {
+            row,
+            skipped: None,
+            exact,
+            curve,
+            parameters,
+            optimizer,
+            seconds,
+            said,
+        });
         Ok(Some(agreement.whole()))
     }
 
@@ -315,11 +339,14 @@ fn refer(request: &Request, steps: u64, then: Then) -> Result<Recording> {
     launch::local(1, Task { config: REFERENCE.config(&request.config), threads: None, steps, then })
 }
 
-/// Whether a row must give the bits of one rank: with fixed lanes, and fixed slices of blocks, whose trees it keeps.
+/// Whether a row must give the bits of one rank: with fixed lanes, and fixed slices of blocks,
+/// whose trees it keeps.
 fn same_bits(config: &Config, row: &Row) -> bool {
     let Parallel { lanes, tensor_lanes, average_replicas: apart, .. } = config.parallel;
-    let is_fixed = (lanes.is_some() || row.data() == 1) && (tensor_lanes.is_some() || row.tensor == 1);
-    is_fixed && row.same_tree(lanes.unwrap_or(row.data()), tensor_lanes.unwrap_or(row.tensor), apart)
+    let is_fixed =
+        (lanes.is_some() || row.data() == 1) && (tensor_lanes.is_some() || row.tensor == 1);
+    is_fixed
+        && row.same_tree(lanes.unwrap_or(row.data()), tensor_lanes.unwrap_or(row.tensor), apart)
 }
 
 fn plan(config: &Config, row: Row, vocabulary: usize) -> Result<ResolvedConfig> {
@@ -336,7 +363,8 @@ fn lanes(config: &Config, rows: &[Row], vocabulary: usize) -> Option<usize> {
     rows.iter().filter_map(|row| plan(config, *row, vocabulary).ok()).map(|plan| plan.lanes).max()
 }
 
-/// The micro-batch of all rows: a pipeline wants smaller ones, of which sums would differ in their last bits.
+/// The micro-batch of all rows: a pipeline wants smaller ones, of which sums would differ in their
+/// last bits.
 fn micro(config: &Config, rows: &[Row], vocabulary: usize) -> Option<u64> {
     if config.batch.micro.is_some() || rows.iter().all(|row| row.pipeline == 1) {
         return config.batch.micro;

@@ -1,8 +1,8 @@
 //! One layout for some steps: loss, norm and a digest of every tensor at each of them.
 //!
-//! After each step every rank hashes the elements for which it alone answers, index and bits together, and adds the
-//! hashes. The sum over ranks is a digest of each tensor that does not depend on the distribution of its elements, and
-//! takes no memory.
+//! After each step every rank hashes the elements for which it alone answers, index and bits
+//! together, and adds the hashes. The sum over ranks is a digest of each tensor that does not
+//! depend on the distribution of its elements, and takes no memory.
 
 use std::path::PathBuf;
 
@@ -69,8 +69,8 @@ pub struct Recording {
     pub differences: Vec<Difference>,
 }
 
-/// Runs a task on this rank: collective over the world of `comm`. `backend` makes the device. Every rank gets the
-/// whole recording.
+/// Runs a task on this rank: collective over the world of `comm`. `backend` makes the device. Every
+/// rank gets the whole recording.
 ///
 /// # Errors
 /// The error that stopped the run.
@@ -96,7 +96,13 @@ pub fn record<B: Kernels>(
     let entries = entries(&engine.model.sharded);
     let mut steps = Vec::with_capacity(task.steps as usize);
     while progress.step < task.steps {
-        let round = train_round(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
+        let round = train_round(
+            &plan,
+            &mut engine,
+            || feed.next_micro(),
+            &mut progress,
+            ControlFlags::empty,
+        )?;
         let mut digests = vec![0u64; entries.len()];
         visit(&mut engine.model.sharded, |entry, start, values| {
             digests[entry] = digests[entry].wrapping_add(digest(start, values));
@@ -107,7 +113,12 @@ pub fn record<B: Kernels>(
         for (index, taken) in round.steps.iter().enumerate() {
             let lr = if taken.skipped() { 0.0 } else { taken.lr };
             let digests = if index == last { std::mem::take(&mut digests) } else { vec![] };
-            steps.push(Marks { loss: taken.loss.to_bits(), norm: taken.norm.to_bits(), lr: lr.to_bits(), digests });
+            steps.push(Marks {
+                loss: taken.loss.to_bits(),
+                norm: taken.norm.to_bits(),
+                lr: lr.to_bits(),
+                digests,
+            });
         }
     }
 
@@ -116,7 +127,9 @@ pub fn record<B: Kernels>(
         Then::Forget => {}
         Then::Write(file) => {
             let mut snapshot = Snapshot::create(file, &entries)?;
-            visit(&mut engine.model.sharded, |entry, start, values| snapshot.write(entry, start, values))?;
+            visit(&mut engine.model.sharded, |entry, start, values| {
+                snapshot.write(entry, start, values)
+            })?;
         }
         Then::Compare(file) => {
             let mine = world.all_ok(Snapshot::open(file, &entries).and_then(|mut snapshot| {
@@ -126,12 +139,17 @@ pub fn record<B: Kernels>(
                 })?;
                 Ok(mine)
             }))?;
-            differences = meet(&world, mine, |all, one| all.iter_mut().zip(one).for_each(|(all, one)| all.merge(one)))?;
+            differences = meet(&world, mine, |all, one| {
+                all.iter_mut().zip(one).for_each(|(all, one)| all.merge(one))
+            })?;
         }
     }
     let steps = meet(&world, steps, |all, one| {
         for (all, one) in all.iter_mut().zip(one) {
-            all.digests.iter_mut().zip(one.digests).for_each(|(all, one)| *all = all.wrapping_add(one));
+            all.digests
+                .iter_mut()
+                .zip(one.digests)
+                .for_each(|(all, one)| *all = all.wrapping_add(one));
         }
     })?;
     Ok(Recording { entries, steps, differences })
@@ -154,9 +172,12 @@ fn entries<B: Kernels>(sharded: &Sharded<B>) -> Vec<Entry> {
     entries
 }
 
-/// Shows every run of elements that this rank, and no other, answers for: the number of the entry, the first
-/// element's index in it, the elements.
-fn visit<B: Kernels>(sharded: &mut Sharded<B>, mut show: impl FnMut(usize, usize, &[f32]) -> Result<()>) -> Result<()> {
+/// Shows every run of elements that this rank, and no other, answers for: the number of the entry,
+/// the first element's index in it, the elements.
+fn visit<B: Kernels>(
+    sharded: &mut Sharded<B>,
+    mut show: impl FnMut(usize, usize, &[f32]) -> Result<()>,
+) -> Result<()> {
     let parts = 1 + sharded.state_names().len();
     let mut host = Vec::new();
     // Entries of earlier stages come before.
@@ -176,14 +197,19 @@ fn visit<B: Kernels>(sharded: &mut Sharded<B>, mut show: impl FnMut(usize, usize
     Ok(())
 }
 
-/// A sum over elements of a hash of index and bits, which is independent of their distribution over ranks. Two tensors
-/// that differ in one element always have different digests, others but for a chance of 2⁻⁶⁴.
+/// A sum over elements of a hash of index and bits, which is independent of their distribution over
+/// ranks. Two tensors that differ in one element always have different digests, others but for a
+/// chance of 2⁻⁶⁴.
 fn digest(start: usize, values: &[f32]) -> u64 {
-    let marks = values.iter().zip(start as u64..).map(|(value, index)| mix(index << 32 ^ u64::from(value.to_bits())));
+    let marks = values
+        .iter()
+        .zip(start as u64..)
+        .map(|(value, index)| mix(index << 32 ^ u64::from(value.to_bits())));
     marks.fold(0, u64::wrapping_add)
 }
 
-/// The output function of SplitMix64: one to one, and each bit of the result depends on each of `value`.
+/// The output function of SplitMix64: one to one, and each bit of the result depends on each of
+/// `value`.
 fn mix(value: u64) -> u64 {
     let mut z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -197,10 +223,12 @@ fn meet<B: Kernels, T: Serialize + for<'a> Deserialize<'a>>(
     mine: T,
     join: impl Fn(&mut T, T),
 ) -> Result<T> {
-    let message = serde_json::to_vec(&mine).map_err(|e| Error::internal(format!("recording: {e}")))?;
+    let message =
+        serde_json::to_vec(&mine).map_err(|e| Error::internal(format!("recording: {e}")))?;
     let mut joined: Option<T> = None;
     for message in world.gather_bytes(message).wait()? {
-        let one = serde_json::from_slice(&message).map_err(|e| Error::comm(format!("a rank's recording: {e}")))?;
+        let one = serde_json::from_slice(&message)
+            .map_err(|e| Error::comm(format!("a rank's recording: {e}")))?;
         match &mut joined {
             Some(all) => join(all, one),
             None => joined = Some(one),

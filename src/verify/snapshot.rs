@@ -1,4 +1,5 @@
-//! All elements of all tensors of one rank in a file, with which the ranks of other layouts compare theirs.
+//! All elements of all tensors of one rank in a file, with which the ranks of other layouts compare
+//! theirs.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -36,7 +37,9 @@ pub struct Element {
 impl Element {
     /// Absolute difference of the values; `f64::MAX` if it is not a number.
     pub fn distance(&self) -> f64 {
-        let distance = (f64::from(f32::from_bits(self.here)) - f64::from(f32::from_bits(self.reference))).abs();
+        let distance = (f64::from(f32::from_bits(self.here))
+            - f64::from(f32::from_bits(self.reference)))
+        .abs();
         if distance.is_nan() { f64::MAX } else { distance }
     }
 }
@@ -61,10 +64,12 @@ impl Difference {
     pub fn add(&mut self, start: usize, here: &[f32], reference: &[f32]) {
         for (index, (here, reference)) in (start..).zip(here.iter().zip(reference)) {
             self.reference_squares += f64::from(*reference).powi(2);
-            let (here, reference) = (here.to_bits(), reference.to_bits());
+            let here = here.to_bits();
+            let reference = reference.to_bits();
             if here != reference {
                 let element = Element { index, here, reference };
-                // A distance that is not finite counts as very large, so that it can still be written as JSON.
+                // A distance that is not finite counts as very large, so that it can still be
+                // written as JSON.
                 self.squares += element.distance().min(1e100).powi(2);
                 self.see(1, element, element);
             }
@@ -107,7 +112,8 @@ impl Snapshot {
     /// The file system refused.
     pub fn create(path: &Path, entries: &[Entry]) -> Result<Self> {
         let file = File::create(path).map_err(|e| {
-            Error::io("create", path, e).hint("set TMPDIR to a directory with room for parameters and optimizer state")
+            Error::io("create", path, e)
+                .hint("set TMPDIR to a directory with room for parameters and optimizer state")
         })?;
         Ok(Self::new(path, file, entries))
     }
@@ -118,7 +124,8 @@ impl Snapshot {
     /// The file system refused.
     pub fn open(path: &Path, entries: &[Entry]) -> Result<Self> {
         let file = File::open(path).map_err(|e| {
-            Error::io("open", path, e).hint("with --mpi, set TMPDIR to a directory that all nodes share")
+            Error::io("open", path, e)
+                .hint("with --mpi, set TMPDIR to a directory that all nodes share")
         })?;
         Ok(Self::new(path, file, entries))
     }
@@ -129,14 +136,22 @@ impl Snapshot {
     /// The file system refused.
     pub fn write(&mut self, entry: usize, start: usize, values: &[f32]) -> Result<()> {
         let at = (self.starts[entry] + start) * size_of::<f32>();
-        self.file.write_all_at(bytemuck::cast_slice(values), at as u64).map_err(|e| Error::io("write", &self.path, e))
+        self.file
+            .write_all_at(bytemuck::cast_slice(values), at as u64)
+            .map_err(|e| Error::io("write", &self.path, e))
     }
 
     /// Compares elements of an entry from index `start` on.
     ///
     /// # Errors
     /// The file system refused.
-    pub fn compare(&mut self, entry: usize, start: usize, values: &[f32], into: &mut Difference) -> Result<()> {
+    pub fn compare(
+        &mut self,
+        entry: usize,
+        start: usize,
+        values: &[f32],
+        into: &mut Difference,
+    ) -> Result<()> {
         for (chunk, values) in values.chunks(CHUNK).enumerate() {
             let start = start + chunk * CHUNK;
             self.buffer.resize(values.len(), 0.0);

@@ -1,5 +1,5 @@
-//! Circles between files: files that use one another, by way of others too. A name that a module hands on counts as a use of the
-//! file that defines it.
+//! Circles between files: files that use one another, by way of others too. A name that a module
+//! hands on counts as a use of the file that defines it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,9 +9,17 @@ use syn::{Attribute, ItemMod, ItemUse, UseTree, Visibility};
 /// Circles that stay: one of their files, how many they are, and the reason.
 const MEANT: [(&str, usize, &str); 4] = [
     ("checkpoint/huggingface/architecture.rs", 3, "a registry and its entries"),
-    ("doctor/mod.rs", 7, "the folder's root has the findings; probes list the checks, which ask probes"),
+    (
+        "doctor/mod.rs",
+        7,
+        "the folder's root has the findings; probes list the checks, which ask probes",
+    ),
     ("nn/layers/layer.rs", 15, "a registry and its entries, sequences among them"),
-    ("nn/network.rs", 3, "networks by layers are one of the families, and may hold the others' parts"),
+    (
+        "nn/network.rs",
+        3,
+        "networks by layers are one of the families, and may hold the others' parts",
+    ),
 ];
 
 /// A path of names, such as that of a module.
@@ -25,7 +33,9 @@ struct Names {
 }
 
 fn is_test(attributes: &[Attribute]) -> bool {
-    attributes.iter().any(|attribute| attribute.path().is_ident("cfg") && quoted(attribute).contains("test"))
+    attributes
+        .iter()
+        .any(|attribute| attribute.path().is_ident("cfg") && quoted(attribute).contains("test"))
 }
 
 fn quoted(attribute: &Attribute) -> String {
@@ -39,7 +49,9 @@ fn opened(tree: &UseTree, mut path: Path, found: &mut Vec<(String, Path)>) {
             path.push(tree_of.ident.to_string());
             opened(&tree_of.tree, path, found);
         }
-        UseTree::Group(group) => group.items.iter().for_each(|tree| opened(tree, path.clone(), found)),
+        UseTree::Group(group) => {
+            group.items.iter().for_each(|tree| opened(tree, path.clone(), found))
+        }
         UseTree::Name(name) => {
             path.push(name.ident.to_string());
             found.push((name.ident.to_string(), path));
@@ -87,12 +99,14 @@ impl Files {
     fn read() -> Self {
         let sources = crate::texts().into_iter().filter(|(file, _)| {
             // Roots know all; tests use what they like.
-            let is_test =
-                file.starts_with("device_tests/") || file.ends_with("/tests.rs") || file.ends_with("/suite.rs");
+            let is_test = file.starts_with("device_tests/")
+                || file.ends_with("/tests.rs")
+                || file.ends_with("/suite.rs");
             !["main.rs", "lib.rs", "base/mod.rs"].contains(&&**file) && !is_test
         });
         let read = |(file, text): (String, String)| {
-            let mut module: Path = file.trim_end_matches(".rs").split('/').map(str::to_owned).collect();
+            let mut module: Path =
+                file.trim_end_matches(".rs").split('/').map(str::to_owned).collect();
             module.pop_if(|last| last == "mod");
             let mut names = Names::default();
             names.visit_file(&syn::parse_file(&text).unwrap());
@@ -111,7 +125,10 @@ impl Files {
                 rest = &rest[1..];
                 // All but the root's crate are folders.
                 at.extend(
-                    crate::CRATES.iter().find(|(name, _)| *name == module[0]).map(|(name, _)| (*name).to_owned()),
+                    crate::CRATES
+                        .iter()
+                        .find(|(name, _)| *name == module[0])
+                        .map(|(name, _)| (*name).to_owned()),
                 );
             }
             "self" => rest = &rest[1..],
@@ -132,7 +149,9 @@ impl Files {
                 continue;
             }
             let handed_on = self.0.get(&at).and_then(|(_, names)| names.handed_on.get(name));
-            if let Some(file) = handed_on.filter(|_| depth < 8).and_then(|path| self.find(&at, path, depth + 1)) {
+            if let Some(file) =
+                handed_on.filter(|_| depth < 8).and_then(|path| self.find(&at, path, depth + 1))
+            {
                 return Some(file);
             }
             break;
@@ -152,7 +171,8 @@ impl Files {
 
 /// All that can be reached from a file.
 fn reached<'a>(edges: &BTreeMap<&'a str, BTreeSet<&'a str>>, from: &'a str) -> BTreeSet<&'a str> {
-    let (mut found, mut open) = (BTreeSet::new(), vec![from]);
+    let mut found = BTreeSet::new();
+    let mut open = vec![from];
     while let Some(file) = open.pop() {
         open.extend(edges[file].iter().filter(|next| found.insert(**next)));
     }
@@ -163,15 +183,19 @@ fn reached<'a>(edges: &BTreeMap<&'a str, BTreeSet<&'a str>>, from: &'a str) -> B
 fn files_use_one_another_in_no_circles_but_those_that_are_meant() {
     let files = Files::read();
     let edges = files.edges();
-    let all: BTreeMap<&str, BTreeSet<&str>> = edges.keys().map(|file| (*file, reached(&edges, file))).collect();
+    let all: BTreeMap<&str, BTreeSet<&str>> =
+        edges.keys().map(|file| (*file, reached(&edges, file))).collect();
     let mut circles = BTreeSet::new();
     for (file, ahead) in all.iter().filter(|(file, ahead)| ahead.contains(*file)) {
-        let circle: BTreeSet<&str> = ahead.iter().copied().filter(|other| all[other].contains(file)).collect();
+        let circle: BTreeSet<&str> =
+            ahead.iter().copied().filter(|other| all[other].contains(file)).collect();
         circles.insert(circle);
     }
     for (file, files, reason) in MEANT {
         let found = circles.iter().find(|circle| circle.contains(file)).cloned();
-        let found = found.unwrap_or_else(|| panic!("{file} is in no circle any more: take it off the list ({reason})"));
+        let found = found.unwrap_or_else(|| {
+            panic!("{file} is in no circle any more: take it off the list ({reason})")
+        });
         assert_eq!(found.len(), files, "the circle of {file} ({reason}): {found:#?}");
         circles.remove(&found);
     }

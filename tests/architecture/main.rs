@@ -6,7 +6,8 @@ mod circles;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// The crates of `src/`, each with those that it uses, lowest first. All other folders are of the root's crate, which uses every one.
+/// The crates of `src/`, each with those that it uses, lowest first. All other folders are of the
+/// root's crate, which uses every one.
 const CRATES: [(&str, &[&str]); 16] = [
     ("base", &[]),
     ("data", &["base"]),
@@ -20,10 +21,37 @@ const CRATES: [(&str, &[&str]); 16] = [
     ("config", &["base", "comm", "cpu", "cuda", "data", "device", "nn", "parallel"]),
     ("checkpoint", &["base", "comm", "config", "data", "device", "nn", "parallel"]),
     ("engine", &["base", "comm", "config", "cpu", "data", "device", "nn", "parallel"]),
-    ("train", &["base", "checkpoint", "comm", "config", "cpu", "cuda", "data", "device", "engine", "nn", "parallel"]),
+    (
+        "train",
+        &[
+            "base",
+            "checkpoint",
+            "comm",
+            "config",
+            "cpu",
+            "cuda",
+            "data",
+            "device",
+            "engine",
+            "nn",
+            "parallel",
+        ],
+    ),
     (
         "parameter_server",
-        &["base", "checkpoint", "comm", "config", "cpu", "data", "device", "engine", "nn", "parallel", "train"],
+        &[
+            "base",
+            "checkpoint",
+            "comm",
+            "config",
+            "cpu",
+            "data",
+            "device",
+            "engine",
+            "nn",
+            "parallel",
+            "train",
+        ],
     ),
     ("report", &["base", "checkpoint", "config", "data"]),
     (ROOT, &[]),
@@ -32,8 +60,8 @@ const CRATES: [(&str, &[&str]); 16] = [
 /// The name of the root's crate in these tables.
 const ROOT: &str = "hpctrain";
 
-/// Areas of crates that have several, by level, lowest first: an area uses those of lower levels. Files that are in none of these
-/// folders are an area with the name of the crate.
+/// Areas of crates that have several, by level, lowest first: an area uses those of lower levels.
+/// Files that are in none of these folders are an area with the name of the crate.
 const AREAS: [(&str, &[&[&str]]); 6] = [
     ("nn", &[&["optim"], &["nn"]]),
     ("config", &[&["config"], &["telemetry", "topology"], &["job", "gpu_assignment"]]),
@@ -120,7 +148,11 @@ fn crate_of(file: &str) -> &str {
 
 /// The area of a file in its crate, which has some, or of a name after `crate::` there.
 fn area<'a>(levels: &[&[&'a str]], crate_of: &'a str, name: &str) -> &'a str {
-    levels.iter().flat_map(|level| level.iter().copied()).find(|area| *area == name).unwrap_or(crate_of)
+    levels
+        .iter()
+        .flat_map(|level| level.iter().copied())
+        .find(|area| *area == name)
+        .unwrap_or(crate_of)
 }
 
 /// The word at the start of a text.
@@ -133,7 +165,8 @@ fn word(text: &str) -> &str {
 fn used(text: &str) -> Vec<String> {
     let Some(list) = text.strip_prefix('{') else { return vec![word(text).to_owned()] };
     let mut modules = Vec::new();
-    let (mut depth, mut item) = (1, true);
+    let mut depth = 1;
+    let mut item = true;
     for (at, c) in list.char_indices() {
         match c {
             '{' => depth += 1,
@@ -168,7 +201,8 @@ fn areas_use_only_lower_ones() {
     for (name, levels) in AREAS {
         let level = |area: &str| levels.iter().position(|level| level.contains(&area)).unwrap();
         for (file, text) in sources.iter().filter(|(file, _)| crate_of(file) == name) {
-            let inside = file.strip_prefix(name).and_then(|rest| rest.strip_prefix('/')).unwrap_or(file);
+            let inside =
+                file.strip_prefix(name).and_then(|rest| rest.strip_prefix('/')).unwrap_or(file);
             let from = area(levels, name, inside.split(['/', '.']).next().unwrap());
             // The root of a crate hands on what all areas have.
             if ["mod.rs", "lib.rs", "main.rs"].contains(&inside) {
@@ -218,12 +252,20 @@ fn crates_use_only_lower_ones() {
         let manifest = manifest(name);
         let uses = own(&manifest["dependencies"]);
         if name == ROOT {
-            let all: BTreeSet<String> = seen.iter().filter(|name| **name != "device_tests").cloned().collect();
+            let all: BTreeSet<String> =
+                seen.iter().filter(|name| **name != "device_tests").cloned().collect();
             assert_eq!(uses, all, "Cargo.toml");
             continue;
         }
-        assert_eq!(uses, may_use.iter().map(|name| (*name).to_owned()).collect(), "src/{name}/Cargo.toml");
-        assert!(may_use.iter().all(|other| seen.contains(*other)), "{name} stands before one that it uses");
+        assert_eq!(
+            uses,
+            may_use.iter().map(|name| (*name).to_owned()).collect(),
+            "src/{name}/Cargo.toml"
+        );
+        assert!(
+            may_use.iter().all(|other| seen.contains(*other)),
+            "{name} stands before one that it uses"
+        );
         seen.insert(name.to_owned());
         // Tests of a crate use no higher one: there would be two of what both are made of.
         let tests = manifest.get("dev-dependencies").map(own).unwrap_or_default();
@@ -231,8 +273,11 @@ fn crates_use_only_lower_ones() {
     }
     // A folder with a manifest is one of the list.
     let folders = std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("src")).unwrap();
-    let crates = folders.map(|entry| entry.unwrap().path()).filter(|folder| folder.join("Cargo.toml").exists());
-    let names: BTreeSet<String> = crates.map(|folder| folder.file_name().unwrap().to_str().unwrap().into()).collect();
+    let crates = folders
+        .map(|entry| entry.unwrap().path())
+        .filter(|folder| folder.join("Cargo.toml").exists());
+    let names: BTreeSet<String> =
+        crates.map(|folder| folder.file_name().unwrap().to_str().unwrap().into()).collect();
     assert_eq!(names, seen);
 }
 
@@ -240,7 +285,8 @@ fn crates_use_only_lower_ones() {
 fn crates_without_unsafe_code_forbid_it() {
     for (name, _) in CRATES {
         let root = if name == ROOT { "src/lib.rs".into() } else { format!("src/{name}/mod.rs") };
-        let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(&root)).unwrap();
+        let text =
+            std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(&root)).unwrap();
         let has_some = UNSAFE.iter().any(|file| crate_of(file) == name);
         assert_eq!(text.contains("\n#![forbid(unsafe_code)]\n"), !has_some, "{root}");
     }
@@ -270,14 +316,20 @@ fn the_page_on_architecture_has_this_table() {
     if std::env::var_os("UPDATE").is_some() {
         return std::fs::write(&path, [before, BEGIN, &table(), END, after].concat()).unwrap();
     }
-    assert_eq!(there, table(), "the page is out of date; write it: UPDATE=1 cargo test --test architecture");
+    assert_eq!(
+        there,
+        table(),
+        "the page is out of date; write it: UPDATE=1 cargo test --test architecture"
+    );
 }
 
 #[test]
 fn unsafe_code_stays_where_it_is() {
     let sources = sources();
-    let uses = |text: &str| text.match_indices("unsafe").any(|(at, found)| word(&text[at..]) == found);
-    let found: Vec<&str> = sources.iter().filter(|(_, text)| uses(text)).map(|(file, _)| file.as_str()).collect();
+    let uses =
+        |text: &str| text.match_indices("unsafe").any(|(at, found)| word(&text[at..]) == found);
+    let found: Vec<&str> =
+        sources.iter().filter(|(_, text)| uses(text)).map(|(file, _)| file.as_str()).collect();
     assert_eq!(found, UNSAFE);
 }
 
@@ -294,7 +346,9 @@ fn paths_are_read() {
 
 /// The words of an array of a shell script, `NAME=(WORD …)`.
 fn array<'a>(script: &'a str, name: &str) -> Vec<&'a str> {
-    let start = script.find(&format!("\n{name}=(")).unwrap_or_else(|| panic!("scripts/test has no array {name}"));
+    let start = script
+        .find(&format!("\n{name}=("))
+        .unwrap_or_else(|| panic!("scripts/test has no array {name}"));
     let words = script[start..].split_once('(').unwrap().1;
     words.split_once(')').unwrap().0.split_whitespace().collect()
 }
@@ -303,12 +357,15 @@ fn array<'a>(script: &'a str, name: &str) -> Vec<&'a str> {
 fn every_test_program_is_run() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let script = std::fs::read_to_string(root.join("scripts/test")).unwrap();
-    let mut run: Vec<&str> = ["waiting", "computing"].iter().flat_map(|name| array(&script, name)).collect();
+    let mut run: Vec<&str> =
+        ["waiting", "computing"].iter().flat_map(|name| array(&script, name)).collect();
     run.sort_unstable();
     let mut programs = Vec::new();
     for entry in std::fs::read_dir(root.join("tests")).unwrap() {
         let path = entry.unwrap().path();
-        if path.join("main.rs").exists() || path.extension().is_some_and(|extension| extension == "rs") {
+        if path.join("main.rs").exists()
+            || path.extension().is_some_and(|extension| extension == "rs")
+        {
             programs.push(path.file_stem().unwrap().to_str().unwrap().to_owned());
         }
     }

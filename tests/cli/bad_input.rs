@@ -47,7 +47,9 @@ fn refuses(command: &mut Command, folder: &Path, words: &[&str]) {
     let after = snapshot(folder);
     for (path, content) in before {
         let log = path.extension().is_some_and(|extension| extension == "log");
-        let kept = after.get(&path).is_some_and(|now| *now == content || (log && now.starts_with(&content)));
+        let kept = after
+            .get(&path)
+            .is_some_and(|now| *now == content || (log && now.starts_with(&content)));
         assert!(kept, "{} has changed", path.display());
     }
 }
@@ -111,19 +113,39 @@ fn settings() {
         ("comm.path=direct", ALL, &["comm.path = direct is for GPUs", "hint: leave it out"]),
         ("comm.path=nccl", ALL, &["comm.path = nccl is for GPUs", "hint: leave it out"]),
         ("model.place.tables=disk", ONE, &["unknown value `disk`", "it can be device, host"]),
-        ("model.place.tables=host", ALL, &["model.place.tables = host is for GPUs", "hint: leave it out"]),
-        ("model.rope_scaling.rope_type=yarn", ONE, &["unknown value `yarn`", "it can be default, linear, llama3"]),
-        ("model.rope_scaling.factor=8", ALL, &["model.rope_scaling is not of a GPT", "hint: leave it out"]),
+        (
+            "model.place.tables=host",
+            ALL,
+            &["model.place.tables = host is for GPUs", "hint: leave it out"],
+        ),
+        (
+            "model.rope_scaling.rope_type=yarn",
+            ONE,
+            &["unknown value `yarn`", "it can be default, linear, llama3"],
+        ),
+        (
+            "model.rope_scaling.factor=8",
+            ALL,
+            &["model.rope_scaling is not of a GPT", "hint: leave it out"],
+        ),
         ("model.kind=bert", ONE, &["unknown value `bert`", "gpt"]),
         ("run.steps=0", ONE, &["run.steps = 0 is out of range", "at least 1"]),
         ("model.dropout=1.5", ONE, &["model.dropout = 1.5 is out of range"]),
-        ("optimizer.lr=nan", ONE, &["--set optimizer.lr=nan: optimizer.lr = NaN", "a finite number"]),
+        (
+            "optimizer.lr=nan",
+            ONE,
+            &["--set optimizer.lr=nan: optimizer.lr = NaN", "a finite number"],
+        ),
         ("eval.min_delta=inf", ALL, &["eval.min_delta = inf", "hint: give a finite number"]),
         ("schedule.min_ratio=2", ONE, &["schedule.min_ratio", "2"]),
         ("model.heads=3", ONE, &["model.width = 32", "model.heads = 3"]),
         ("model.vocabulary=10", ONE, &["65", "10", "model.vocabulary"]),
         ("run.name=a/b", ONE, &["run.name = \"a/b\""]),
-        ("parallel.tensor_lanes=3", THREADS, &["parallel.tensor_lanes = 3 does not divide model.heads = 2"]),
+        (
+            "parallel.tensor_lanes=3",
+            THREADS,
+            &["parallel.tensor_lanes = 3 does not divide model.heads = 2"],
+        ),
         (
             "parallel.replica=3",
             THREADS,
@@ -133,21 +155,45 @@ fn settings() {
                 "replica = 2",
             ],
         ),
-        ("run.memory_limit=lots", ONE, &["--set run.memory_limit=lots", "not a size such as \"8GiB\""]),
+        (
+            "run.memory_limit=lots",
+            ONE,
+            &["--set run.memory_limit=lots", "not a size such as \"8GiB\""],
+        ),
         (
             "run.memory_limit=20MiB",
             ALL,
-            &["a rank needs ", "(parameters ", "runtime ", "more than run.memory_limit = 20MiB", "hint: no layout"],
+            &[
+                "a rank needs ",
+                "(parameters ",
+                "runtime ",
+                "more than run.memory_limit = 20MiB",
+                "hint: no layout",
+            ],
         ),
         (
             "model.width=65536",
             ALL,
-            &[" × ", " TiB (parameters ", " GiB, gradients ", "are needed for the ranks on ", " are available\nhint: "],
+            &[
+                " × ",
+                " TiB (parameters ",
+                " GiB, gradients ",
+                "are needed for the ranks on ",
+                " are available\nhint: ",
+            ],
         ),
         ("parallel.lanes=3", JOBS, &["parallel.lanes = 3", "2 data-parallel ranks", "2 or 4"]),
         ("parallel.shard=2", THREADS, &["parallel.shard = 2", "parallel.zero"]),
-        ("batch.global=8", &[Mpirun(3), Simulate(3)], &["batch.global = 8", "8 / 3 = 2.67", "6 or 9"]),
-        ("batch.global=2", &[Simulate(4)], &["batch.global = 2", "4 lanes", "nearest batch that does: 4"]),
+        (
+            "batch.global=8",
+            &[Mpirun(3), Simulate(3)],
+            &["batch.global = 8", "8 / 3 = 2.67", "6 or 9"],
+        ),
+        (
+            "batch.global=2",
+            &[Simulate(4)],
+            &["batch.global = 2", "4 lanes", "nearest batch that does: 4"],
+        ),
         ("batch.micro=3", THREADS, &["batch.micro = 3", "4 samples of a lane"]),
         ("data.path=bundled:hamlet", ONE, &["hamlet", "tiny-shakespeare"]),
         ("data.path=/no/such/data", ALL, &["/no/such/data does not exist", "data.path"]),
@@ -158,11 +204,16 @@ fn settings() {
     let lacks = !is_x86_feature_detected!("avx512bf16");
     #[cfg(not(target_arch = "x86_64"))]
     let lacks = true;
-    let words: &[&str] = &["precision.compute = bf16 needs a GPU, or a CPU with avx512_bf16", "hint: leave it out"];
+    let words: &[&str] =
+        &["precision.compute = bf16 needs a GPU, or a CPU with avx512_bf16", "hint: leave it out"];
     let of_cpu = lacks.then_some(("precision.compute=bf16", ALL, words));
     for (setting, transports, words) in cases.iter().chain(&of_cpu) {
         for transport in *transports {
-            refuses(&mut Run::new(*transport, root.path(), "x", &[setting]).command(), root.path(), words);
+            refuses(
+                &mut Run::new(*transport, root.path(), "x", &[setting]).command(),
+                root.path(),
+                words,
+            );
         }
     }
     assert_eq!(snapshot(root.path()).len(), 0, "a refused run leaves no files");
@@ -174,13 +225,19 @@ fn ranks_with_different_settings() {
     let root = tempfile::tempdir().unwrap();
     for (setting, words) in [
         ("optimizer.lr=0.5", &["ranks differ in optimizer.lr: 0.01 on rank 0, 0.5 on rank 1"][..]),
-        ("run.steps=7", &["ranks differ in run.steps", "start all ranks with the same configuration"]),
+        (
+            "run.steps=7",
+            &["ranks differ in run.steps", "start all ranks with the same configuration"],
+        ),
         ("run.device=cpu", &["ranks differ in run.device"]),
     ] {
         let one = Run::new(Alone, root.path(), "x", &[]).command();
         let mut both = mpirun(1);
         both.arg(one.get_program()).args(one.get_args());
-        both.args([":", "-np", "1"]).arg(one.get_program()).args(one.get_args()).args(["--set", setting]);
+        both.args([":", "-np", "1"])
+            .arg(one.get_program())
+            .args(one.get_args())
+            .args(["--set", setting]);
         refuses(&mut both, root.path(), words);
     }
     assert_eq!(snapshot(root.path()).len(), 0, "a refused run leaves no files");
@@ -196,7 +253,10 @@ fn options_that_would_do_nothing() {
         (&["eval", "--run", "runs/x", "--split", "train"], &["--run", "--split"]),
         (&["eval", "--checkpoint", "runs/x", "--watch"], &["--checkpoint", "--watch"]),
         (&["eval", "--checkpoint", "runs/x", "--timeout", "1h"], &["--checkpoint", "--timeout"]),
-        (&["simulate", "--ranks", "2", "--evaluators", "1"], &["unexpected argument", "--evaluators"]),
+        (
+            &["simulate", "--ranks", "2", "--evaluators", "1"],
+            &["unexpected argument", "--evaluators"],
+        ),
         (&["coordinate", "--policy", "every"], &["unexpected argument", "--policy"]),
     ] {
         let ended = finish(&mut program(args));
@@ -209,10 +269,13 @@ fn options_that_would_do_nothing() {
 fn what_takes_less_memory_is_told() {
     let root = tempfile::tempdir().unwrap();
     let big = ["model.layers=4", "model.width=256", "model.context=64", "batch.global=16"];
-    let command = |transport, more: &[&str]| Run::new(transport, root.path(), "x", &[&big, more].concat()).command();
+    let command = |transport, more: &[&str]| {
+        Run::new(transport, root.path(), "x", &[&big, more].concat()).command()
+    };
     // The program counts, too, and is larger where it is not optimised.
     let needed = |transport, more: &[&str]| {
-        let stderr = finish(&mut command(transport, &[more, &["run.memory_limit=8MiB"]].concat())).stderr;
+        let stderr =
+            finish(&mut command(transport, &[more, &["run.memory_limit=8MiB"]].concat())).stderr;
         let (_, rest) = stderr.split_once("a rank needs ").unwrap();
         rest.split_once(" MiB").unwrap().0.parse::<f64>().unwrap() as u64
     };
@@ -233,17 +296,32 @@ fn what_takes_less_memory_is_told() {
     finish(&mut command(Alone, &[&limit, "batch.micro=2", "run.steps=1"])).succeeded();
 }
 
-/// The system may promise less than it has: an allocation that fails ends the run like any other error.
+/// The system may promise less than it has: an allocation that fails ends the run like any other
+/// error.
 #[test]
 fn an_allocation_that_fails() {
     let root = tempfile::tempdir().unwrap();
-    let big = ["model.layers=6", "model.width=512", "model.context=64", "batch.global=32", "run.threads=1"];
+    let big = [
+        "model.layers=6",
+        "model.width=512",
+        "model.context=64",
+        "batch.global=32",
+        "run.threads=1",
+    ];
     let inner = Run::new(Alone, root.path(), "x", &big).command();
     let mut command = Command::new("sh");
-    command.args(["-c", "ulimit -v 600000; exec \"$@\"", "sh"]).arg(inner.get_program()).args(inner.get_args());
-    command.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?)))).env("MALLOC_ARENA_MAX", "1");
-    let words =
-        ["error: out of memory: no ", " MiB for activations; this rank has taken parameters 72.", ", optimizer 144."];
+    command
+        .args(["-c", "ulimit -v 600000; exec \"$@\"", "sh"])
+        .arg(inner.get_program())
+        .args(inner.get_args());
+    command
+        .envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))))
+        .env("MALLOC_ARENA_MAX", "1");
+    let words = [
+        "error: out of memory: no ",
+        " MiB for activations; this rank has taken parameters 72.",
+        ", optimizer 144.",
+    ];
     refuses(&mut command, root.path(), &words);
 }
 
@@ -265,14 +343,23 @@ fn pipelines_that_cannot_be() {
         ("parallel.pipeline=0", &["parallel.pipeline = 0 is out of range"]),
         (
             "parallel.pipeline=3",
-            &["pipeline(3) × replica(1) × shard(1) × tensor(1) = 3 ranks, but 4 started", "3 ranks"],
+            &[
+                "pipeline(3) × replica(1) × shard(1) × tensor(1) = 3 ranks, but 4 started",
+                "3 ranks",
+            ],
         ),
-        ("parallel.pipeline=2 parallel.stages=[4]", &["parallel.stages = [4] has 1 stages, but parallel.pipeline = 2"]),
+        (
+            "parallel.pipeline=2 parallel.stages=[4]",
+            &["parallel.stages = [4] has 1 stages, but parallel.pipeline = 2"],
+        ),
         (
             "parallel.pipeline=2 parallel.stages=[2,1]",
             &["parallel.stages = [2, 1] adds up to 3 blocks", "config summary"],
         ),
-        ("parallel.pipeline=2 parallel.stages=[4,0]", &["parallel.stages = [4, 0] has a stage without blocks"]),
+        (
+            "parallel.pipeline=2 parallel.stages=[4,0]",
+            &["parallel.stages = [4, 0] has a stage without blocks"],
+        ),
         ("parallel.pipeline=2 batch.global=7", &["batch.global = 7", "2 lanes", "6 or 8"]),
         (
             "parallel.pipeline=2 batch.micro=3",
@@ -281,7 +368,11 @@ fn pipelines_that_cannot_be() {
     ];
     for (settings, words) in cases {
         let settings: Vec<&str> = settings.split_whitespace().collect();
-        refuses(&mut Run::new(Simulate(4), root.path(), "x", &settings).command(), root.path(), words);
+        refuses(
+            &mut Run::new(Simulate(4), root.path(), "x", &settings).command(),
+            root.path(),
+            words,
+        );
     }
     refuses(
         &mut Run::new(Mpirun(2), root.path(), "x", &["parallel.pipeline=4"]).command(),
@@ -291,17 +382,33 @@ fn pipelines_that_cannot_be() {
     let wrong = ["parallel.schedule=zerobubble", "parallel.pipeline=2"];
     let words = ["parallel.schedule=zerobubble", "did you mean `zero-bubble`"];
     refuses(&mut Run::new(Simulate(2), root.path(), "x", &wrong).command(), root.path(), &words);
-    let ended = Run::new(Simulate(2), root.path(), "alone", &["parallel.schedule=zero-bubble"]).ends().succeeded();
-    let told = "parallel.schedule = zero-bubble changes nothing: there is one stage; hint: leave it out";
+    let ended = Run::new(Simulate(2), root.path(), "alone", &["parallel.schedule=zero-bubble"])
+        .ends()
+        .succeeded();
+    let told =
+        "parallel.schedule = zero-bubble changes nothing: there is one stage; hint: leave it out";
     assert!(ended.stderr.contains(told), "{ended}");
     let words = ["parallel.pipeline = 8, but the network has 4 blocks", "at most 4"];
-    refuses(&mut Run::new(Simulate(8), root.path(), "x", &["parallel.pipeline=8"]).command(), root.path(), &words);
+    refuses(
+        &mut Run::new(Simulate(8), root.path(), "x", &["parallel.pipeline=8"]).command(),
+        root.path(),
+        &words,
+    );
     // A pipeline that is never full runs, and says so.
     let ended =
-        Run::new(Simulate(4), root.path(), "few", &["parallel.pipeline=4", "batch.global=2"]).ends().succeeded();
-    assert!(ended.stderr.contains("2 micro-batches a rank for 4 stages leave 60 % of a step idle; hint: "), "{ended}");
+        Run::new(Simulate(4), root.path(), "few", &["parallel.pipeline=4", "batch.global=2"])
+            .ends()
+            .succeeded();
     assert!(
-        ended.stdout.contains("stages of 1 + 1 + 1 + 1 blocks; micro-batches a rank and step: 2, idle: 60 %"),
+        ended
+            .stderr
+            .contains("2 micro-batches a rank for 4 stages leave 60 % of a step idle; hint: "),
+        "{ended}"
+    );
+    assert!(
+        ended.stdout.contains(
+            "stages of 1 + 1 + 1 + 1 blocks; micro-batches a rank and step: 2, idle: 60 %"
+        ),
         "{ended}"
     );
 }
@@ -312,14 +419,20 @@ fn steps_and_epochs_exclude_each_other() {
     let cases: [(&[&str], &[&str]); 6] = [
         // Tests set run.steps.
         (&["run.epochs=2"], &["run.steps and run.epochs are both given", "leave one of them out"]),
-        (&["eval.every=3", "eval.every_epochs=1"], &["eval.every and eval.every_epochs are both given"]),
+        (
+            &["eval.every=3", "eval.every_epochs=1"],
+            &["eval.every and eval.every_epochs are both given"],
+        ),
         (
             &["checkpoint.every_epochs=1", "checkpoint.every=3"],
             &["checkpoint.every and checkpoint.every_epochs are both"],
         ),
         (&["run.steps=0", "run.epochs=0"], &["run.steps = 0 is out of range", "at least 1"]),
         (&["run.steps=0", "run.epochs=half"], &["--set run.epochs=half"]),
-        (&["model.own=mine"], &["model.own = \"mine\": the network is a program's own", "use that program"]),
+        (
+            &["model.own=mine"],
+            &["model.own = \"mine\": the network is a program's own", "use that program"],
+        ),
     ];
     for (settings, words) in cases {
         refuses(&mut Run::new(Alone, root.path(), "x", settings).command(), root.path(), words);
@@ -335,14 +448,29 @@ fn averages_that_cannot_be() {
             "parallel.average_every=8",
             &["parallel.average_every = 8, but there is one replica", "average_replicas=2"],
         ),
-        (Mpirun(2), "parallel.average_every=8 parallel.zero=1", &["there is one replica", "parallel.replica=2"]),
+        (
+            Mpirun(2),
+            "parallel.average_every=8 parallel.zero=1",
+            &["there is one replica", "parallel.replica=2"],
+        ),
         (
             Simulate(2),
             "parallel.average_every=2 parallel.average_replicas=3",
-            &["parallel.average_replicas = 3 does not divide over the 2 replicas of the mesh", "that does: 4"],
+            &[
+                "parallel.average_replicas = 3 does not divide over the 2 replicas of the mesh",
+                "that does: 4",
+            ],
         ),
-        (Mpirun(2), "parallel.average_every=often", &["--set parallel.average_every=often", "number of steps"]),
-        (Simulate(2), "parallel.average_replicas=4", &["average_replicas = 4 does nothing", "parallel.average_every"]),
+        (
+            Mpirun(2),
+            "parallel.average_every=often",
+            &["--set parallel.average_every=often", "number of steps"],
+        ),
+        (
+            Simulate(2),
+            "parallel.average_replicas=4",
+            &["average_replicas = 4 does nothing", "parallel.average_every"],
+        ),
         (
             Simulate(2),
             "parallel.outer_lr=0.7",
@@ -361,7 +489,10 @@ fn averages_that_cannot_be() {
         (
             Simulate(2),
             "parallel.average_every=8 checkpoint.keep_every=20",
-            &["checkpoint.keep_every = 20 is no multiple of parallel.average_every = 8", "16 or 24"],
+            &[
+                "checkpoint.keep_every = 20 is no multiple of parallel.average_every = 8",
+                "16 or 24",
+            ],
         ),
         (
             Simulate(2),
@@ -371,7 +502,11 @@ fn averages_that_cannot_be() {
     ];
     for (transport, settings, words) in cases {
         let settings: Vec<&str> = settings.split_whitespace().collect();
-        refuses(&mut Run::new(transport, root.path(), "x", &settings).command(), root.path(), words);
+        refuses(
+            &mut Run::new(transport, root.path(), "x", &settings).command(),
+            root.path(),
+            words,
+        );
     }
 }
 
@@ -386,9 +521,17 @@ fn spawned_ranks_that_cannot_be() {
     refuses(&mut twice, root.path(), &words);
     // One rank speaks for all, as under mpirun.
     let words = ["model.heads = 3"];
-    refuses(&mut Run::new(Spawn(3), root.path(), "x", &["model.heads=3"]).command(), root.path(), &words);
+    refuses(
+        &mut Run::new(Spawn(3), root.path(), "x", &["model.heads=3"]).command(),
+        root.path(),
+        &words,
+    );
     let mut lost = program(["train"]);
-    refuses(lost.env("HPCTRAIN_MEETING", "2/2/tmp"), root.path(), &["HPCTRAIN_MEETING=2/2/tmp", "unset it"]);
+    refuses(
+        lost.env("HPCTRAIN_MEETING", "2/2/tmp"),
+        root.path(),
+        &["HPCTRAIN_MEETING=2/2/tmp", "unset it"],
+    );
 }
 
 #[test]
@@ -425,10 +568,18 @@ fn central_storage_that_cannot_be() {
     ];
     for (transport, settings, words) in cases {
         let settings: Vec<&str> = settings.split_whitespace().collect();
-        refuses(&mut Run::new(transport, root.path(), "x", &settings).command(), root.path(), words);
+        refuses(
+            &mut Run::new(transport, root.path(), "x", &settings).command(),
+            root.path(),
+            words,
+        );
     }
     let plan = ["plan", "--ranks", "2", "--set", "parallel.storage=central"];
-    refuses(&mut program(plan), root.path(), &["parallel.storage = central is a layout", "without it"]);
+    refuses(
+        &mut program(plan),
+        root.path(),
+        &["parallel.storage = central is a layout", "without it"],
+    );
 }
 
 #[test]
@@ -436,25 +587,45 @@ fn slices_that_cannot_be() {
     let root = tempfile::tempdir().unwrap();
     let cases: [(usize, &str, &[&str]); 8] = [
         (1, "parallel.tensor=0", &["parallel.tensor = 0 is out of range"]),
-        (4, "parallel.tensor=4", &["parallel.tensor = 4 does not divide model.heads = 2", "may be 1, 2"]),
+        (
+            4,
+            "parallel.tensor=4",
+            &["parallel.tensor = 4 does not divide model.heads = 2", "may be 1, 2"],
+        ),
         (
             4,
             "parallel.tensor=4 model.kind=llama model.heads=4 model.kv_heads=2",
             &["parallel.tensor = 4 does not divide model.kv_heads = 2", "may be 1, 2"],
         ),
-        (2, "parallel.tensor=2 parallel.tensor_lanes=3", &["tensor_lanes = 3 does not divide over 2 ranks", "4"]),
+        (
+            2,
+            "parallel.tensor=2 parallel.tensor_lanes=3",
+            &["tensor_lanes = 3 does not divide over 2 ranks", "4"],
+        ),
         (3, "parallel.tensor=2", &["shard(1) × tensor(2) = 2 ranks, but 3 started"]),
-        (2, "parallel.sequence=true", &["parallel.sequence = true divides nothing", "parallel.tensor"]),
+        (
+            2,
+            "parallel.sequence=true",
+            &["parallel.sequence = true divides nothing", "parallel.tensor"],
+        ),
         (
             2,
             "parallel.tensor=2 parallel.sequence=true model.context=9",
             &["2 slices do not divide model.context = 9", "10"],
         ),
-        (2, "parallel.tensor=2 model.kind=llama model.hidden=1", &["without any of model.hidden = 1", "fewer slices"]),
+        (
+            2,
+            "parallel.tensor=2 model.kind=llama model.hidden=1",
+            &["without any of model.hidden = 1", "fewer slices"],
+        ),
     ];
     for (ranks, settings, words) in cases {
         let settings: Vec<&str> = settings.split_whitespace().collect();
-        refuses(&mut Run::new(Simulate(ranks), root.path(), "x", &settings).command(), root.path(), words);
+        refuses(
+            &mut Run::new(Simulate(ranks), root.path(), "x", &settings).command(),
+            root.path(),
+            words,
+        );
     }
 }
 
@@ -465,22 +636,46 @@ fn layouts_that_nobody_can_choose() {
     std::fs::write(&machine, "name = 'mine'\ngpu = 7\n").unwrap();
     let machine = machine.display().to_string();
     let cases: [(&str, &[&str]); 12] = [
-        ("--ranks 6 --nodes 4", &["--nodes 4 does not divide --ranks 6", "as many ranks on each node"]),
+        (
+            "--ranks 6 --nodes 4",
+            &["--nodes 4 does not divide --ranks 6", "as many ranks on each node"],
+        ),
         ("--ranks 4 --machine b300x8", &["b300x8", "a100x8, h100x8, h200x8"]),
-        (&format!("--ranks 4 --machine {machine}"), &["mine.toml:2: invalid type: integer `7`", "docs/planning.md"]),
-        ("--ranks 16 --nodes 1 --machine h100x8", &["16 ranks on each node, but ", "has room for 8", "--nodes 2"]),
+        (
+            &format!("--ranks 4 --machine {machine}"),
+            &["mine.toml:2: invalid type: integer `7`", "docs/planning.md"],
+        ),
+        (
+            "--ranks 16 --nodes 1 --machine h100x8",
+            &["16 ranks on each node, but ", "has room for 8", "--nodes 2"],
+        ),
         (
             "--ranks 7 --set batch.global=16",
-            &["no layout is possible: batch.global = 16 does not divide into 7 lanes", "numbers of ranks"],
+            &[
+                "no layout is possible: batch.global = 16 does not divide into 7 lanes",
+                "numbers of ranks",
+            ],
         ),
-        ("--ranks 4 --set parallel.pipeline=3", &["no layout is possible: pipeline(3)", "[parallel]"]),
-        ("--ranks 2 --set model.heads=3", &["no layout is possible: model.width = ", "hint: set model.heads="]),
+        (
+            "--ranks 4 --set parallel.pipeline=3",
+            &["no layout is possible: pipeline(3)", "[parallel]"],
+        ),
+        (
+            "--ranks 2 --set model.heads=3",
+            &["no layout is possible: model.width = ", "hint: set model.heads="],
+        ),
         (
             "--ranks 2 --set run.memory_limit=1MiB",
             &["no layout fits: of 2 ranks the smallest needs ", "1.0 MiB a rank"],
         ),
-        ("--ranks 2 --set precision.compute=tf32", &["rates are not known here", "--machine h100x8"]),
-        ("--ranks 2 --measure --set precision.compute=tf32", &["for GPUs", "mpirun -np N hpctrain plan --measure"]),
+        (
+            "--ranks 2 --set precision.compute=tf32",
+            &["rates are not known here", "--machine h100x8"],
+        ),
+        (
+            "--ranks 2 --measure --set precision.compute=tf32",
+            &["for GPUs", "mpirun -np N hpctrain plan --measure"],
+        ),
         (
             "--ranks 2 --set parallel.average_every=4",
             &["parallel.average_every is set, but layouts have", "without it"],
@@ -501,7 +696,8 @@ fn layouts_that_nobody_can_choose() {
         root.path(),
         &["parallel.layout = auto chooses a layout for a run", "hpctrain plan"],
     );
-    let run = Run::new(Simulate(2), root.path(), "x", &["parallel.layout=auto", "run.memory_limit=1MiB"]);
+    let run =
+        Run::new(Simulate(2), root.path(), "x", &["parallel.layout=auto", "run.memory_limit=1MiB"]);
     refuses(&mut run.command(), root.path(), &["no layout fits: of 2 ranks"]);
 }
 
@@ -510,8 +706,14 @@ fn configuration_files() {
     let root = tempfile::tempdir().unwrap();
     let file = root.path().join("mine.toml");
     let cases: [(&str, &[&str]); 5] = [
-        ("[run]\nsteps = 5\n\n[modle]\nwidth = 64\n", &["mine.toml:4", "unknown key `modle`", "did you mean `model`"]),
-        ("[run]\nsteps = 5\nstps = 6\n", &["mine.toml:3", "unknown key `stps`", "did you mean `steps`"]),
+        (
+            "[run]\nsteps = 5\n\n[modle]\nwidth = 64\n",
+            &["mine.toml:4", "unknown key `modle`", "did you mean `model`"],
+        ),
+        (
+            "[run]\nsteps = 5\nstps = 6\n",
+            &["mine.toml:3", "unknown key `stps`", "did you mean `steps`"],
+        ),
         ("[run]\nname = \"x\"\nsteps = \"many\"\n", &["mine.toml:3", "many"]),
         ("[run\nsteps = 5\n", &["mine.toml:1"]),
         ("[batch]\nglobal = 0\n", &["batch.global = 0 is out of range"]),
@@ -524,7 +726,11 @@ fn configuration_files() {
     refuses(Mpirun(2).train().arg("--config").arg(&file), root.path(), cases[4].1);
     let missing = root.path().join("none.toml");
     for transport in ALL {
-        refuses(transport.train().arg("--config").arg(&missing), root.path(), &["none.toml", "config show"]);
+        refuses(
+            transport.train().arg("--config").arg(&missing),
+            root.path(),
+            &["none.toml", "config show"],
+        );
         refuses(
             transport.train().args(["--preset", "gpt-chra"]),
             root.path(),
@@ -539,9 +745,24 @@ type Spoil = fn(&Path);
 #[test]
 fn data() {
     let cases: &[(Spoil, &str, &[Transport], &[&str])] = &[
-        (|dir| std::fs::create_dir(dir).unwrap(), "", ONE, &["no file in", "train-*.h5", "data.train"]),
-        (shards, "data.validation=test-*.h5", ONE, &["test-*.h5", "data.validation", "train-0.h5, train-1.h5"]),
-        (shards, "data.val_fraction=0.1", ALL, &["data.val_fraction = 0.1", "has validation shards", "leave"]),
+        (
+            |dir| std::fs::create_dir(dir).unwrap(),
+            "",
+            ONE,
+            &["no file in", "train-*.h5", "data.train"],
+        ),
+        (
+            shards,
+            "data.validation=test-*.h5",
+            ONE,
+            &["test-*.h5", "data.validation", "train-0.h5, train-1.h5"],
+        ),
+        (
+            shards,
+            "data.val_fraction=0.1",
+            ALL,
+            &["data.val_fraction = 0.1", "has validation shards", "leave"],
+        ),
         (
             |dir| {
                 shards(dir);
@@ -554,7 +775,12 @@ fn data() {
         (
             |dir| {
                 shards(dir);
-                std::fs::OpenOptions::new().write(true).open(dir.join("train-1.h5")).unwrap().set_len(1500).unwrap();
+                std::fs::OpenOptions::new()
+                    .write(true)
+                    .open(dir.join("train-1.h5"))
+                    .unwrap()
+                    .set_len(1500)
+                    .unwrap();
             },
             "",
             ALL,
@@ -615,18 +841,33 @@ fn data() {
             ONE,
             &["/data-", "train-00002.h5 is missing of the 4 train shards of letters"],
         ),
-        (shards, "model.vocabulary=4", ONE, &["train-0.h5", "vocabulary_size is 5", "model.vocabulary is 4"]),
+        (
+            shards,
+            "model.vocabulary=4",
+            ONE,
+            &["train-0.h5", "vocabulary_size is 5", "model.vocabulary is 4"],
+        ),
         (shards, "model.context=2000", ONE, &["train-0.h5", "1000 tokens", "2000 + 1"]),
-        (shards, "batch.global=200", ALL, &["124 training samples", "batch.global = 200", "at most 124"]),
+        (
+            shards,
+            "batch.global=200",
+            ALL,
+            &["124 training samples", "batch.global = 200", "at most 124"],
+        ),
     ];
     for (i, (spoil, setting, transports, words)) in cases.iter().enumerate() {
         let root = tempfile::tempdir().unwrap();
         let folder = root.path().join(format!("data-{i}"));
         spoil(&folder);
         let path = format!("data.path={}", folder.display());
-        let settings: Vec<&str> = [path.as_str(), setting].into_iter().filter(|setting| !setting.is_empty()).collect();
+        let settings: Vec<&str> =
+            [path.as_str(), setting].into_iter().filter(|setting| !setting.is_empty()).collect();
         for transport in *transports {
-            refuses(&mut Run::new(*transport, root.path(), "x", &settings).command(), root.path(), words);
+            refuses(
+                &mut Run::new(*transport, root.path(), "x", &settings).command(),
+                root.path(),
+                words,
+            );
         }
     }
 }
@@ -637,7 +878,8 @@ fn an_id_outside_the_vocabulary() {
     let root = tempfile::tempdir().unwrap();
     let folder = root.path().join("data");
     shards(&folder);
-    // In order, a step takes 8 samples of 16 ids: 4 for each of two ranks. Sample 22 is of step 3 and rank 1.
+    // In order, a step takes 8 samples of 16 ids: 4 for each of two ranks. Sample 22 is of step 3
+    // and rank 1.
     let mut ids = [1u8; 1000];
     ids[22 * 16 + 5] = 9;
     shard(&folder, "train-0.h5", &ids, 5);
@@ -645,7 +887,12 @@ fn an_id_outside_the_vocabulary() {
     let words = ["train-0.h5", "/tokens[357] is token id 9", "vocabulary of 5", "model.vocabulary"];
     for (i, transport) in [Alone, Mpirun(2), Simulate(2), Mpirun(4)].into_iter().enumerate() {
         let name = format!("x-{i}");
-        let run = Run::new(transport, root.path(), &name, &[&path, "data.shuffle=false", "checkpoint.every=1"]);
+        let run = Run::new(
+            transport,
+            root.path(),
+            &name,
+            &[&path, "data.shuffle=false", "checkpoint.every=1"],
+        );
         refuses(&mut run.command(), &folder, &words);
         let ended = finish(&mut Run { name: name + "-again", ..run.clone() }.command());
         let rank = match transport {
@@ -656,7 +903,10 @@ fn an_id_outside_the_vocabulary() {
         refused(&ended, &[rank]);
         // Earlier steps are kept.
         let steps = run.files().numbers("metrics.jsonl", "step");
-        assert!(steps.len() <= 2 && steps.iter().zip(1..).all(|(&step, n)| step == f64::from(n)), "{steps:?}");
+        assert!(
+            steps.len() <= 2 && steps.iter().zip(1..).all(|(&step, n)| step == f64::from(n)),
+            "{steps:?}"
+        );
     }
 }
 
@@ -667,21 +917,30 @@ fn a_damaged_block() {
     let folder = root.path().join("data");
     import(&folder);
     let path = folder.join("train-00003.h5");
-    let offset = hdf5::File::open(&path).unwrap().dataset("tokens").unwrap().offset().unwrap() as usize;
+    let offset =
+        hdf5::File::open(&path).unwrap().dataset("tokens").unwrap().offset().unwrap() as usize;
     let mut bytes = std::fs::read(&path).unwrap();
     bytes[offset + 15] ^= 1;
     std::fs::write(&path, bytes).unwrap();
     let at = format!("data.path={}", folder.display());
     // A batch takes 8 of 4 x 12 samples in order: those of the last shard come in the fifth step.
     let settings = [&at[..], "data.shuffle=false", "checkpoint.every=1"];
-    let words = ["train-00003.h5: /tokens[0..200] has checksum ", "was written", "copy or import the shard again"];
+    let words = [
+        "train-00003.h5: /tokens[0..200] has checksum ",
+        "was written",
+        "copy or import the shard again",
+    ];
     for transport in [Alone, Mpirun(2)] {
         let name = format!("{transport:?}");
         let run = Run::new(transport, root.path(), &name, &settings);
         refused(&finish(&mut run.command()), &words);
         assert_eq!(run.files().numbers("metrics.jsonl", "step"), [1.0, 2.0, 3.0, 4.0]);
-        let unseen =
-            Run::new(transport, root.path(), &format!("{name}-off"), &[&settings[..], &["data.verify=off"]].concat());
+        let unseen = Run::new(
+            transport,
+            root.path(),
+            &format!("{name}-off"),
+            &[&settings[..], &["data.verify=off"]].concat(),
+        );
         unseen.succeeds();
     }
     let wrong = Run::new(Alone, root.path(), "wrong", &[&at, "data.verify=sometimes"]);
@@ -715,10 +974,14 @@ fn run_directories() {
             refuses(&mut run.command(), root.path(), words);
         }
     }
-    // A run without a checkpoint begins again, and says so: a scheduler starts it the same way every time.
+    // A run without a checkpoint begins again, and says so: a scheduler starts it the same way
+    // every time.
     let taken = RunFiles(root.path().join("taken"));
     std::fs::remove_dir_all(taken.path("checkpoints")).unwrap();
-    let ended = Run::new(Simulate(2), root.path(), "taken", &["parallel.lanes=2"]).resume("auto").ends().succeeded();
+    let ended = Run::new(Simulate(2), root.path(), "taken", &["parallel.lanes=2"])
+        .resume("auto")
+        .ends()
+        .succeeded();
     assert!(ended.stdout.contains("no checkpoint yet: begins at step 0"), "{ended}");
     assert_eq!(taken.steps().len(), 6);
 }
@@ -749,7 +1012,10 @@ fn samples() {
         (&["--checkpoint", latest, "--prompt", "naïve"], &["'ï'", "U+00EF", "65 characters"]),
         (&["--checkpoint", latest, "--prompt", "a", "--prompt", ""], &["--prompt is empty"]),
         (&["--checkpoint", latest, "--stop", ""], &["--stop is empty"]),
-        (&["--checkpoint", latest, "--prompts", "/no/such/file"], &["cannot read /no/such/file", "on each line"]),
+        (
+            &["--checkpoint", latest, "--prompts", "/no/such/file"],
+            &["cannot read /no/such/file", "on each line"],
+        ),
         (&["--checkpoint", latest, "--prompts", "/dev/null"], &["/dev/null", "not a regular file"]),
         (&["--checkpoint", latest, "--prompt", ""], &["--prompt is empty"]),
         (&["--checkpoint", latest, "--temperature=-1"], &["--temperature -1 is out of range"]),
@@ -782,7 +1048,8 @@ fn arguments() {
     refused(&finish(program(["train"]).env("HPCTRAIN_MPI", "maybe")), &["HPCTRAIN_MPI", "maybe"]);
 }
 
-/// Mounts a disk of 1 MiB on the first argument, runs the others there until it is full, makes it larger, resumes.
+/// Mounts a disk of 1 MiB on the first argument, runs the others there until it is full, makes it
+/// larger, resumes.
 const SMALL_DISK: &str = r#"
     disk=$1; shift
     mount -t tmpfs -o size=1m small "$disk" || exit 99
@@ -799,7 +1066,10 @@ fn mounting() -> Option<&'static [&'static str]> {
     let folder = tempfile::tempdir().unwrap();
     ways.into_iter().find(|flags| {
         let mut command = Command::new("unshare");
-        command.args(*flags).args(["mount", "-t", "tmpfs", "-o", "size=1m", "small"]).arg(folder.path());
+        command
+            .args(*flags)
+            .args(["mount", "-t", "tmpfs", "-o", "size=1m", "small"])
+            .arg(folder.path());
         command.output().is_ok_and(|output| output.status.success())
     })
 }
@@ -811,8 +1081,13 @@ fn a_full_disk_costs_no_checkpoint() {
         return;
     };
     let root = tempfile::tempdir().unwrap();
-    let settings =
-        ["run.steps=8", "checkpoint.every=1", "checkpoint.keep=99", "parallel.lanes=2", "checkpoint.tolerate=0"];
+    let settings = [
+        "run.steps=8",
+        "checkpoint.every=1",
+        "checkpoint.keep=99",
+        "parallel.lanes=2",
+        "checkpoint.tolerate=0",
+    ];
     let reference = Run::new(Alone, root.path(), "reference", &settings).succeeds();
     for (i, transport) in ALL.iter().enumerate() {
         let disk = root.path().join(format!("disk-{i}"));
@@ -826,8 +1101,12 @@ fn a_full_disk_costs_no_checkpoint() {
         assert_eq!(ended.code(), 0, "{ended}");
         assert!(ended.stdout.contains("exit code 74\n"), "{ended}");
         assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
-        for word in ["checkpoint of step ", "No space left on device", "\nhint: ", "last published checkpoint is kept"]
-        {
+        for word in [
+            "checkpoint of step ",
+            "No space left on device",
+            "\nhint: ",
+            "last published checkpoint is kept",
+        ] {
             assert!(ended.stderr.contains(word), "{word:?} is missing: {ended}");
         }
         // The full disk held only whole checkpoints, and the steps up to the failure.
@@ -835,7 +1114,8 @@ fn a_full_disk_costs_no_checkpoint() {
         let saved = Checkpoints::new(full.path("checkpoints")).steps().unwrap();
         assert!((1..8).contains(&saved.len()), "{saved:?}");
         let unfinished = |name: &str| name.contains(".tmp") || name.contains(".trash");
-        let names = full.path("checkpoints").read_dir().unwrap().map(|entry| entry.unwrap().file_name());
+        let names =
+            full.path("checkpoints").read_dir().unwrap().map(|entry| entry.unwrap().file_name());
         assert!(names.into_iter().all(|name| !unfinished(name.to_str().unwrap())), "{ended}");
         for step in saved {
             assert_eq!(full.tensors(step), reference.tensors(step));
@@ -859,7 +1139,8 @@ fn imports_keep_what_is_there() {
     refuses(&mut import(&[]), folder.path(), &["holds shards already", "train-00000.h5"]);
     let spare = folder.path().join("spare");
     copy(&out, &spare);
-    let cases: [(&[&str], &[&str]); 2] = [(&["verify"], &["does not exist"]), (&["inspect"], &["does not exist"])];
+    let cases: [(&[&str], &[&str]); 2] =
+        [(&["verify"], &["does not exist"]), (&["inspect"], &["does not exist"])];
     for (args, words) in cases {
         refuses(program(["data"]).args(args).arg(folder.path().join("none")), folder.path(), words);
     }
@@ -895,7 +1176,10 @@ fn imports_of_rows() {
     std::fs::write(&table, "a,b\n1,2\n3,4\n").unwrap();
     let words = ["every row would be kept for validation"];
     refused(&["csv", &table, "--target", "b", "--out", &out, "--val-every", "1"], &words);
-    refused(&["idx", &table, &table, "--out", &out], &["table.csv: not an IDX file of bytes: it begins with"]);
+    refused(
+        &["idx", &table, &table, "--out", &out],
+        &["table.csv: not an IDX file of bytes: it begins with"],
+    );
 }
 
 #[test]
@@ -932,8 +1216,18 @@ fn servers_and_their_settings_must_be_possible() {
     };
     refuse(Simulate(2), 2, &[], &["--servers 2 of 2 ranks leaves none to train", "--ranks 3"]);
     refuse(Spawn(2), 2, &[], &["--servers 2 of 2 ranks leaves none to train", "start 3 ranks"]);
-    refuse(Alone, 0, &["servers.staleness='none'"], &["servers.staleness = \"none\", but the run has no servers"]);
-    refuse(Simulate(2), 0, &["batch.worker=4"], &["batch.worker = 4, but the run has no servers", "--servers N"]);
+    refuse(
+        Alone,
+        0,
+        &["servers.staleness='none'"],
+        &["servers.staleness = \"none\", but the run has no servers"],
+    );
+    refuse(
+        Simulate(2),
+        0,
+        &["batch.worker=4"],
+        &["batch.worker = 4, but the run has no servers", "--servers N"],
+    );
     refuse(
         Simulate(6),
         5,
@@ -941,17 +1235,51 @@ fn servers_and_their_settings_must_be_possible() {
         &["5 servers, but servers.partition = fixed:1 cuts", "4 ranges"],
     );
     refuse(Simulate(3), 1, &["servers.partition='few'"], &["\"few\" is no partition such as"]);
-    refuse(Simulate(3), 1, &["servers.staleness='some'"], &["\"some\" is neither a number of steps nor \"none\""]);
-    refuse(Simulate(3), 1, &["parallel.zero=1"], &["parallel.zero = 1, but servers hold the parameters"]);
-    refuse(Simulate(3), 1, &["parallel.storage=central"], &["parallel.storage = central, but servers"]);
-    refuse(Simulate(3), 1, &["model.place.tables=host"], &["model.place.tables = host is set, but servers"]);
+    refuse(
+        Simulate(3),
+        1,
+        &["servers.staleness='some'"],
+        &["\"some\" is neither a number of steps nor \"none\""],
+    );
+    refuse(
+        Simulate(3),
+        1,
+        &["parallel.zero=1"],
+        &["parallel.zero = 1, but servers hold the parameters"],
+    );
+    refuse(
+        Simulate(3),
+        1,
+        &["parallel.storage=central"],
+        &["parallel.storage = central, but servers"],
+    );
+    refuse(
+        Simulate(3),
+        1,
+        &["model.place.tables=host"],
+        &["model.place.tables = host is set, but servers"],
+    );
     refuse(Spawn(3), 1, &["parallel.pipeline=2"], &["parallel.pipeline is set, but servers"]);
-    refuse(Simulate(3), 1, &["device.matmul=timed"], &["device.matmul = timed is set, but servers"]);
-    refuse(Simulate(3), 1, &["optimizer.kind=lamb", "servers.staleness=2"], &["norms of whole matrices"]);
+    refuse(
+        Simulate(3),
+        1,
+        &["device.matmul=timed"],
+        &["device.matmul = timed is set, but servers"],
+    );
+    refuse(
+        Simulate(3),
+        1,
+        &["optimizer.kind=lamb", "servers.staleness=2"],
+        &["norms of whole matrices"],
+    );
     let traced = Run::new(Simulate(3), root.path(), "traced", &[]);
     let mut command = traced.command();
     command.args(["--servers", "1", "--trace"]).arg(root.path().join("nowhere/trace.json"));
-    refuses(&mut command, root.path(), &["cannot write the trace", "nowhere/trace.json", "--trace"]);
+    refuses(
+        &mut command,
+        root.path(),
+        &["cannot write the trace", "nowhere/trace.json", "--trace"],
+    );
     assert!(!traced.files().0.exists());
     // These processes learn their part when the run has its directory.
     let small = |name: &str, limit: &str, words: &[&str]| {
@@ -963,11 +1291,20 @@ fn servers_and_their_settings_must_be_possible() {
     refuse(Simulate(3), 1, &["servers.timeout=0"], &["servers.timeout = 0", "at least 1"]);
     refuse(Simulate(3), 1, &["servers.connections=0"], &["servers.connections = 0", "at least 1"]);
     refuse(Spawn(3), 1, &["batch.worker=0", "servers.staleness='none'"], &["batch.worker = 0"]);
-    refuse(Simulate(3), 1, &["servers.address='a:b'"], &["servers.address = \"a:b\" is not a host with a port"]);
+    refuse(
+        Simulate(3),
+        1,
+        &["servers.address='a:b'"],
+        &["servers.address = \"a:b\" is not a host with a port"],
+    );
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("servers.address='{}'", taken.local_addr().unwrap());
     let mut traced = Run::new(Simulate(3), root.path(), "x", &[]).command();
-    refuses(traced.args(["--servers", "1", "--profile"]), root.path(), &["--profile is for runs without servers"]);
+    refuses(
+        traced.args(["--servers", "1", "--profile"]),
+        root.path(),
+        &["--profile is for runs without servers"],
+    );
     refuse(Simulate(3), 1, &[&address], &["cannot listen on 127.0.0.1:", "Address already in use"]);
 }
 
@@ -976,8 +1313,14 @@ fn roles_need_their_variables() {
     let root = tempfile::tempdir().unwrap();
     let role = |vars: &[(&str, &str)], settings: &[&str]| {
         let mut command = program(["role"]);
-        command.args(settings.iter().flat_map(|setting| ["--set", setting])).envs(vars.iter().copied());
-        command.env_remove("RANK").env_remove("WORLD_SIZE").env_remove("TF_CONFIG").envs(vars.iter().copied());
+        command
+            .args(settings.iter().flat_map(|setting| ["--set", setting]))
+            .envs(vars.iter().copied());
+        command
+            .env_remove("RANK")
+            .env_remove("WORLD_SIZE")
+            .env_remove("TF_CONFIG")
+            .envs(vars.iter().copied());
         command
     };
     let place = format!("run.root={}", root.path().display());
@@ -987,11 +1330,18 @@ fn roles_need_their_variables() {
         root.path(),
         &["TF_CONFIG: key must be a string at line 1 column 2"],
     );
-    let whole =
-        r#"{"cluster": {"chief": ["a:1"], "ps": ["b:1"], "worker": ["c:1"]}, "task": {"type": "worker", "index": 0}}"#;
+    let whole = r#"{"cluster": {"chief": ["a:1"], "ps": ["b:1"], "worker": ["c:1"]}, "task": {"type": "worker", "index": 0}}"#;
     refuses(&mut role(&[("TF_CONFIG", whole)], &[&place]), root.path(), &["run.name is not set"]);
     let mut nowhere = role(&[("TF_CONFIG", whole)], &[&place, "run.name=x", "servers.timeout=1"]);
-    refuses(&mut nowhere, root.path(), &["cannot read", "x/servers/coordinator", "hpctrain coordinate"]);
+    refuses(
+        &mut nowhere,
+        root.path(),
+        &["cannot read", "x/servers/coordinator", "hpctrain coordinate"],
+    );
     let mut status = program(["status", "--run"]);
-    refuses(status.arg(root.path().join("x")), root.path(), &["cannot read", "x/servers/coordinator"]);
+    refuses(
+        status.arg(root.path().join("x")),
+        root.path(),
+        &["cannot read", "x/servers/coordinator"],
+    );
 }

@@ -26,8 +26,10 @@ fn set<'a>(settings: impl IntoIterator<Item = &'a &'a str>) -> Vec<&'a str> {
 fn help_names_every_command() {
     let help = printed(&["--help"]);
     let listed = help.split("Commands:").nth(1).and_then(|rest| rest.split("\n\n").next()).unwrap();
-    let commands: Vec<&str> =
-        listed.lines().filter_map(|line| line.strip_prefix("  ")?.split_whitespace().next()).collect();
+    let commands: Vec<&str> = listed
+        .lines()
+        .filter_map(|line| line.strip_prefix("  ")?.split_whitespace().next())
+        .collect();
     let known = "train eval predict simulate coordinate server worker role supervise verify sample plan data checkpoint report runs \
                  compare status config doctor bench completions";
     let sorted = |names: Vec<&str>| names.into_iter().map(str::to_owned).collect::<BTreeSet<_>>();
@@ -37,25 +39,33 @@ fn help_names_every_command() {
         assert!(printed(&[command, "--help"]).contains(&format!("Usage: hpctrain {command}")));
     }
     assert!(help.contains("--set <SECTION.KEY=VALUE>") && help.contains("--resume"), "{help}");
-    assert!(printed(&["data", "import", "text", "--help"]).contains("Example: hpctrain data import text"));
+    assert!(
+        printed(&["data", "import", "text", "--help"])
+            .contains("Example: hpctrain data import text")
+    );
 }
 
-/// As tasks that srun has started without an interface by which ranks meet, such as the shell of `srun -n 4 --pty bash`.
+/// As tasks that srun has started without an interface by which ranks meet, such as the shell of
+/// `srun -n 4 --pty bash`.
 #[test]
 fn commands_without_ranks_need_no_launcher_for_ranks() {
     let of_srun = |args: &[&str]| {
         let mut command = program(args);
         finish(command.envs([("SLURM_STEP_NUM_TASKS", "4"), ("SLURM_PROCID", "0")]))
     };
-    for args in [&["--version"][..], &["config", "show"], &["runs", "--help"], &["completions", "bash"]] {
+    for args in
+        [&["--version"][..], &["config", "show"], &["runs", "--help"], &["completions", "bash"]]
+    {
         let ended = of_srun(args).succeeded();
         assert!(!ended.stdout.is_empty() && ended.stderr.is_empty(), "{ended}");
     }
     let ended = of_srun(&["train"]);
     assert_eq!(ended.code(), 2, "{ended}");
-    for words in
-        ["srun started 4 tasks without a process-management interface", "hint: srun --mpi=pmix", "HPCTRAIN_MPI=0"]
-    {
+    for words in [
+        "srun started 4 tasks without a process-management interface",
+        "hint: srun --mpi=pmix",
+        "HPCTRAIN_MPI=0",
+    ] {
         assert!(ended.stderr.contains(words), "{ended}");
     }
 }
@@ -71,13 +81,18 @@ fn version() {
 
 #[test]
 fn completions() {
-    for (shell, word) in
-        [("bash", "complete -F _hpctrain"), ("zsh", "#compdef hpctrain"), ("fish", "complete -c hpctrain")]
-    {
+    for (shell, word) in [
+        ("bash", "complete -F _hpctrain"),
+        ("zsh", "#compdef hpctrain"),
+        ("fish", "complete -c hpctrain"),
+    ] {
         let script = printed(&["completions", shell]);
         assert!(script.contains(word), "{shell}");
         // Of options with few values, these.
-        assert!(["resnet-18-cifar", "gpt2-124m"].iter().all(|preset| script.contains(preset)), "{shell}");
+        assert!(
+            ["resnet-18-cifar", "gpt2-124m"].iter().all(|preset| script.contains(preset)),
+            "{shell}"
+        );
     }
     assert!(printed(&["train", "--help"]).contains("gpt-char, gpt-baby, gpt2-124m"));
 }
@@ -90,20 +105,43 @@ fn config_show_prints_a_configuration_that_gives_itself() {
     for args in [
         vec![],
         vec!["--preset", "gpt-char"],
-        vec!["--preset", "gpt-baby", "--ranks", "4", "--set", "parallel.zero=3", "--set", "run.name=a \"b\""],
+        vec![
+            "--preset",
+            "gpt-baby",
+            "--ranks",
+            "4",
+            "--set",
+            "parallel.zero=3",
+            "--set",
+            "run.name=a \"b\"",
+        ],
         vec!["--preset", "tinyllama-1.1b", "--ranks", "8", "--set", "parallel.zero=3"],
         vec!["--preset", "cnn-mnist", "--ranks", "2", "--set", "loss.label_smoothing=0.1"],
-        vec!["--preset", "gpt2-124m", "--ranks", "8", "--set", "schedule.shape=wsd", "--set", "eval.samples=100"],
+        vec![
+            "--preset",
+            "gpt2-124m",
+            "--ranks",
+            "8",
+            "--set",
+            "schedule.shape=wsd",
+            "--set",
+            "eval.samples=100",
+        ],
     ] {
         let shown = printed(&[&["config", "show"], &args[..]].concat());
         let table: toml::Table = shown.parse().unwrap();
         assert_eq!(table.len(), 15, "{shown}");
         std::fs::write(file, &shown).unwrap();
         let ranks = args.iter().position(|arg| *arg == "--ranks").map_or("1", |at| args[at + 1]);
-        assert_eq!(printed(&["config", "show", "--config", file, "--ranks", ranks]), shown, "{args:?}");
+        assert_eq!(
+            printed(&["config", "show", "--config", file, "--ranks", ranks]),
+            shown,
+            "{args:?}"
+        );
     }
-    let shown =
-        printed(&["config", "show", "--ranks", "4", "--set", "parallel.zero=1"]).parse::<toml::Table>().unwrap();
+    let shown = printed(&["config", "show", "--ranks", "4", "--set", "parallel.zero=1"])
+        .parse::<toml::Table>()
+        .unwrap();
     let parallel = shown["parallel"].as_table().unwrap();
     let number = |key: &str| parallel[key].as_integer().unwrap();
     assert_eq!((number("zero"), number("shard"), number("replica"), number("lanes")), (1, 4, 1, 4));
@@ -121,7 +159,9 @@ fn listing(folder: &Path) -> Vec<String> {
             let path = entry.unwrap().path();
             match path.is_dir() && !path.is_symlink() {
                 true => folders.push(path),
-                false => names.push(path.strip_prefix(folder).unwrap().to_str().unwrap().to_owned()),
+                false => {
+                    names.push(path.strip_prefix(folder).unwrap().to_str().unwrap().to_owned())
+                }
             }
         }
     }
@@ -132,15 +172,24 @@ fn listing(folder: &Path) -> Vec<String> {
 #[test]
 fn without_a_subcommand_it_trains_the_default_wherever_it_is() {
     let folder = tempfile::tempdir().unwrap();
-    let smaller = ["run.steps=3", "model.layers=1", "model.width=16", "model.context=8", "eval.samples=8"];
+    let smaller =
+        ["run.steps=3", "model.layers=1", "model.width=16", "model.context=8", "eval.samples=8"];
     let ended = finish(program(set(&smaller)).current_dir(folder.path())).succeeded();
     assert_eq!(ended.stderr, "");
-    for words in ["run          runs/gpt-char\n", "bundled:tiny-shakespeare", "step      3/3", "validation loss "] {
+    for words in [
+        "run          runs/gpt-char\n",
+        "bundled:tiny-shakespeare",
+        "step      3/3",
+        "validation loss ",
+    ] {
         assert!(ended.stdout.contains(words), "{words:?} is missing: {ended}");
     }
     // The trained model has had its say.
-    let text =
-        ended.stdout.split("checkpoints/latest\n\n").nth(1).and_then(|rest| rest.split("\n\nmore text: ").next());
+    let text = ended
+        .stdout
+        .split("checkpoints/latest\n\n")
+        .nth(1)
+        .and_then(|rest| rest.split("\n\nmore text: ").next());
     assert_eq!(text.map(|text| text.chars().count()), Some(300), "{ended}");
     let run = folder.path().join("runs/gpt-char");
     let files = [
@@ -160,17 +209,30 @@ fn without_a_subcommand_it_trains_the_default_wherever_it_is() {
     ];
     assert_eq!(listing(&run), files);
     assert!(!run.join("tensorboard").exists());
-    assert_eq!(std::fs::read_link(run.join("checkpoints/best")).unwrap().to_str(), Some("step-00000003"));
-    assert_eq!(std::fs::read_link(run.join("checkpoints/latest")).unwrap().to_str(), Some("step-00000003"));
+    assert_eq!(
+        std::fs::read_link(run.join("checkpoints/best")).unwrap().to_str(),
+        Some("step-00000003")
+    );
+    assert_eq!(
+        std::fs::read_link(run.join("checkpoints/latest")).unwrap().to_str(),
+        Some("step-00000003")
+    );
 
     let text = |name: &str| std::fs::read_to_string(run.join(name)).unwrap();
-    let shown =
-        printed(&[&["config", "show", "--config", run.join("config.toml").to_str().unwrap()], &[][..]].concat());
+    let shown = printed(
+        &[&["config", "show", "--config", run.join("config.toml").to_str().unwrap()], &[][..]]
+            .concat(),
+    );
     assert_eq!(shown, text("config.toml"));
     assert!(text("logs/rank-00000.log").contains("saved runs/gpt-char/checkpoints/step-00000003"));
-    let lines = |name: &str| text(name).lines().map(|line| serde_json::from_str(line).unwrap()).collect::<Vec<Value>>();
+    let lines = |name: &str| {
+        text(name).lines().map(|line| serde_json::from_str(line).unwrap()).collect::<Vec<Value>>()
+    };
     let steps = lines("metrics.jsonl");
-    assert_eq!(steps.iter().map(|step| step["step"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 2, 3]);
+    assert_eq!(
+        steps.iter().map(|step| step["step"].as_u64().unwrap()).collect::<Vec<_>>(),
+        [1, 2, 3]
+    );
     let parts = ["compute_ms", "comm_exposed_ms", "comm_hidden_ms", "loader_ms", "optimizer_ms"];
     let rest = [
         "epoch",
@@ -189,7 +251,12 @@ fn without_a_subcommand_it_trains_the_default_wherever_it_is() {
     // Where the peak of the CPU is recorded, or its energy is counted.
     let may_be_there = ["mfu", "energy_kwh", "joules_per_token"];
     let has = |step: &Value| -> BTreeSet<String> {
-        step.as_object().unwrap().keys().filter(|key| !may_be_there.contains(&key.as_str())).cloned().collect()
+        step.as_object()
+            .unwrap()
+            .keys()
+            .filter(|key| !may_be_there.contains(&key.as_str()))
+            .cloned()
+            .collect()
     };
     assert!(steps.iter().all(|step| has(step).iter().eq(keys.iter())), "{steps:?}");
     let evaluation = &lines("eval.jsonl")[0];
@@ -206,10 +273,17 @@ fn unnamed_runs_are_numbered() {
     let file = root.path().join("mine.toml");
     std::fs::write(&file, "[run]\nsteps = 1\n[batch]\nglobal = 4\n").unwrap();
     let place = format!("run.root={}", root.path().display());
-    let small: Vec<&str> =
-        SMALL.into_iter().filter(|s| !s.starts_with("run.steps") && !s.starts_with("batch")).collect();
+    let small: Vec<&str> = SMALL
+        .into_iter()
+        .filter(|s| !s.starts_with("run.steps") && !s.starts_with("batch"))
+        .collect();
     let train = |more: &[&str]| {
-        let args = [&["train", "--config", file.to_str().unwrap(), "--set", &place], &set(&small)[..], more].concat();
+        let args = [
+            &["train", "--config", file.to_str().unwrap(), "--set", &place],
+            &set(&small)[..],
+            more,
+        ]
+        .concat();
         finish(&mut program(args)).succeeded()
     };
     (0..3).for_each(|_| drop(train(&[])));
@@ -223,8 +297,12 @@ fn unnamed_runs_are_numbered() {
     }
     let ended: Ended = train(&["--resume", "auto", "--set", "run.steps=2"]);
     assert!(ended.stdout.contains("mine-2/checkpoints/step-00000001"), "{ended}");
-    let steps =
-        |name: &str| std::fs::read_to_string(root.path().join(name).join("metrics.jsonl")).unwrap().lines().count();
+    let steps = |name: &str| {
+        std::fs::read_to_string(root.path().join(name).join("metrics.jsonl"))
+            .unwrap()
+            .lines()
+            .count()
+    };
     assert_eq!(["mine", "mine-2", "mine-3"].map(steps), [1, 2, 1]);
 }
 
@@ -234,23 +312,46 @@ fn text_is_imported_described_checked_and_trained_on() {
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
     let text: String = (0..400).map(|i| format!("line {i} of the text\n")).collect();
     std::fs::write(path("input.txt"), &text).unwrap();
-    for (tokenizer, more) in [("char", &[][..]), ("byte", &["--compress", "6"]), ("gpt2", &["--val-fraction", "0.2"])] {
+    for (tokenizer, more) in
+        [("char", &[][..]), ("byte", &["--compress", "6"]), ("gpt2", &["--val-fraction", "0.2"])]
+    {
         let out = path(tokenizer);
         let input = path("input.txt");
-        let import = ["data", "import", "text", &input, "--tokenizer", tokenizer, "--shards", "2", "--out", &out];
+        let import = [
+            "data",
+            "import",
+            "text",
+            &input,
+            "--tokenizer",
+            tokenizer,
+            "--shards",
+            "2",
+            "--out",
+            &out,
+        ];
         printed(&[&import, more].concat());
         assert_eq!(listing(Path::new(&out)), ["train-00000.h5", "train-00001.h5", "val-00000.h5"]);
         let shown = printed(&["data", "inspect", &out]);
-        assert!(shown.contains("/tokens") && shown.contains(tokenizer) && shown.contains("val-00000.h5"), "{shown}");
+        assert!(
+            shown.contains("/tokens")
+                && shown.contains(tokenizer)
+                && shown.contains("val-00000.h5"),
+            "{shown}"
+        );
         let checked = printed(&["data", "verify", &out]);
         assert!(checked.starts_with("3 files in order: "), "{checked}");
         let data = format!("data.path={out}");
-        let files = Run::new(Alone, folder.path(), &format!("run-{tokenizer}"), &[&data, "run.steps=2"]).succeeds();
+        let files =
+            Run::new(Alone, folder.path(), &format!("run-{tokenizer}"), &[&data, "run.steps=2"])
+                .succeeds();
         assert_eq!(files.steps().len(), 2);
     }
     // The same text through a pipe.
-    let import =
-        format!("{} data import text - --shards 2 --out {}", hpctrain_testkit::program().display(), path("piped"));
+    let import = format!(
+        "{} data import text - --shards 2 --out {}",
+        hpctrain_testkit::program().display(),
+        path("piped")
+    );
     let mut shell = std::process::Command::new("sh");
     shell.args(["-c", &format!("cat {} | {import}", path("input.txt"))]);
     let ended = finish(&mut shell).succeeded();
@@ -260,25 +361,39 @@ fn text_is_imported_described_checked_and_trained_on() {
         shard.dataset("tokens").unwrap().read_raw::<u8>().unwrap()
     };
     assert_eq!(ids("piped"), ids("char"));
-    assert!(printed(&["data", "inspect", &path("piped")]).contains("source standard input (sha256 "));
+    assert!(
+        printed(&["data", "inspect", &path("piped")]).contains("source standard input (sha256 ")
+    );
     // A bit of an id changes.
     let shard = path("char") + "/train-00001.h5";
-    let at = hdf5::File::open(&shard).unwrap().dataset("tokens").unwrap().offset().unwrap() as usize + 100;
+    let at = hdf5::File::open(&shard).unwrap().dataset("tokens").unwrap().offset().unwrap()
+        as usize
+        + 100;
     let mut bytes = std::fs::read(&shard).unwrap();
     bytes[at] ^= 1;
     std::fs::write(&shard, bytes).unwrap();
     let ended = finish(&mut program(["data", "verify", &path("char")]));
     assert_eq!(ended.code(), 2, "{ended}");
-    assert!(ended.stderr.contains("train-00001.h5") && ended.stderr.contains("checksum"), "{ended}");
+    assert!(
+        ended.stderr.contains("train-00001.h5") && ended.stderr.contains("checksum"),
+        "{ended}"
+    );
 }
 
 #[test]
 fn samples_follow_the_seed() {
     let root = tempfile::tempdir().unwrap();
-    let run = Run::new(Alone, root.path(), "x", &["parallel.lanes=2", "parallel.recompute=true", "run.steps=12"]);
+    let run = Run::new(
+        Alone,
+        root.path(),
+        "x",
+        &["parallel.lanes=2", "parallel.recompute=true", "run.steps=12"],
+    );
     let latest = run.succeeds().path("checkpoints/latest");
     let latest = latest.to_str().unwrap();
-    let sample = |more: &[&str]| printed(&[&["sample", "--checkpoint", latest, "--tokens", "40"], more].concat());
+    let sample = |more: &[&str]| {
+        printed(&[&["sample", "--checkpoint", latest, "--tokens", "40"], more].concat())
+    };
     let one = sample(&["--seed", "1", "--prompt", "ROMEO:"]);
     assert!(one.starts_with("ROMEO:") && one.chars().count() == 6 + 40 + 1, "{one:?}");
     assert_eq!(sample(&["--seed", "1", "--prompt", "ROMEO:"]), one);
@@ -288,7 +403,10 @@ fn samples_follow_the_seed() {
     assert_eq!(sample(&["--temperature", "0", "--seed", "5"]), likeliest);
     assert_eq!(sample(&["--top-k", "1", "--seed", "3"]), likeliest);
     assert_eq!(sample(&["--top-k", "65", "--seed", "3"]), sample(&["--seed", "3"]));
-    assert_eq!(printed(&["sample", "--checkpoint", latest, "--tokens", "0", "--prompt", "a"]), "a\n");
+    assert_eq!(
+        printed(&["sample", "--checkpoint", latest, "--tokens", "0", "--prompt", "a"]),
+        "a\n"
+    );
     // A prompt longer than the context.
     let long = "To be, or not to be, that is the question";
     assert!(sample(&["--prompt", long]).starts_with(long));
@@ -300,25 +418,46 @@ fn a_profile_has_every_kernel_of_the_steps() {
     let run = Run::new(Alone, root.path(), "x", &["run.steps=3", "eval.every=1"]);
     let ended = finish(run.command().arg("--profile")).succeeded();
     let files = run.files();
-    assert!(ended.stdout.contains("\nkernel        ") && ended.stdout.contains("profile in "), "{ended}");
+    assert!(
+        ended.stdout.contains("\nkernel        ") && ended.stdout.contains("profile in "),
+        "{ended}"
+    );
     assert!(files.text("logs/rank-00000.log").contains("profile of 3 steps:"));
     let report: Value = serde_json::from_str(&files.text("profile.json")).unwrap();
-    assert_eq!((report["steps"].as_u64(), report["waits_for_kernels"].as_bool()), (Some(3), Some(false)));
-    let number = |value: &Value, key: &str| value[key].as_f64().unwrap_or_else(|| panic!("{key} of {value}"));
+    assert_eq!(
+        (report["steps"].as_u64(), report["waits_for_kernels"].as_bool()),
+        (Some(3), Some(false))
+    );
+    let number = |value: &Value, key: &str| {
+        value[key].as_f64().unwrap_or_else(|| panic!("{key} of {value}"))
+    };
     let kernels = report["kernels"].as_array().unwrap();
     let sum: f64 = kernels.iter().map(|kernel| number(kernel, "seconds")).sum();
-    assert!((sum + number(&report, "other_seconds") - number(&report, "compute_seconds")).abs() < 1e-9);
+    assert!(
+        (sum + number(&report, "other_seconds") - number(&report, "compute_seconds")).abs() < 1e-9
+    );
     for kernel in kernels {
         assert!(number(kernel, "calls") > 0.0 && number(kernel, "bytes") > 0.0, "{kernel}");
-        assert!(number(kernel, "of_compute") <= 1.0 && number(kernel, "gigabytes_per_second") > 0.0, "{kernel}");
+        assert!(
+            number(kernel, "of_compute") <= 1.0 && number(kernel, "gigabytes_per_second") > 0.0,
+            "{kernel}"
+        );
         assert_eq!(kernel["flops"].is_null(), kernel["gflops_per_second"].is_null(), "{kernel}");
     }
-    let of = |name: &str| kernels.iter().find(|kernel| kernel["kernel"] == name).unwrap_or_else(|| panic!("{name}"));
-    // Evaluations and the text at the end do not count: each step has one attention a layer and micro-batch.
+    let of = |name: &str| {
+        kernels.iter().find(|kernel| kernel["kernel"] == name).unwrap_or_else(|| panic!("{name}"))
+    };
+    // Evaluations and the text at the end do not count: each step has one attention a layer and
+    // micro-batch.
     assert_eq!(of("attention")["calls"], of("attention, backward")["calls"]);
     assert!(number(of("linear"), "flops") > 0.0 && of("adamw")["flops"].is_null());
     // Without the flag there is none.
-    assert!(!Run::new(Alone, root.path(), "y", &["run.steps=1"]).succeeds().path("profile.json").exists());
+    assert!(
+        !Run::new(Alone, root.path(), "y", &["run.steps=1"])
+            .succeeds()
+            .path("profile.json")
+            .exists()
+    );
 }
 
 /// The report of `bench` on a network's steps, as JSON.
@@ -332,14 +471,25 @@ fn paced(view: &str, more: &[&str]) -> Value {
 fn steps_and_kernels_are_timed_on_random_data() {
     let gpt = set(&["model.layers=1", "model.width=32", "model.heads=2", "model.context=16"]);
     let positive = |report: &Value, keys: &[&str]| {
-        keys.iter().for_each(|key| assert!(report[*key].as_f64().unwrap_or(0.0) > 0.0, "{key} of {report}"));
+        keys.iter().for_each(|key| {
+            assert!(report[*key].as_f64().unwrap_or(0.0) > 0.0, "{key} of {report}")
+        });
     };
     let machine = ["ranks", "threads", "samples", "peak_gflops", "peak_bandwidth"];
     let step = paced("step", &gpt);
     positive(&step, &machine);
     positive(
         &step,
-        &["parameters", "step_ms", "fastest_step_ms", "per_second", "gflops", "of_peak", "tflops_per_rank", "mfu"],
+        &[
+            "parameters",
+            "step_ms",
+            "fastest_step_ms",
+            "per_second",
+            "gflops",
+            "of_peak",
+            "tflops_per_rank",
+            "mfu",
+        ],
     );
     assert_eq!((&step["network"], &step["predictions"]), (&"gpt-char".into(), &"tokens".into()));
     assert_eq!(step["samples"], 2);
@@ -348,7 +498,16 @@ fn steps_and_kernels_are_timed_on_random_data() {
     positive(&kernels, &machine);
     let rows = kernels["rows"].as_array().unwrap();
     for row in rows {
-        positive(row, &["calls_per_step", "microseconds", "fastest_microseconds", "bandwidth", "of_peak_bandwidth"]);
+        positive(
+            row,
+            &[
+                "calls_per_step",
+                "microseconds",
+                "fastest_microseconds",
+                "bandwidth",
+                "of_peak_bandwidth",
+            ],
+        );
         assert_eq!(row["gflops"].is_null(), row["of_peak_gflops"].is_null(), "{row}");
     }
     let of = |rows: &[Value], kernel: &str| -> Vec<Value> {
@@ -361,13 +520,19 @@ fn steps_and_kernels_are_timed_on_random_data() {
     let products = paced("gemm", &["--preset", "cnn-mnist"]);
     let rows = products["rows"].as_array().unwrap();
     assert!(of(rows, "linear").contains(&serde_json::json!([2, 3136, 128])), "{products}");
-    assert!(of(rows, "convolution").contains(&serde_json::json!([2 * 14 * 14, 9 * 32, 64])), "{products}");
+    assert!(
+        of(rows, "convolution").contains(&serde_json::json!([2 * 14 * 14, 9 * 32, 64])),
+        "{products}"
+    );
     assert!(rows.iter().all(|row| row["gflops"].as_f64().unwrap() > 0.0));
     assert!(of(rows, "max pool").is_empty() && of(rows, "relu").is_empty());
 
-    let table = printed(&[&["bench", "kernels", "--steps", "1", "--samples", "1"], &gpt[..]].concat());
+    let table =
+        printed(&[&["bench", "kernels", "--steps", "1", "--samples", "1"], &gpt[..]].concat());
     assert!(
-        table.contains("peak of a rank: ") && table.contains("\nkernel  ") && table.contains("1×16×2×16"),
+        table.contains("peak of a rank: ")
+            && table.contains("\nkernel  ")
+            && table.contains("1×16×2×16"),
         "{table}"
     );
     let table = printed(&[&["bench", "step", "--steps", "1", "--samples", "1"], &gpt[..]].concat());
@@ -390,21 +555,31 @@ fn config_summary_tells_the_layers() {
     }
     let told = printed(&["config", "summary", "--preset", "gpt2-124m"]);
     assert!(told.contains("h.11       1024 × 768") && told.contains("124,475,904"), "{told}");
-    assert!(printed(&["config", "summary", "--preset", "tinyllama-1.1b"]).contains("1,100,048,384"));
+    assert!(
+        printed(&["config", "summary", "--preset", "tinyllama-1.1b"]).contains("1,100,048,384")
+    );
 }
 
 /// Runs a command with its output and its messages sent somewhere by the shell.
 fn through_a_shell(redirected: &str, args: &str) -> (Option<i32>, String) {
     let script = format!("{} {args} {redirected}", hpctrain_testkit::program().display());
-    let ended = std::process::Command::new("bash").args(["-o", "pipefail", "-c", &script]).output().unwrap();
+    let ended = std::process::Command::new("bash")
+        .args(["-o", "pipefail", "-c", &script])
+        .output()
+        .unwrap();
     (ended.status.code(), String::from_utf8(ended.stderr).unwrap())
 }
 
 #[test]
 fn output_that_nobody_reads_changes_no_exit_code() {
-    for (redirected, code) in
-        [("| true", 0), (">&-", 0), ("2>&1 | true", 0), ("2>&-", 0), (">/dev/null 2>/dev/full", 0), (">/dev/full", 2)]
-    {
+    for (redirected, code) in [
+        ("| true", 0),
+        (">&-", 0),
+        ("2>&1 | true", 0),
+        ("2>&-", 0),
+        (">/dev/null 2>/dev/full", 0),
+        (">/dev/full", 2),
+    ] {
         let (found, stderr) = through_a_shell(redirected, "config show");
         assert_eq!(found, Some(code), "{redirected}: {stderr}");
         assert!(!stderr.contains("panic"), "{stderr}");
@@ -414,6 +589,10 @@ fn output_that_nobody_reads_changes_no_exit_code() {
     assert!(stderr.contains("cannot write standard output: No space left on device"), "{stderr}");
     assert_eq!(stderr.matches("cannot write to standard output").count(), 1, "{stderr}");
     for redirected in ["2>&1 | true", "2>&-", ">/dev/null 2>/dev/full"] {
-        assert_eq!(through_a_shell(redirected, "config show --set no.such=1").0, Some(2), "{redirected}");
+        assert_eq!(
+            through_a_shell(redirected, "config show --set no.such=1").0,
+            Some(2),
+            "{redirected}"
+        );
     }
 }

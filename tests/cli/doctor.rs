@@ -4,19 +4,25 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use hpctrain_testkit::launch::{Ended, LIMIT, finish, handles, mpirun, processes, program, rank_of, send, start};
+use hpctrain_testkit::launch::{
+    Ended, LIMIT, finish, handles, mpirun, processes, program, rank_of, send, start,
+};
 use hpctrain_testkit::simulator::{simulator, with_simulator};
 
 /// The report that a doctor printed with `--json`, which must agree with its exit code.
 #[track_caller]
 fn report(ended: &Ended) -> Value {
-    let report: Value = serde_json::from_str(&ended.stdout).unwrap_or_else(|e| panic!("{e}: {ended}"));
+    let report: Value =
+        serde_json::from_str(&ended.stdout).unwrap_or_else(|e| panic!("{e}: {ended}"));
     let checks = report["checks"].as_array().unwrap();
     let failed = checks.iter().any(|check| check["status"] == "failure");
     assert_eq!(ended.code(), i32::from(failed), "{ended}");
     for check in checks {
         assert_eq!(check["hint"].is_string(), check["status"] != "ok", "{check}");
-        assert!(!check["found"].as_str().unwrap().is_empty() && check["ranks"].is_array(), "{check}");
+        assert!(
+            !check["found"].as_str().unwrap().is_empty() && check["ranks"].is_array(),
+            "{check}"
+        );
     }
     report
 }
@@ -60,8 +66,13 @@ fn a_run_root_is_tried_and_left_as_it_was() {
         }
     }
     let report = report(&finish(program(args).arg("--json")));
-    for name in ["gpu driver", "nvrtc", "cublaslt", "ranks", "cores", "free space", "memory", "open files"] {
-        assert!(report["checks"].as_array().unwrap().iter().any(|check| check["name"] == name), "{name}: {report:#}");
+    for name in
+        ["gpu driver", "nvrtc", "cublaslt", "ranks", "cores", "free space", "memory", "open files"]
+    {
+        assert!(
+            report["checks"].as_array().unwrap().iter().any(|check| check["name"] == name),
+            "{name}: {report:#}"
+        );
     }
     assert!(check(&report, "mpi").1.contains("started alone"));
     for name in ["hdf5", "hdf5 files", "run root", "bundled data"] {
@@ -75,7 +86,10 @@ fn a_run_root_is_tried_and_left_as_it_was() {
 fn a_run_root_to_come_is_not_made() {
     let root = tempfile::tempdir().unwrap();
     let report = report(&finish(program(["doctor", "--json"]).current_dir(root.path())));
-    assert!(check(&report, "run root").1.contains("for runs, which is not there yet"), "{report:#}");
+    assert!(
+        check(&report, "run root").1.contains("for runs, which is not there yet"),
+        "{report:#}"
+    );
     assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 0);
 }
 
@@ -83,7 +97,10 @@ fn a_run_root_to_come_is_not_made() {
 fn a_run_root_that_cannot_be_written_fails() {
     let ended = finish(&mut program(["doctor", "--json", "--run-root", "/proc"]));
     let report = report(&ended);
-    assert_eq!((ended.code(), check(&report, "run root").0, check(&report, "hdf5 files").0), (1, "failure", "failure"));
+    assert_eq!(
+        (ended.code(), check(&report, "run root").0, check(&report, "hdf5 files").0),
+        (1, "failure", "failure")
+    );
     assert_eq!(check(&report, "bundled data").0, "ok");
 }
 
@@ -91,9 +108,15 @@ fn a_run_root_that_cannot_be_written_fails() {
 fn ranks_meet_in_one_report() {
     let report = report(&finish(&mut on_ranks(2, &["--json"])));
     let ranks = report["ranks"].as_array().unwrap();
-    assert_eq!(ranks.iter().map(|rank| rank["local_rank"].as_u64().unwrap()).collect::<Vec<_>>(), [0, 1]);
+    assert_eq!(
+        ranks.iter().map(|rank| rank["local_rank"].as_u64().unwrap()).collect::<Vec<_>>(),
+        [0, 1]
+    );
     assert!(ranks.iter().all(|rank| !rank["cores"].as_array().unwrap().is_empty()), "{report:#}");
-    assert!(check(&report, "mpi").1.contains("2 ranks, started by Open MPI's mpirun"), "{report:#}");
+    assert!(
+        check(&report, "mpi").1.contains("2 ranks, started by Open MPI's mpirun"),
+        "{report:#}"
+    );
     assert_eq!(check(&report, "mpi threads").0, "ok");
     assert_eq!(check(&report, "shared memory").0, "ok");
     assert!(check(&report, "ranks").1.starts_with("2 on "), "{report:#}");
@@ -105,16 +128,26 @@ fn ranks_meet_in_one_report() {
 #[test]
 fn a_gpu_that_works_is_computed_on() {
     let report = simulated(&[("CUDASIM_DEVICES", "2")]);
-    for name in
-        ["gpu driver", "nvrtc", "cublaslt", "nccl", "gpu 0 kernel", "gpu 0 product", "gpu 1 kernel", "gpu 1 product"]
-    {
+    for name in [
+        "gpu driver",
+        "nvrtc",
+        "cublaslt",
+        "nccl",
+        "gpu 0 kernel",
+        "gpu 0 product",
+        "gpu 1 kernel",
+        "gpu 1 product",
+    ] {
         assert_eq!(check(&report, name).0, "ok", "{report:#}");
     }
     for (name, file) in [("nvrtc", "lib/libnvrtc.so"), ("nccl", "lib/libnccl.so.2")] {
         let place = simulator().join(file);
         assert!(check(&report, name).1.ends_with(place.to_str().unwrap()), "{report:#}");
     }
-    assert!(check(&report, "gpu 1").1.contains("0000:02:00.0") && check(&report, "gpu 1").1.contains("capability 9.0"));
+    assert!(
+        check(&report, "gpu 1").1.contains("0000:02:00.0")
+            && check(&report, "gpu 1").1.contains("capability 9.0")
+    );
     assert_eq!(report["ranks"][0]["gpu"]["pci"], "0000:01:00.0");
 }
 
@@ -124,7 +157,10 @@ fn ranks_exchange_the_memory_of_their_gpus() {
     let report = report(&finish(with_simulator(&mut two).env("CUDASIM_DEVICES", "2")));
     assert_eq!(check(&report, "path staged").0, "ok", "{report:#}");
     let (status, found) = check(&report, "path nccl");
-    assert!(status == "ok" && found.contains(" carries memory of the GPUs unchanged between all ranks"), "{report:#}");
+    assert!(
+        status == "ok" && found.contains(" carries memory of the GPUs unchanged between all ranks"),
+        "{report:#}"
+    );
     assert!(check(&report, "path direct").1.contains("does not claim to know CUDA"), "{report:#}");
     let gpus = |rank: usize| report["ranks"][rank]["gpu"]["pci"].as_str().unwrap().to_owned();
     assert_eq!([gpus(0), gpus(1)], ["0000:01:00.0", "0000:02:00.0"]);
@@ -170,7 +206,8 @@ fn a_signal_to_the_ranks_is_not_a_failure() {
     let mut job = start(with_simulator(&mut two).env("CUDASIM_DEVICES", "2"));
     let ranks = || {
         let all = processes(root.path().to_str().unwrap());
-        let listens = |process: &u32| rank_of(*process).is_some() && handles(*process, libc::SIGUSR1);
+        let listens =
+            |process: &u32| rank_of(*process).is_some() && handles(*process, libc::SIGUSR1);
         all.into_iter().filter(listens).collect::<Vec<_>>()
     };
     job.until("listening", || ranks().len() == 2);
@@ -191,10 +228,14 @@ fn a_gpu_that_does_not_work_fails() {
     assert_eq!(check(&none, "hdf5 files").0, "ok");
 
     let driver_only = tempfile::tempdir().unwrap();
-    std::fs::copy(simulator().join("lib/libcuda.so.1"), driver_only.path().join("libcuda.so")).unwrap();
+    std::fs::copy(simulator().join("lib/libcuda.so.1"), driver_only.path().join("libcuda.so"))
+        .unwrap();
     let bare = simulated(&[("LD_LIBRARY_PATH", driver_only.path().to_str().unwrap())]);
     assert_eq!((check(&bare, "gpu driver").0, check(&bare, "gpu 0").0), ("ok", "ok"), "{bare:#}");
     assert_ne!(check(&bare, "nccl").0, "failure", "it is wanted only where it is asked for");
     // Libraries of the system do not fit this driver.
-    assert!(bare["checks"].as_array().unwrap().iter().any(|check| check["status"] == "failure"), "{bare:#}");
+    assert!(
+        bare["checks"].as_array().unwrap().iter().any(|check| check["status"] == "failure"),
+        "{bare:#}"
+    );
 }

@@ -1,4 +1,5 @@
-//! Checkpoints that were made to do harm: that name files elsewhere, wait for ever, overflow, or take over a terminal.
+//! Checkpoints that were made to do harm: that name files elsewhere, wait for ever, overflow, or
+//! take over a terminal.
 
 use std::path::{Path, PathBuf};
 
@@ -31,7 +32,11 @@ fn rename(manifest: &mut Value, name: &str) {
     let entry = manifest["files"].as_object_mut().unwrap().remove("rank-00000.h5").unwrap();
     manifest["files"][name] = entry;
     for (_, tensor) in manifest["tensors"].as_object_mut().unwrap() {
-        tensor["pieces"].as_array_mut().unwrap().iter_mut().for_each(|piece| piece["file"] = json!(name));
+        tensor["pieces"]
+            .as_array_mut()
+            .unwrap()
+            .iter_mut()
+            .for_each(|piece| piece["file"] = json!(name));
     }
 }
 
@@ -42,7 +47,10 @@ fn verify(files: &RunFiles) -> Ended {
 #[track_caller]
 fn refused(ended: &Ended, words: &str) {
     assert_eq!(ended.code(), 2, "{ended}");
-    assert!(ended.stdout.contains(words) && ended.stderr.contains("files are damaged\nhint: "), "{words}: {ended}");
+    assert!(
+        ended.stdout.contains(words) && ended.stderr.contains("files are damaged\nhint: "),
+        "{words}: {ended}"
+    );
 }
 
 fn pipe(path: &Path) {
@@ -54,11 +62,20 @@ fn manifests_name_regular_files_beside_them() {
     let root = tempfile::tempdir().unwrap();
     // The file is there under each of these names.
     let elsewhere = root.path().join("elsewhere.h5");
-    for name in ["../../../elsewhere.h5", elsewhere.to_str().unwrap(), "./rank-00000.h5", "..", "a/../rank-00000.h5"] {
+    for name in [
+        "../../../elsewhere.h5",
+        elsewhere.to_str().unwrap(),
+        "./rank-00000.h5",
+        "..",
+        "a/../rank-00000.h5",
+    ] {
         let files = run(root.path());
         std::fs::copy(files.checkpoint(2).join("rank-00000.h5"), &elsewhere).unwrap();
         change(&files.checkpoint(2), |manifest| rename(manifest, name));
-        refused(&verify(&files), &format!("malformed manifest: {name:?} is not the name of a file beside it"));
+        refused(
+            &verify(&files),
+            &format!("malformed manifest: {name:?} is not the name of a file beside it"),
+        );
         // It is no checkpoint to go on from either.
         let resumed = Run::new(Alone, root.path(), "x", &["run.steps=3"]).resume("auto").ends();
         assert_eq!(resumed.code(), 2, "{resumed}");
@@ -91,9 +108,25 @@ fn sums_and_products_of_manifests_do_not_overflow() {
             &|manifest| manifest["files"]["a"] = json!({"bytes": u64::MAX, "rest_crc32": 0}),
             "its files have more bytes than any file system",
         ),
-        (&|manifest| manifest["tensors"]["head.norm.weight"]["shape"] = json!([1u64 << 40, 1u64 << 40]), ""),
-        (&|manifest| manifest["tensors"]["head.norm.weight"]["pieces"][0]["len"] = json!(u64::MAX), ""),
-        (&|manifest| manifest["tensors"]["head.norm.weight"]["pieces"][0]["parts"][0]["offset"] = json!(u64::MAX), ""),
+        (
+            &|manifest| {
+                manifest["tensors"]["head.norm.weight"]["shape"] = json!([1u64 << 40, 1u64 << 40])
+            },
+            "",
+        ),
+        (
+            &|manifest| {
+                manifest["tensors"]["head.norm.weight"]["pieces"][0]["len"] = json!(u64::MAX)
+            },
+            "",
+        ),
+        (
+            &|manifest| {
+                manifest["tensors"]["head.norm.weight"]["pieces"][0]["parts"][0]["offset"] =
+                    json!(u64::MAX)
+            },
+            "",
+        ),
     ];
     for (number, (edit, words)) in changes.into_iter().enumerate() {
         let files = run(root.path());
@@ -124,7 +157,10 @@ fn texts_of_checkpoints_do_not_reach_the_terminal_as_they_are() {
         let ended = finish(program(["checkpoint", command]).arg(&files.0));
         let printed = format!("{}{}", ended.stdout, ended.stderr);
         assert!(!printed.chars().any(|c| c.is_control() && c != '\n'), "{printed:?}");
-        assert!(printed.contains("job\\u001b]0;owned\\u0007\\u009b31m\\u000afake: line"), "{printed}");
+        assert!(
+            printed.contains("job\\u001b]0;owned\\u0007\\u009b31m\\u000afake: line"),
+            "{printed}"
+        );
         assert_eq!(ended.code(), 0, "{ended}");
     }
 }
@@ -133,9 +169,15 @@ fn texts_of_checkpoints_do_not_reach_the_terminal_as_they_are() {
 fn checkpoints_have_one_name_for_each_step() {
     let root = tempfile::tempdir().unwrap();
     let files = run(root.path());
-    for name in
-        ["step-7", "step-+7", "step-+0000007", "step-0x000007", "step--0000007", "step-00000007 ", "step-٠٠٠٠٠٠٠٧"]
-    {
+    for name in [
+        "step-7",
+        "step-+7",
+        "step-+0000007",
+        "step-0x000007",
+        "step--0000007",
+        "step-00000007 ",
+        "step-٠٠٠٠٠٠٠٧",
+    ] {
         copy(&files.checkpoint(2), &files.path("checkpoints").join(name));
     }
     let listed = finish(program(["checkpoint", "list"]).arg(&files.0));

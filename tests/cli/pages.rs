@@ -1,4 +1,5 @@
-//! The commands of the pages, one after the other in a directory like a clone; with settings that make them short.
+//! The commands of the pages, one after the other in a directory like a clone; with settings that
+//! make them short.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -9,7 +10,8 @@ use tempfile::TempDir;
 use hpctrain_testkit::launch::{finish, mpirun};
 use hpctrain_testkit::program;
 
-/// Settings of a short run. It saves twice, so that another can begin at the first of its checkpoints.
+/// Settings of a short run. It saves twice, so that another can begin at the first of its
+/// checkpoints.
 const RUN: &str = "--set run.steps=6 --set checkpoint.every=3 --set eval.every=3 --set eval.samples=8 \
                    --set schedule.warmup=1 --set log.sample=0";
 
@@ -17,7 +19,8 @@ const RUN: &str = "--set run.steps=6 --set checkpoint.every=3 --set eval.every=3
 const NARROW: &str = "--set model.width=32 --set model.heads=2 --set model.context=16";
 
 /// A network that trains in no time.
-const SMALL: &str = "--set model.layers=1 --set model.width=32 --set model.heads=2 --set model.context=16";
+const SMALL: &str =
+    "--set model.layers=1 --set model.width=32 --set model.heads=2 --set model.context=16";
 
 /// Commands that need what a clone does not have, and where they are tested instead.
 const ELSEWHERE: [(&str, &str); 3] = [
@@ -26,7 +29,8 @@ const ELSEWHERE: [(&str, &str); 3] = [
     ("srun ", "a Slurm allocation: tests/cli/slurm.rs, and on a real Slurm tests/hosts/slurm.rs"),
 ];
 
-/// Terms that people search for: each is in a heading or a row of a table on one of the first pages.
+/// Terms that people search for: each is in a heading or a row of a table on one of the first
+/// pages.
 const TERMS: [&str; 9] = [
     "CUDA-aware",
     "GPUDirect",
@@ -47,10 +51,19 @@ fn page(name: &str) -> String {
 /// The command lines of a page's shell blocks that run the program, by paragraphs.
 fn blocks(page: &str) -> Vec<Vec<String>> {
     let text = self::page(page);
-    let blocks = text.split("```sh\n").skip(1).flat_map(|block| block.split("```").next().unwrap().split("\n\n"));
+    let blocks = text
+        .split("```sh\n")
+        .skip(1)
+        .flat_map(|block| block.split("```").next().unwrap().split("\n\n"));
     let runs_it = |line: &&str| line.contains("hpctrain ") || line.ends_with("/hpctrain");
-    let lines =
-        |block: &str| block.lines().filter(|line| !line.starts_with('#')).filter(runs_it).map(str::to_owned).collect();
+    let lines = |block: &str| {
+        block
+            .lines()
+            .filter(|line| !line.starts_with('#'))
+            .filter(runs_it)
+            .map(str::to_owned)
+            .collect()
+    };
     blocks.map(lines).collect()
 }
 
@@ -75,7 +88,9 @@ fn shortened_part(command: &str) -> String {
         }
         rest if rest.starts_with("verify") => format!("--steps 2 {SMALL}"),
         rest if rest.starts_with("bench kernels") => "--steps 1 --samples 2".into(),
-        rest if rest.starts_with("bench step") || rest.starts_with("bench gemm") => "--steps 1".into(),
+        rest if rest.starts_with("bench step") || rest.starts_with("bench gemm") => {
+            "--steps 1".into()
+        }
         rest if rest.starts_with("bench comm") => "--batches 1".into(),
         rest if rest.starts_with("plan") && rest.contains("--measure") => SMALL.into(),
         rest if rest.starts_with("eval --checkpoint") => "--set eval.samples=8".into(),
@@ -101,7 +116,8 @@ fn run(script: &str, clone: &TempDir) {
     let mut bash = Command::new("bash");
     // The environment of tests.
     bash.envs(mpirun(1).get_envs().filter_map(|(name, value)| Some((name, value?))));
-    let path = format!("{}/target/release:{}", clone.path().display(), std::env::var("PATH").unwrap());
+    let path =
+        format!("{}/target/release:{}", clone.path().display(), std::env::var("PATH").unwrap());
     let ended = finish(bash.env("PATH", path).args(["-c", script]).current_dir(clone.path()));
     assert!(ended.status.success(), "{script}\n{ended}");
 }
@@ -112,7 +128,9 @@ fn the_first_screen_has_the_commands_of_gpus_and_slurm() {
     let lines: Vec<&str> = readme.lines().collect();
     assert!(lines.len() <= 130, "README.md has {} lines", lines.len());
     assert!(lines[..25].join("\n").contains("rank per GPU"));
-    assert!(lines[..45].iter().any(|line| line.starts_with("sbatch ") || line.starts_with("srun ")));
+    assert!(
+        lines[..45].iter().any(|line| line.starts_with("sbatch ") || line.starts_with("srun "))
+    );
 }
 
 #[test]
@@ -120,7 +138,8 @@ fn standard_terms_are_found() {
     let pages = ["README.md", "docs/cluster.md", "docs/gpu.md"].map(page);
     let is_found = |line: &&str| line.starts_with('#') || line.starts_with('|');
     let found: Vec<&str> = pages.iter().flat_map(|page| page.lines()).filter(is_found).collect();
-    let missing: Vec<_> = TERMS.iter().filter(|term| !found.iter().any(|line| line.contains(*term))).collect();
+    let missing: Vec<_> =
+        TERMS.iter().filter(|term| !found.iter().any(|line| line.contains(*term))).collect();
     assert!(missing.is_empty(), "{missing:?}");
 }
 
@@ -128,14 +147,20 @@ fn standard_terms_are_found() {
 fn commands_of_the_pages_work() {
     let all = blocks("docs/cli.md").concat();
     assert!(all.len() > 35, "{all:#?}");
-    assert!(blocks("README.md").concat().iter().all(|command| all.contains(command)), "README.md has others");
+    assert!(
+        blocks("README.md").concat().iter().all(|command| all.contains(command)),
+        "README.md has others"
+    );
     let elsewhere = |command: &&String| ELSEWHERE.iter().any(|(part, _)| command.contains(part));
     assert_eq!(all.iter().filter(|command| elsewhere(command)).count(), ELSEWHERE.len());
     let clone = clone();
-    all.iter().filter(|command| !elsewhere(command)).for_each(|command| run(&shortened(command), &clone));
+    all.iter()
+        .filter(|command| !elsewhere(command))
+        .for_each(|command| run(&shortened(command), &clone));
 }
 
-/// Those of a paragraph are one after the other in a directory of their own: a run is never overwritten.
+/// Those of a paragraph are one after the other in a directory of their own: a run is never
+/// overwritten.
 fn commands_of(page: &str) {
     let all = blocks(&format!("docs/{page}.md"));
     assert!(all.iter().any(|block| !block.is_empty()), "{page}.md has no commands");

@@ -1,4 +1,5 @@
-//! `hpctrain report`: the page in a browser, the table and the drawing, and directories that are no runs.
+//! `hpctrain report`: the page in a browser, the table and the drawing, and directories that are no
+//! runs.
 
 use std::path::Path;
 
@@ -28,15 +29,22 @@ fn restart(start: u64, code: i32, checkpoint: u64, why: &str) -> String {
         + "\n"
 }
 
-/// A run with all that a report has: two ranks, text, restarts, skipped steps, classes, a damaged line, and a last line that is
-/// still written.
+/// A run with all that a report has: two ranks, text, restarts, skipped steps, classes, a damaged
+/// line, and a last line that is still written.
 fn eventful(root: &Path) -> RunFiles {
-    let settings = ["run.steps=30", "eval.every=10", "checkpoint.every=10", "log.straggler_window=5", "log.sample=20"];
+    let settings = [
+        "run.steps=30",
+        "eval.every=10",
+        "checkpoint.every=10",
+        "log.straggler_window=5",
+        "log.sample=20",
+    ];
     let run = Run::new(Simulate(2), root, EVIL, &settings).succeeds();
     let mut lines: Vec<Value> =
         run.text("metrics.jsonl").lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     (lines[6]["skipped"], lines[6]["loss"]) = (json!(true), Value::Null);
-    let mut metrics: Vec<u8> = lines.iter().flat_map(|line| format!("{line}\n").into_bytes()).collect();
+    let mut metrics: Vec<u8> =
+        lines.iter().flat_map(|line| format!("{line}\n").into_bytes()).collect();
     let twelfth = metrics.iter().enumerate().filter(|(_, byte)| **byte == b'\n').nth(11).unwrap().0;
     metrics[twelfth + 5] = 0xff;
     metrics.extend(b"{\"step\":31,\"lo");
@@ -61,13 +69,21 @@ fn eventful(root: &Path) -> RunFiles {
 #[test]
 fn the_page_shows_the_records_in_a_browser() {
     let root = tempfile::tempdir().unwrap();
-    let (first, second) = (eventful(root.path()), Run::new(Alone, root.path(), "b", &["optimizer.lr=0.02"]).succeeds());
+    let first = eventful(root.path());
+    let second = Run::new(Alone, root.path(), "b", &["optimizer.lr=0.02"]).succeeds();
     let page = root.path().join("report.html");
     let ended = report(&[&first.0, &second.0], &["--out", page.to_str().unwrap()]).succeeded();
-    assert!(ended.stdout.starts_with("report in ") && ended.stderr.contains("line 13 cannot be read"), "{ended}");
+    assert!(
+        ended.stdout.starts_with("report in ") && ended.stderr.contains("line 13 cannot be read"),
+        "{ended}"
+    );
 
     let html = std::fs::read_to_string(&page).unwrap();
-    assert!(!html.contains("<script>window.evil") && !html.contains("<b>rank") && !html.contains("<i>cat"));
+    assert!(
+        !html.contains("<script>window.evil")
+            && !html.contains("<b>rank")
+            && !html.contains("<i>cat")
+    );
     for words in [
         "metrics.jsonl: line 13 cannot be read",
         "1 of 29 updates were left out",
@@ -85,7 +101,11 @@ fn the_page_shows_the_records_in_a_browser() {
         assert!(html.contains(words), "{words:?} is missing");
     }
     // Nothing is named that a browser would fetch.
-    assert!(!html.contains(" src=") && !html.contains("<link rel=\"stylesheet") && !html.contains("@import"));
+    assert!(
+        !html.contains(" src=")
+            && !html.contains("<link rel=\"stylesheet")
+            && !html.contains("@import")
+    );
 
     let losses = "(() => { const [x, ...rest] = report.charts.loss.data; return [x, ...rest].map((one) => Array.from(one, (y) => y === undefined ? 'none' : y)); })()";
     let drawn = "document.querySelectorAll('.chart canvas').length";
@@ -94,10 +114,13 @@ fn the_page_shows_the_records_in_a_browser() {
     let smooth = "(async () => { const slider = document.getElementById('smoothing'); slider.value = 0.9; \
                   slider.dispatchEvent(new Event('input')); const u = report.charts.loss; \
                   return [u.series.filter((one) => one.show).length, u.data[2][29]]; })()";
-    let evil = "[window.evil === undefined, document.querySelectorAll('i, b').length, document.title]";
+    let evil =
+        "[window.evil === undefined, document.querySelectorAll('i, b').length, document.title]";
     let colours = "getComputedStyle(document.body).backgroundColor";
     let mut args = vec!["--widths", "360,768,1440"];
-    [losses, drawn, zoomed, smooth, evil, colours].iter().for_each(|expression| args.extend(["--eval", expression]));
+    [losses, drawn, zoomed, smooth, evil, colours]
+        .iter()
+        .for_each(|expression| args.extend(["--eval", expression]));
     let Some(found) = browse(&page, &args) else { return };
     for key in ["console", "exceptions", "requests"] {
         assert_eq!(found[key], json!([]), "{key}");
@@ -108,41 +131,59 @@ fn the_page_shows_the_records_in_a_browser() {
     // The table of the chart: steps, then of each run training losses and losses of evaluations.
     let records = |run: &RunFiles| -> Vec<(u64, Value)> {
         let text = std::fs::read(run.path("metrics.jsonl")).unwrap();
-        let lines = text.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice::<Value>(line).ok());
+        let lines = text
+            .split(|byte| *byte == b'\n')
+            .filter_map(|line| serde_json::from_slice::<Value>(line).ok());
         lines.map(|line| (line["step"].as_u64().unwrap(), line["loss"].clone())).collect()
     };
     let steps: Vec<u64> = serde_json::from_value(values[0][0].clone()).unwrap();
     assert_eq!(steps, (1..=30).collect::<Vec<_>>());
     for (column, run) in [(1, &first), (3, &second)] {
-        let shown = |step: u64| &values[0][column][steps.iter().position(|one| *one == step).unwrap()];
+        let shown =
+            |step: u64| &values[0][column][steps.iter().position(|one| *one == step).unwrap()];
         let records = records(run);
         assert_eq!(records.len(), if column == 1 { 29 } else { 6 });
         for (step, loss) in records {
             match loss.as_f64() {
-                Some(loss) => assert!((shown(step).as_f64().unwrap() / loss - 1.0).abs() < 1e-7, "step {step}"),
+                Some(loss) => assert!(
+                    (shown(step).as_f64().unwrap() / loss - 1.0).abs() < 1e-7,
+                    "step {step}"
+                ),
                 None => assert!(shown(step).is_null() && step == 7),
             }
         }
     }
     assert!(values[0][1][12].is_null(), "the line breaks where a record is damaged");
-    let evaluated: Vec<u64> = (0..30).filter(|at| values[0][2][*at].is_number()).map(|at| steps[at]).collect();
+    let evaluated: Vec<u64> =
+        (0..30).filter(|at| values[0][2][*at].is_number()).map(|at| steps[at]).collect();
     assert_eq!(evaluated, [10, 20, 30]);
     assert!(values[1].as_u64().unwrap() >= 7, "{}", values[1]);
     for range in values[2].as_array().unwrap() {
         assert_eq!(range, &json!([5, 15]));
     }
     let losses: Vec<f64> = records(&first).iter().filter_map(|(_, loss)| loss.as_f64()).collect();
-    let (mean, weight) =
-        losses.iter().fold((0.0, 0.0), |(mean, weight), loss| (0.9 * mean + 0.1 * loss, 0.9 * weight + 0.1));
+    let (mean, weight) = losses
+        .iter()
+        .fold((0.0, 0.0), |(mean, weight), loss| (0.9 * mean + 0.1 * loss, 0.9 * weight + 0.1));
     let smoothed = values[3][1].as_f64().unwrap();
-    assert!((smoothed - mean / weight).abs() < 1e-6 && values[3][0] == 7, "{} and {}", values[3], mean / weight);
+    assert!(
+        (smoothed - mean / weight).abs() < 1e-6 && values[3][0] == 7,
+        "{} and {}",
+        values[3],
+        mean / weight
+    );
     assert_eq!(values[4], json!([true, 0, format!("{EVIL}, b – hpctrain report")]));
 
     let print = "(dispatchEvent(new Event('beforeprint')), [document.documentElement.dataset.theme, \
                  getComputedStyle(document.body).backgroundColor])";
     let dark = browse(&page, &["--dark", "--eval", colours, "--eval", print]).unwrap();
     assert_eq!(dark["values"][1], json!(["light", values[5]]), "printed as on paper");
-    assert!(dark["values"][0] != values[5] && dark["exceptions"] == json!([]), "{} {}", dark["values"][0], values[5]);
+    assert!(
+        dark["values"][0] != values[5] && dark["exceptions"] == json!([]),
+        "{} {}",
+        dark["values"][0],
+        values[5]
+    );
 }
 
 #[test]
@@ -150,7 +191,8 @@ fn tables_and_drawings_have_every_step() {
     let root = tempfile::tempdir().unwrap();
     let run = eventful(root.path());
     let [csv, svg] = ["steps.csv", "loss.svg"].map(|name| root.path().join(name));
-    report(&[&run.0], &["--csv", csv.to_str().unwrap(), "--svg", svg.to_str().unwrap()]).succeeded();
+    report(&[&run.0], &["--csv", csv.to_str().unwrap(), "--svg", svg.to_str().unwrap()])
+        .succeeded();
     assert!(!Path::new("report.html").exists());
     let table = std::fs::read_to_string(csv).unwrap();
     let mut rows = csv_rows(&table);
@@ -158,7 +200,9 @@ fn tables_and_drawings_have_every_step() {
     let column = |name: &str| head.iter().position(|column| column == name).unwrap();
     assert_eq!((rows.len(), rows[0][column("run")].as_str()), (29, EVIL));
     let lines = std::fs::read(run.path("metrics.jsonl")).unwrap();
-    let lines = lines.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice::<Value>(line).ok());
+    let lines = lines
+        .split(|byte| *byte == b'\n')
+        .filter_map(|line| serde_json::from_slice::<Value>(line).ok());
     for (line, row) in lines.zip(&rows) {
         assert_eq!(row[column("step")], line["step"].to_string());
         let loss = line["loss"].as_f64().map(f64::to_bits);
@@ -171,18 +215,24 @@ fn tables_and_drawings_have_every_step() {
         .collect();
     assert_eq!(validated, ["10", "20", "30"]);
     let svg = std::fs::read_to_string(svg).unwrap();
-    assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n") && !svg.contains("<script>"), "{svg}");
+    assert!(
+        svg.starts_with("<svg ") && svg.ends_with("</svg>\n") && !svg.contains("<script>"),
+        "{svg}"
+    );
     assert!(svg.matches("<circle").count() == 3 && svg.contains(" d=\"M"), "{svg}");
 }
 
 /// Rows of a table whose quoted cells have quotes doubled, and no line breaks.
 fn csv_rows(table: &str) -> Vec<Vec<String>> {
     let row = |line: &str| {
-        let (mut cells, mut is_quoted) = (vec![String::new()], false);
+        let mut cells = vec![String::new()];
+        let mut is_quoted = false;
         let mut rest = line.chars().peekable();
         while let Some(c) = rest.next() {
             match c {
-                '"' if is_quoted && rest.peek() == Some(&'"') => cells.last_mut().unwrap().extend(rest.next()),
+                '"' if is_quoted && rest.peek() == Some(&'"') => {
+                    cells.last_mut().unwrap().extend(rest.next())
+                }
                 '"' => is_quoted = !is_quoted,
                 ',' if !is_quoted => cells.push(String::new()),
                 c => cells.last_mut().unwrap().push(c),
@@ -236,5 +286,10 @@ fn other_directories_are_refused_and_young_runs_are_not() {
     }
     let nowhere = root.path().join("absent/report.html");
     let ended = report(&[&run.0], &["--out", nowhere.to_str().unwrap()]);
-    assert!(ended.code() == 2 && ended.stderr.contains("cannot write") && ended.stderr.contains("hint:"), "{ended}");
+    assert!(
+        ended.code() == 2
+            && ended.stderr.contains("cannot write")
+            && ended.stderr.contains("hint:"),
+        "{ended}"
+    );
 }

@@ -5,7 +5,8 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{Command, Output};
 
-/// `scripts/setup --check`, in the present environment but for `folder/bin`, where programs are found first, and `variables`.
+/// `scripts/setup --check`, in the present environment but for `folder/bin`, where programs are
+/// found first, and `variables`.
 fn check(folder: &Path, variables: &[(&str, &str)]) -> Output {
     let path = format!("{}:{}", folder.join("bin").display(), std::env::var("PATH").unwrap());
     let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/setup"));
@@ -49,25 +50,36 @@ fn another_library_of_llvm_is_not_libclang() {
     }
     let llvm_path = llvm.to_str().unwrap();
     refused(check(folder.path(), &[("LIBCLANG_PATH", llvm_path)]), "holds no libclang.so");
-    // With it, and the headers of its compiler, there is nothing to refuse; without the headers there is.
+    // With it, and the headers of its compiler, there is nothing to refuse; without the headers
+    // there is.
     fs::write(llvm.join("libclang-14.so.14"), "").unwrap();
     assert!(check(folder.path(), &[("LIBCLANG_PATH", llvm_path)]).status.success());
     fs::remove_dir_all(llvm.join("clang")).unwrap();
     let bare = check(folder.path(), &[("LIBCLANG_PATH", llvm_path)]);
     // A system-wide folder of headers serves every libclang.
     let has_system_headers = fs::read_dir("/usr/lib/clang").is_ok();
-    assert_eq!(bare.status.success(), has_system_headers, "{}", String::from_utf8_lossy(&bare.stderr));
+    assert_eq!(
+        bare.status.success(),
+        has_system_headers,
+        "{}",
+        String::from_utf8_lossy(&bare.stderr)
+    );
 }
 
 #[test]
 fn variables_that_lead_nowhere_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name| folder.path().join(name).display().to_string();
-    for (variable, words) in
-        [("LIBCLANG_PATH", "holds no libclang.so"), ("HDF5_DIR", "holds no HDF5"), ("MPICC", "is no program")]
-    {
+    for (variable, words) in [
+        ("LIBCLANG_PATH", "holds no libclang.so"),
+        ("HDF5_DIR", "holds no HDF5"),
+        ("MPICC", "is no program"),
+    ] {
         let missing = at("nowhere");
-        refused(check(folder.path(), &[(variable, &missing)]), &format!("{variable}={missing} {words}"));
+        refused(
+            check(folder.path(), &[(variable, &missing)]),
+            &format!("{variable}={missing} {words}"),
+        );
     }
 }
 
@@ -80,8 +92,9 @@ fn hdf5_is_headers_of_a_late_version_and_a_library_that_links() {
     fs::create_dir_all(root.join("lib")).unwrap();
     fs::write(root.join("include/H5pubconf.h"), "").unwrap();
     let version = |minor, release| {
-        let text =
-            format!("#define H5_VERS_MAJOR 1\n#define H5_VERS_MINOR {minor}\n#define H5_VERS_RELEASE {release}\n");
+        let text = format!(
+            "#define H5_VERS_MAJOR 1\n#define H5_VERS_MINOR {minor}\n#define H5_VERS_RELEASE {release}\n"
+        );
         fs::write(root.join("include/H5public.h"), text).unwrap();
     };
     version(10, 8);
@@ -90,7 +103,11 @@ fn hdf5_is_headers_of_a_late_version_and_a_library_that_links() {
     refused(checked(), "holds no HDF5");
     fs::write(folder.path().join("h5.c"), "int H5open(void) { return 0; }").unwrap();
     let mut compiler = Command::new("cc");
-    compiler.arg("-shared").arg(folder.path().join("h5.c")).arg("-o").arg(root.join("lib/libhdf5.so"));
+    compiler
+        .arg("-shared")
+        .arg(folder.path().join("h5.c"))
+        .arg("-o")
+        .arg(root.join("lib/libhdf5.so"));
     assert!(compiler.status().unwrap().success());
     assert!(checked().status.success());
     version(8, 21);
@@ -103,7 +120,8 @@ fn mpi_is_a_compiler_with_headers_and_a_launcher_of_the_same_library() {
     program(folder.path(), "mpicc", "exit 1");
     refused(check(folder.path(), &[]), "missing: mpi");
     let folder = tempfile::tempdir().unwrap();
-    // Both are in no package: whichever library this machine has, the other one's launcher does not fit.
+    // Both are in no package: whichever library this machine has, the other one's launcher does not
+    // fit.
     let other = r#"case "$(echo '#include <mpi.h>' | mpicc -E -dM -x c -)" in *OMPI_MAJOR_VERSION*) echo HYDRA ;; *) echo "(Open MPI) 4.1" ;; esac"#;
     program(folder.path(), "mpirun", other);
     refused(check(folder.path(), &[]), "missing: mpi");

@@ -1,5 +1,5 @@
-//! The job scripts of `slurm/`, run as Slurm runs them, with stand-ins for srun and scontrol (`tests/slurm/`).
-//! `tests/hosts/slurm.rs` runs them under a real Slurm.
+//! The job scripts of `slurm/`, run as Slurm runs them, with stand-ins for srun and scontrol
+//! (`tests/slurm/`). `tests/hosts/slurm.rs` runs them under a real Slurm.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -14,9 +14,11 @@ use hpctrain_testkit::program;
 use hpctrain_testkit::runs::{Run, RunFiles, SMALL, json};
 use hpctrain_testkit::simulator::with_simulator;
 
-const SCRIPTS: [&str; 5] = ["train.sbatch", "train-gpu.sbatch", "evaluate.sbatch", "servers.sbatch", "workers.sbatch"];
+const SCRIPTS: [&str; 5] =
+    ["train.sbatch", "train-gpu.sbatch", "evaluate.sbatch", "servers.sbatch", "workers.sbatch"];
 
-/// Options of sbatch that the scripts use, without their dashes. One that is not here may be a typing error.
+/// Options of sbatch that the scripts use, without their dashes. One that is not here may be a
+/// typing error.
 const KNOWN: [&str; 12] = [
     "job-name",
     "nodes",
@@ -32,7 +34,8 @@ const KNOWN: [&str; 12] = [
     "partition",
 ];
 
-/// A network that trains on a simulated GPU in milliseconds, with the same bits on one rank and two.
+/// A network that trains on a simulated GPU in milliseconds, with the same bits on one rank and
+/// two.
 const ON_GPUS: [&str; 6] = [
     "model.layers=1",
     "model.width=16",
@@ -84,20 +87,24 @@ struct Job {
 
 impl Job {
     fn new(script: &'static str) -> Self {
-        let (components, folder) = (directives(script), tempfile::tempdir().unwrap());
+        let components = directives(script);
+        let folder = tempfile::tempdir().unwrap();
         Self { script, components, restarts: 0, program: program(), folder }
     }
 
     /// Overrides options of the script's first component, as arguments of sbatch do.
     fn with(mut self, options: &[(&str, &str)]) -> Self {
-        self.components[0].extend(options.iter().map(|(name, value)| (name.to_string(), value.to_string())));
+        self.components[0]
+            .extend(options.iter().map(|(name, value)| (name.to_string(), value.to_string())));
         self
     }
 
     /// The smallest job: a task in each component.
     fn smallest(mut self) -> Self {
         for options in &mut self.components {
-            let one = |name: &str| options.contains_key(name).then(|| (name.to_string(), "1".to_string()));
+            let one = |name: &str| {
+                options.contains_key(name).then(|| (name.to_string(), "1".to_string()))
+            };
             let names = ["nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node"];
             let ones: Vec<_> = names.into_iter().filter_map(one).collect();
             options.extend(ones);
@@ -114,28 +121,41 @@ impl Job {
         RunFiles(self.root().join(format!("slurm-{JOB}")))
     }
 
-    /// The command that starts the script with the variables that Slurm sets; the script's arguments follow.
+    /// The command that starts the script with the variables that Slurm sets; the script's
+    /// arguments follow.
     fn command(&self) -> Command {
         let stand_ins = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/slurm");
         let mut command = Command::new("bash");
         in_our_environment(&mut command);
         command.arg(path(self.script));
         command.env("PATH", format!("{}:{}", stand_ins.display(), std::env::var("PATH").unwrap()));
-        command.env("SLURM_STAND_IN", self.root()).env("HPCTRAIN", &self.program).env("RUN_ROOT", self.root());
+        command
+            .env("SLURM_STAND_IN", self.root())
+            .env("HPCTRAIN", &self.program)
+            .env("RUN_ROOT", self.root());
         command.envs([("SLURM_JOB_ID", JOB), ("SLURM_JOB_NODELIST", "n[0-1]")]);
         if self.restarts > 0 {
             command.env("SLURM_RESTART_COUNT", self.restarts.to_string());
         }
         for (component, options) in self.components.iter().enumerate() {
-            let group = if self.components.len() > 1 { format!("_HET_GROUP_{component}") } else { String::new() };
-            let number = |name: &str| options.get(name).map(|value| value.parse::<usize>().unwrap());
+            let group = if self.components.len() > 1 {
+                format!("_HET_GROUP_{component}")
+            } else {
+                String::new()
+            };
+            let number =
+                |name: &str| options.get(name).map(|value| value.parse::<usize>().unwrap());
             let tasks = number("ntasks").unwrap_or_else(|| {
-                number("nodes").unwrap() * number("ntasks-per-node").expect("either --ntasks or --ntasks-per-node")
+                number("nodes").unwrap()
+                    * number("ntasks-per-node").expect("either --ntasks or --ntasks-per-node")
             });
             command.env(format!("SLURM_NTASKS{group}"), tasks.to_string());
             for name in ["cpus-per-task", "ntasks-per-node", "gpus-per-node"] {
                 if let Some(value) = options.get(name) {
-                    command.env(format!("SLURM_{}{group}", name.to_uppercase().replace('-', "_")), value);
+                    command.env(
+                        format!("SLURM_{}{group}", name.to_uppercase().replace('-', "_")),
+                        value,
+                    );
                 }
             }
         }
@@ -151,7 +171,8 @@ impl Job {
     /// The calls of srun: the options, and the command of hpctrain such as `train`.
     fn steps(&self) -> Vec<(Vec<String>, String)> {
         let steps = self.calls().into_iter().filter(|words| words[0] == "srun").map(|words| {
-            let program = words.iter().position(|word| *word == self.program.to_str().unwrap()).unwrap();
+            let program =
+                words.iter().position(|word| *word == self.program.to_str().unwrap()).unwrap();
             (words[1..program].to_vec(), words[program + 1].clone())
         });
         steps.collect()
@@ -172,14 +193,19 @@ fn sets<'a>(settings: impl IntoIterator<Item = &'a &'a str>) -> Vec<String> {
 
 #[test]
 fn scripts_are_understood_by_bash_and_sbatch() {
-    let there = fs::read_dir(path("")).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let there = fs::read_dir(path(""))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let mut there: Vec<String> = there.collect();
     let mut tested = SCRIPTS.map(str::to_string);
     there.sort();
     tested.sort();
     assert_eq!(there, tested);
     for script in SCRIPTS {
-        assert!(Command::new("bash").arg("-n").arg(path(script)).status().unwrap().success(), "{script}");
+        assert!(
+            Command::new("bash").arg("-n").arg(path(script)).status().unwrap().success(),
+            "{script}"
+        );
         let text = fs::read_to_string(path(script)).unwrap();
         assert!(text.contains("\nset -euo pipefail\n"), "{script}");
         let components = directives(script);
@@ -193,8 +219,8 @@ fn scripts_are_understood_by_bash_and_sbatch() {
     }
 }
 
-/// Ranks that are bound to one GPU each could not use NVLink, so the job requests as many tasks as GPUs on a node and leaves it to
-/// hpctrain which rank has which.
+/// Ranks that are bound to one GPU each could not use NVLink, so the job requests as many tasks as
+/// GPUs on a node and leaves it to hpctrain which rank has which.
 #[test]
 fn a_gpu_job_has_a_task_for_each_gpu_and_binds_none() {
     let [options] = &directives("train-gpu.sbatch")[..] else { panic!("one component") };
@@ -209,14 +235,19 @@ fn a_gpu_job_has_a_task_for_each_gpu_and_binds_none() {
     let steps = job.steps();
     let commands: Vec<_> = steps.iter().map(|(_, command)| &command[..]).collect();
     assert_eq!(commands, ["doctor", "train"]);
-    let (doctor, train) = (&steps[0].0, &steps[1].0);
+    let doctor = &steps[0].0;
+    let train = &steps[1].0;
     assert_eq!(doctor, train, "the preflight must see what the training sees");
     for option in ["--mpi=pmix", "--cpus-per-task=1", "--cpu-bind=cores", "--kill-on-bad-exit=1"] {
         assert!(train.iter().any(|given| given == option), "{option}: {train:?}");
     }
     assert!(!train.iter().any(|given| given.contains("gpu")), "{train:?}");
-    let trained = job.calls().into_iter().find(|words| words.contains(&"train".into())).unwrap().join(" ");
-    assert!(trained.contains("--set run.device=cuda") && trained.ends_with("--resume auto"), "{trained}");
+    let trained =
+        job.calls().into_iter().find(|words| words.contains(&"train".into())).unwrap().join(" ");
+    assert!(
+        trained.contains("--set run.device=cuda") && trained.ends_with("--resume auto"),
+        "{trained}"
+    );
 }
 
 /// 75 means interrupted and to be continued, 74 a file system that failed.
@@ -261,7 +292,11 @@ fn jobs_are_requeued_for_the_codes_that_ask_for_it() {
         assert_eq!((ended.code(), job.is_requeued()), (code, requeued), "{what}");
         let trains = job.steps().iter().any(|(_, command)| command == "train");
         assert_eq!(trains, codes.starts_with("train"), "{what}");
-        assert_eq!(ended.stderr.contains("preflight failed"), script == "train-gpu.sbatch" && code == 1, "{what}");
+        assert_eq!(
+            ended.stderr.contains("preflight failed"),
+            script == "train-gpu.sbatch" && code == 1,
+            "{what}"
+        );
     }
 }
 
@@ -275,8 +310,8 @@ fn a_gpu_that_computes_wrongly_ends_the_job_before_it_trains() {
     assert!(!job.files().0.exists() && !job.is_requeued(), "{ended}");
 }
 
-/// Starts a job, sends USR1 to its ranks in the middle as Slurm does, and starts it again as after the requeue. Returns the end of
-/// the second start.
+/// Starts a job, sends USR1 to its ranks in the middle as Slurm does, and starts it again as after
+/// the requeue. Returns the end of the second start.
 fn preempt(job: &mut Job, settings: &[&str], simulated: bool) -> Ended {
     let command = |job: &Job| {
         let mut command = job.command();
@@ -288,7 +323,8 @@ fn preempt(job: &mut Job, settings: &[&str], simulated: bool) -> Ended {
     };
     let files = job.files();
     let mut first = start(&mut command(job));
-    let steps = || fs::read_to_string(files.path("metrics.jsonl")).unwrap_or_default().lines().count();
+    let steps =
+        || fs::read_to_string(files.path("metrics.jsonl")).unwrap_or_default().lines().count();
     first.until("at step 3", || steps() >= 3);
     let root = format!("run.root={}", job.root().display());
     for rank in processes(&root).into_iter().filter(|process| rank_of(*process).is_some()) {
@@ -318,17 +354,20 @@ fn a_preempted_job_is_requeued_and_continues_with_the_same_bits() {
 #[test]
 fn a_preempted_gpu_job_is_requeued_and_continues_with_the_same_bits() {
     let settings = [&ON_GPUS[..], &["run.steps=150"]].concat();
-    let sizes = [("nodes", "1"), ("gpus-per-node", "2"), ("ntasks-per-node", "2"), ("cpus-per-task", "1")];
+    let sizes =
+        [("nodes", "1"), ("gpus-per-node", "2"), ("ntasks-per-node", "2"), ("cpus-per-task", "1")];
     let mut job = Job::new("train-gpu.sbatch").with(&sizes);
     let ended = preempt(&mut job, &settings, true);
     for gpu in ["0000:01:00.0", "0000:02:00.0"] {
-        let is_rank_on_it = |line: &&str| line.starts_with("gpu ") && line.contains(&format!(" at {gpu}, "));
+        let is_rank_on_it =
+            |line: &&str| line.starts_with("gpu ") && line.contains(&format!(" at {gpu}, "));
         // Once in the report of the doctor, which names the check, and once in the banner.
         assert_eq!(ended.stdout.lines().filter(is_rank_on_it).count(), 1, "{gpu}: {ended}");
     }
     let card = json(&job.files().path("run.json"));
     assert_eq!((&card["ranks"], &card["device_path"]), (&2.into(), &"nccl".into()), "{card}");
-    let whole = Run::new(Alone, job.root(), "whole", &[&settings[..], &["run.device=cuda"]].concat());
+    let whole =
+        Run::new(Alone, job.root(), "whole", &[&settings[..], &["run.device=cuda"]].concat());
     finish(with_simulator(&mut whole.command())).succeeded();
     job.files().same_as(&whole.files(), 150, "preempted");
 }
@@ -341,14 +380,17 @@ fn an_evaluator_evaluates_on_a_gpu_and_ends_with_the_run() {
     let mut command = job.command();
     command.arg(&run.0).args(["--policy", "every", "--set", "run.device=cuda"]);
     let ended = finish(with_simulator(&mut command)).succeeded();
-    assert!(ended.stderr.contains("the run has ended") || ended.stdout.contains("the run has ended"), "{ended}");
+    assert!(
+        ended.stderr.contains("the run has ended") || ended.stdout.contains("the run has ended"),
+        "{ended}"
+    );
     assert_eq!(run.numbers("eval.jsonl", "step"), [3.0, 6.0], "{ended}");
     let [(options, command)] = &job.steps()[..] else { panic!("{:?}", job.calls()) };
     assert!(command == "eval" && options.contains(&"--mpi=pmix".to_string()), "{options:?}");
 }
 
-/// The coordinator, a server and a worker in one job, two more workers in jobs of an array. Slurm preempts one of these, and later
-/// the servers: it sends USR1 to the scripts.
+/// The coordinator, a server and a worker in one job, two more workers in jobs of an array. Slurm
+/// preempts one of these, and later the servers: it sends USR1 to the scripts.
 #[test]
 fn servers_train_with_workers_of_other_jobs_and_all_are_requeued() {
     let servers = Job::new("servers.sbatch").smallest().with(&[("ntasks", "2")]);
@@ -357,12 +399,14 @@ fn servers_train_with_workers_of_other_jobs_and_all_are_requeued() {
     let files = servers.files();
     let workers = || {
         let text = fs::read_to_string(files.path("workers.jsonl")).unwrap_or_default();
-        let names = text.lines().filter_map(|line| line.split("\"worker\":\"").nth(1)?.split('"').next());
+        let names =
+            text.lines().filter_map(|line| line.split("\"worker\":\"").nth(1)?.split('"').next());
         names.map(str::to_string).collect::<BTreeSet<_>>().len()
     };
     job.until("training", || workers() == 1);
     let [preempted, other] = [0, 1].map(|_| Job::new("workers.sbatch").smallest());
-    let [leaving, staying] = [&preempted, &other].map(|more| start_beside(&job, more.command().arg(&files.0)));
+    let [leaving, staying] =
+        [&preempted, &other].map(|more| start_beside(&job, more.command().arg(&files.0)));
     job.until("training with more workers", || workers() == 3);
     send(leaving.id(), libc::SIGUSR1);
     let ended = leaving.finish(LIMIT).succeeded();
@@ -378,7 +422,8 @@ fn servers_train_with_workers_of_other_jobs_and_all_are_requeued() {
     for (name, group) in [("coordinate", "0"), ("server", "0"), ("worker", "1")] {
         let (options, _) = steps.iter().find(|(_, command)| command == name).unwrap();
         assert!(
-            options.contains(&format!("--het-group={group}")) && options.contains(&"--mpi=none".into()),
+            options.contains(&format!("--het-group={group}"))
+                && options.contains(&"--mpi=none".into()),
             "{options:?}"
         );
     }

@@ -18,7 +18,10 @@ fn a_choice_is_measured_told_kept_and_overridden() {
         let run = Run::new(transport, root.path(), name, &["parallel.zero=1", "run.steps=2"]);
         let ended = run.ends().succeeded();
         let line = told(&ended.stdout).unwrap_or_else(|| panic!("{ended}")).trim().to_string();
-        assert!(line.starts_with("2 shards: reduce_scatter ") && line.ends_with(" (measured)"), "{line}");
+        assert!(
+            line.starts_with("2 shards: reduce_scatter ") && line.ends_with(" (measured)"),
+            "{line}"
+        );
         assert!(!line.contains("ring,") && !line.contains("replicas"), "{line}");
         let kept = run.files().text("collectives.json");
 
@@ -43,7 +46,8 @@ fn a_choice_is_measured_told_kept_and_overridden() {
 fn the_benchmark_reports_every_operation_algorithm_and_size() {
     let arguments = ["bench", "comm", "--sizes", "1KiB,100000", "--batches", "1", "--json"];
     let ended = finish(mpirun(3).arg(hpctrain_testkit::program()).args(arguments)).succeeded();
-    let report: Value = serde_json::from_str(&ended.stdout).unwrap_or_else(|e| panic!("{e}: {ended}"));
+    let report: Value =
+        serde_json::from_str(&ended.stdout).unwrap_or_else(|e| panic!("{e}: {ended}"));
     assert_eq!(report["ranks"], 3);
     assert_eq!(report["shared_memory"], true);
     let copy = report["copy_bandwidth"].as_f64().unwrap();
@@ -65,8 +69,18 @@ fn the_benchmark_reports_every_operation_algorithm_and_size() {
         assert!(near(number("of_copy"), algorithm * factor / copy), "{row}");
     }
 
-    let some =
-        ["bench", "comm", "--sizes", "4KiB", "--batches", "1", "--operations", "broadcast", "--algorithms", "ring"];
+    let some = [
+        "bench",
+        "comm",
+        "--sizes",
+        "4KiB",
+        "--batches",
+        "1",
+        "--operations",
+        "broadcast",
+        "--algorithms",
+        "ring",
+    ];
     let ended = finish(mpirun(2).arg(hpctrain_testkit::program()).args(some)).succeeded();
     let rows: Vec<_> = ended.stdout.lines().filter(|line| line.starts_with("broadcast ")).collect();
     assert!(rows.len() == 1 && rows[0].contains("ring") && rows[0].contains("4.0 KiB"), "{ended}");
@@ -76,7 +90,11 @@ fn the_benchmark_reports_every_operation_algorithm_and_size() {
 fn what_cannot_be_benchmarked_is_refused() {
     let ended = finish(&mut program(["bench", "comm"]));
     assert_eq!(ended.code(), 2, "{ended}");
-    assert!(ended.stderr.contains("nobody to exchange with") && ended.stderr.contains("hint: mpirun -np 2"), "{ended}");
+    assert!(
+        ended.stderr.contains("nobody to exchange with")
+            && ended.stderr.contains("hint: mpirun -np 2"),
+        "{ended}"
+    );
     for (arguments, words) in [
         (["--algorithms", "nccl"], "one of mpi, ring, tree, hierarchical, reduce-to-one"),
         (["--operations", "gather"], "one of all_reduce, reduce, reduce_scatter"),

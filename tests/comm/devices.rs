@@ -6,7 +6,8 @@ use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Cuda, Device, Precision};
 use hpctrain::backend::{Backend, MemoryKind};
 use hpctrain::comm::{
-    Algorithm, Comm, DeviceTransport, Group, PathSetting, Table, mpi, start_mpi, start_threads_on_nodes,
+    Algorithm, Comm, DeviceTransport, Group, PathSetting, Table, mpi, start_mpi,
+    start_threads_on_nodes,
 };
 use hpctrain::error::{Error, Result};
 
@@ -46,7 +47,9 @@ impl<B: Backend> Rank<B> {
 
     /// Results of every operation on buffers of one length, all in flight together.
     fn operations(&self, len: usize) -> Result<Vec<Vec<f32>>> {
-        let (group, rank, size) = (&self.group, self.group.rank(), self.group.size());
+        let group = &self.group;
+        let rank = self.group.rank();
+        let size = self.group.size();
         let padded = len.next_multiple_of(size);
         let part = rank * padded / size..(rank + 1) * padded / size;
         let mine = |part: &Range<usize>, of: &[f32]| {
@@ -66,7 +69,9 @@ impl<B: Backend> Rank<B> {
         let broadcast = group.broadcast(gradients(values(rank, len)), size - 1);
 
         // Whole numbers to 255 are the same in every format.
-        let small = |rank: usize, len: usize| (0..len).map(|i| ((i + rank) % 256) as f32).collect::<Vec<_>>();
+        let small = |rank: usize, len: usize| {
+            (0..len).map(|i| ((i + rank) % 256) as f32).collect::<Vec<_>>()
+        };
         let narrow = len.next_multiple_of(2 * size);
         let narrow_part = rank * narrow / size..(rank + 1) * narrow / size;
         let parameters = self.up(MemoryKind::Parameters, &mine(&narrow_part, &small(0, narrow)));
@@ -87,11 +92,13 @@ impl<B: Backend> Rank<B> {
             results.push(self.see(&pending.wait()?));
         }
         if size > 1 && len > 0 {
-            let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
+            let next = (rank + 1) % size;
+            let previous = (rank + size - 1) % size;
             // Some receive before anyone sends, others after.
             let receive = || group.recv(previous, gradients(vec![0.0; len]));
             let mut ready = vec![receive(), receive()];
-            let sent: Vec<_> = (0..3).map(|i| group.send(next, gradients(values(rank + i, len)))).collect();
+            let sent: Vec<_> =
+                (0..3).map(|i| group.send(next, gradients(values(rank + i, len)))).collect();
             ready.push(receive());
             for received in ready {
                 results.push(self.see(&received.wait()?));
@@ -129,7 +136,10 @@ fn assert_same(what: &str, got: &[Vec<f32>], wanted: &[Vec<f32>], exact: bool) {
         assert_eq!(got.len(), wanted.len(), "{what}");
         for (i, (got, wanted)) in got.iter().zip(wanted).enumerate() {
             let near = !exact && (got - wanted).abs() < 1e-3;
-            assert!(near || got.to_bits() == wanted.to_bits(), "{what}, {request}, {i}: {got} for {wanted}");
+            assert!(
+                near || got.to_bits() == wanted.to_bits(),
+                "{what}, {request}, {i}: {got} for {wanted}"
+            );
         }
     }
 }
@@ -151,13 +161,16 @@ fn on_threads<B: Backend, T: Send>(
 /// Staged in chunks of so many words, against host memory.
 fn check_staged(nodes: &[usize], algorithm: Algorithm, lengths: &[usize], chunks: &[usize]) {
     for &len in lengths {
-        let wanted = on_threads::<Cpu, _>(nodes, algorithm, |comm| on_host(comm.world()).operations(len).unwrap());
+        let wanted = on_threads::<Cpu, _>(nodes, algorithm, |comm| {
+            on_host(comm.world()).operations(len).unwrap()
+        });
         for &chunk in chunks {
             let got = on_threads::<Sealed, _>(nodes, algorithm, |comm| {
                 on_device(comm.in_chunks(chunk).world(), false).operations(len).unwrap()
             });
             for (rank, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
-                let what = format!("{algorithm} of {len} in chunks of {chunk}, rank {rank} on {nodes:?}");
+                let what =
+                    format!("{algorithm} of {len} in chunks of {chunk}, rank {rank} on {nodes:?}");
                 assert_same(&what, got, wanted, true);
             }
         }
@@ -197,7 +210,9 @@ fn every_way_over_mpi() {
         let table = Table::always(algorithm);
         let host = on_host(comm.world().with_algorithms(table.clone()));
         let exact = algorithm != Algorithm::Mpi;
-        let device = |comm: Comm<Sealed>, shown| on_device(comm.world().with_algorithms(table.clone()), shown);
+        let device = |comm: Comm<Sealed>, shown| {
+            on_device(comm.world().with_algorithms(table.clone()), shown)
+        };
         let staged = comm.on::<Sealed>().with_transport(DeviceTransport::Staged);
         let ways = [
             ("staged", device(staged.clone(), false)),
@@ -206,8 +221,15 @@ fn every_way_over_mpi() {
         ];
         for len in LENGTHS.into_iter().chain([300_000, 1_200_001]) {
             let wanted = host.operations(len).unwrap();
-            for (way, rank) in ways.iter().filter(|(way, _)| len < 2000 || *way != "staged in chunks") {
-                assert_same(&format!("{algorithm} {way} of {len}"), &rank.operations(len).unwrap(), &wanted, exact);
+            for (way, rank) in
+                ways.iter().filter(|(way, _)| len < 2000 || *way != "staged in chunks")
+            {
+                assert_same(
+                    &format!("{algorithm} {way} of {len}"),
+                    &rank.operations(len).unwrap(),
+                    &wanted,
+                    exact,
+                );
             }
         }
         // The number of slots that unsent messages hold is a matter of time.
@@ -221,7 +243,8 @@ fn every_way_over_mpi() {
 }
 
 /// Faults that show missing waits, and accesses to device memory from the host.
-const LATE: &[(&str, &str)] = &[("CUDASIM_DEVICES", "4"), ("CUDASIM_STREAMS", "lazy"), ("CUDASIM_HOST_ACCESS", "0")];
+const LATE: &[(&str, &str)] =
+    &[("CUDASIM_DEVICES", "4"), ("CUDASIM_STREAMS", "lazy"), ("CUDASIM_HOST_ACCESS", "0")];
 
 /// Sums of NCCL's own, unlike ours, are only near.
 #[test]
@@ -229,18 +252,27 @@ fn nccl_between_threads() {
     under(&[&[("CUDASIM_DEVICES", "4")], LATE], || {
         for nodes in [&[0][..], &[0, 0], &[0, 0, 0], &[0, 0, 1, 1], &[0, 0, 1]] {
             for algorithm in Algorithm::ALL {
-                let (vendor, tree) = (algorithm == Algorithm::Mpi, Algorithm::Tree);
+                let vendor = algorithm == Algorithm::Mpi;
+                let tree = Algorithm::Tree;
                 let ours = if vendor { tree } else { algorithm };
-                let host = |comm: Comm<Cpu>| LENGTHS.map(|len| on_host(comm.world()).operations(len).unwrap());
+                let host = |comm: Comm<Cpu>| {
+                    LENGTHS.map(|len| on_host(comm.world()).operations(len).unwrap())
+                };
                 let wanted = on_threads(nodes, ours, host);
                 let got = on_threads(nodes, algorithm, |comm: Comm<Cuda>| {
-                    let rank = on_gpu(comm.with_transport(DeviceTransport::Nccl).world(), comm.rank());
+                    let rank =
+                        on_gpu(comm.with_transport(DeviceTransport::Nccl).world(), comm.rank());
                     assert_eq!(rank.group.algorithms(false).len(), Algorithm::ALL.len());
                     LENGTHS.map(|len| rank.operations(len).unwrap())
                 });
                 for (rank, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
                     for ((got, wanted), len) in got.iter().zip(wanted).zip(LENGTHS) {
-                        assert_same(&format!("{algorithm} of {len}, rank {rank} on {nodes:?}"), got, wanted, !vendor);
+                        assert_same(
+                            &format!("{algorithm} of {len}, rank {rank} on {nodes:?}"),
+                            got,
+                            wanted,
+                            !vendor,
+                        );
                     }
                 }
             }
@@ -248,44 +280,61 @@ fn nccl_between_threads() {
     });
 }
 
-/// Sums of the tree by messages of all ranks at once, in many chunks: the bits of host memory, and the fewest bytes.
+/// Sums of the tree by messages of all ranks at once, in many chunks: the bits of host memory, and
+/// the fewest bytes.
 #[test]
 fn nccl_in_chunks_between_threads() {
     const DEVICES: (&str, &str) = ("CUDASIM_DEVICES", "5");
-    under(&[&[DEVICES], &[DEVICES, ("CUDASIM_STREAMS", "lazy"), ("CUDASIM_HOST_ACCESS", "0")]], || {
-        for nodes in [&[0; 2][..], &[0; 3], &[0; 4], &[0; 5]] {
-            let ranks = nodes.len();
-            // A chunk has eight slots: parts of a chunk, and many.
-            for (slot, lengths) in [(1, [3, 7, 64, 200]), (5, [7, 64, 333, 1000]), (60, [3, 64, 1000, 4099])] {
-                let host = |comm: Comm<Cpu>| lengths.map(|len| on_host(comm.world()).operations(len).unwrap());
-                let wanted = on_threads(nodes, Algorithm::Tree, host);
-                let got = on_threads(nodes, Algorithm::Tree, |comm: Comm<Cuda>| {
-                    let comm = comm.with_transport(DeviceTransport::Nccl).in_chunks(slot);
-                    let rank = on_gpu(comm.world(), comm.rank());
-                    let results = lengths.map(|len| rank.operations(len).unwrap());
-                    // All but its own share of the terms, and its share of the sum to each other rank.
-                    let len = 10 * 8 * slot * ranks;
-                    let sent = |len: usize| {
-                        let terms = rank.up(MemoryKind::Gradients, &values(comm.rank(), len));
-                        let before = rank.group.stats().sent;
-                        rank.group.all_reduce(terms, 0..len).wait().unwrap();
-                        rank.group.stats().sent - before
+    under(
+        &[&[DEVICES], &[DEVICES, ("CUDASIM_STREAMS", "lazy"), ("CUDASIM_HOST_ACCESS", "0")]],
+        || {
+            for nodes in [&[0; 2][..], &[0; 3], &[0; 4], &[0; 5]] {
+                let ranks = nodes.len();
+                // A chunk has eight slots: parts of a chunk, and many.
+                for (slot, lengths) in
+                    [(1, [3, 7, 64, 200]), (5, [7, 64, 333, 1000]), (60, [3, 64, 1000, 4099])]
+                {
+                    let host = |comm: Comm<Cpu>| {
+                        lengths.map(|len| on_host(comm.world()).operations(len).unwrap())
                     };
-                    // Debug builds also compare the requests.
-                    let sent = sent(len) - sent(0);
-                    (results, sent)
-                });
-                for (rank, ((got, sent), wanted)) in got.iter().zip(&wanted).enumerate() {
-                    for (got, wanted) in got.iter().zip(wanted) {
-                        assert_same(&format!("chunks of {slot} slots, rank {rank} of {ranks}"), got, wanted, true);
+                    let wanted = on_threads(nodes, Algorithm::Tree, host);
+                    let got = on_threads(nodes, Algorithm::Tree, |comm: Comm<Cuda>| {
+                        let comm = comm.with_transport(DeviceTransport::Nccl).in_chunks(slot);
+                        let rank = on_gpu(comm.world(), comm.rank());
+                        let results = lengths.map(|len| rank.operations(len).unwrap());
+                        // All but its own share of the terms, and its share of the sum to each
+                        // other rank.
+                        let len = 10 * 8 * slot * ranks;
+                        let sent = |len: usize| {
+                            let terms = rank.up(MemoryKind::Gradients, &values(comm.rank(), len));
+                            let before = rank.group.stats().sent;
+                            rank.group.all_reduce(terms, 0..len).wait().unwrap();
+                            rank.group.stats().sent - before
+                        };
+                        // Debug builds also compare the requests.
+                        let sent = sent(len) - sent(0);
+                        (results, sent)
+                    });
+                    for (rank, ((got, sent), wanted)) in got.iter().zip(&wanted).enumerate() {
+                        for (got, wanted) in got.iter().zip(wanted) {
+                            assert_same(
+                                &format!("chunks of {slot} slots, rank {rank} of {ranks}"),
+                                got,
+                                wanted,
+                                true,
+                            );
+                        }
+                        let share = 10 * 8 * slot as u64;
+                        let even = (8 * slot).is_multiple_of(ranks);
+                        assert!(
+                            !even || *sent == 4 * 2 * (ranks as u64 - 1) * share,
+                            "rank {rank} of {ranks}: {sent}"
+                        );
                     }
-                    let share = 10 * 8 * slot as u64;
-                    let even = (8 * slot).is_multiple_of(ranks);
-                    assert!(!even || *sent == 4 * 2 * (ranks as u64 - 1) * share, "rank {rank} of {ranks}: {sent}");
                 }
             }
-        }
-    });
+        },
+    );
 }
 
 /// Ranks that are processes, and more than goes in one message.
@@ -295,7 +344,8 @@ fn nccl_over_mpi() {
     if !is_rank_of(NAME) {
         for ranks in [2, 3] {
             let mut command = ranks::command(NAME, ranks, 2);
-            let ended = start(with_simulator(&mut command).envs(LATE.iter().copied())).finish(2 * LIMIT);
+            let ended =
+                start(with_simulator(&mut command).envs(LATE.iter().copied())).finish(2 * LIMIT);
             assert!(ended.status.success(), "{ranks} ranks: {ended}");
         }
         return;
@@ -305,10 +355,20 @@ fn nccl_over_mpi() {
     for algorithm in Algorithm::ALL {
         let table = Table::always(algorithm);
         let host = on_host(comm.world().with_algorithms(table.clone()));
-        let device = Rank { group: gpu.group.with_algorithms(table), backend: gpu.backend.clone(), look: gpu.look };
+        let device = Rank {
+            group: gpu.group.with_algorithms(table),
+            backend: gpu.backend.clone(),
+            look: gpu.look,
+        };
         for len in [7, 1_200_001] {
-            let (got, wanted) = (device.operations(len).unwrap(), host.operations(len).unwrap());
-            assert_same(&format!("{algorithm} of {len}"), &got, &wanted, algorithm != Algorithm::Mpi);
+            let got = device.operations(len).unwrap();
+            let wanted = host.operations(len).unwrap();
+            assert_same(
+                &format!("{algorithm} of {len}"),
+                &got,
+                &wanted,
+                algorithm != Algorithm::Mpi,
+            );
         }
         let fresh = device.backend.ledger().fresh();
         device.operations(7).unwrap();
@@ -371,8 +431,8 @@ fn an_abort_reaches_a_rank_that_waits_for_its_device() {
     assert!(errors.iter().all(|error| error.contains("aborted with code 3")), "{errors:?}");
 }
 
-/// Memory that passes through the host is counted, and used again: posted messages hold a slot for each of their chunks until
-/// they are done with, three of ten chunks each way.
+/// Memory that passes through the host is counted, and used again: posted messages hold a slot for
+/// each of their chunks until they are done with, three of ten chunks each way.
 #[test]
 fn staging_is_counted_and_bounded() {
     const SLOTS: usize = 2 * 3 * 10;
@@ -383,9 +443,13 @@ fn staging_is_counted_and_bounded() {
         let ledger = rank.backend.ledger();
         for _ in 0..8 {
             rank.operations(1000).unwrap();
-            let (slots, bytes) = (ledger.fresh(), ledger.live(MemoryKind::Communication));
+            let slots = ledger.fresh();
+            let bytes = ledger.live(MemoryKind::Communication);
             assert!((3..=SLOTS).contains(&slots), "{slots} slots");
-            assert!((slots * 400..slots * 400 + 400).contains(&bytes), "{slots} slots in {bytes} bytes");
+            assert!(
+                (slots * 400..slots * 400 + 400).contains(&bytes),
+                "{slots} slots in {bytes} bytes"
+            );
         }
     });
 }
@@ -394,25 +458,41 @@ fn staging_is_counted_and_bounded() {
 fn routes_are_found() {
     on_threads::<Sealed, _>(&[0, 0], Algorithm::Tree, |comm| {
         let way = |route| {
-            comm.select_transport(route, || unreachable!("threads are not asked")).map(|comm| comm.device_path())
+            comm.select_transport(route, || unreachable!("threads are not asked"))
+                .map(|comm| comm.device_path())
         };
         assert_eq!(
             (way(PathSetting::Staged).unwrap(), way(PathSetting::Auto).unwrap()),
             (Some(DeviceTransport::Staged), Some(DeviceTransport::Staged))
         );
         let error = way(PathSetting::Direct).unwrap_err().to_string();
-        assert!(error.contains("threads of one process cannot take addresses") && error.contains("comm.path = staged"));
+        assert!(
+            error.contains("threads of one process cannot take addresses")
+                && error.contains("comm.path = staged")
+        );
         let error = way(PathSetting::Nccl).unwrap_err().to_string();
-        assert!(error.contains("comm.path = nccl: there is no library by which devices of this kind"), "{error}");
+        assert!(
+            error.contains("comm.path = nccl: there is no library by which devices of this kind"),
+            "{error}"
+        );
         // Direct messages that nobody carries are errors, not crashes.
-        let (group, backend) = (comm.with_transport(DeviceTransport::Direct).world(), Sealed::new(false));
-        let sum = group.all_reduce(backend.upload(MemoryKind::Gradients, &[1.0; 8]).unwrap(), 0..8).wait();
+        let group = comm.with_transport(DeviceTransport::Direct).world();
+        let backend = Sealed::new(false);
+        let sum = group
+            .all_reduce(backend.upload(MemoryKind::Gradients, &[1.0; 8]).unwrap(), 0..8)
+            .wait();
         assert!(sum.err().unwrap().to_string().contains("comm.path = direct needs MPI"));
     });
     on_threads::<Cpu, _>(&[0], Algorithm::Tree, |comm| {
-        assert_eq!(comm.select_transport(PathSetting::Auto, || Ok(())).unwrap().device_path(), None);
+        assert_eq!(
+            comm.select_transport(PathSetting::Auto, || Ok(())).unwrap().device_path(),
+            None
+        );
         let error = comm.select_transport(PathSetting::Direct, || Ok(())).err().unwrap();
-        assert!(error.exit_code() == 2 && error.to_string().contains("comm.path = direct is for GPUs"), "{error}");
+        assert!(
+            error.exit_code() == 2 && error.to_string().contains("comm.path = direct is for GPUs"),
+            "{error}"
+        );
     });
 }
 
@@ -444,12 +524,16 @@ fn the_direct_way_is_proved() {
             assert_eq!(processes, 2, "memory goes between processes");
             Ok(())
         };
-        let found = comm.select_transport(PathSetting::Direct, prove).map(|comm| comm.device_path());
+        let found =
+            comm.select_transport(PathSetting::Direct, prove).map(|comm| comm.device_path());
         match device.as_str() {
             "shown" => assert_eq!(found.unwrap(), Some(DeviceTransport::Direct)),
             "hidden" => {
                 let error = found.unwrap_err().to_string();
-                assert!(error.contains("signal") && error.contains("hint: set comm.path = staged"), "{error}");
+                assert!(
+                    error.contains("signal") && error.contains("hint: set comm.path = staged"),
+                    "{error}"
+                );
             }
             _ => assert!(found.unwrap_err().to_string().contains("there is no GPU"), "{device}"),
         }

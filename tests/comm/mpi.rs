@@ -11,7 +11,8 @@ use hpctrain::error::{Error, Result};
 use hpctrain_testkit::launch;
 use hpctrain_testkit::ranks::{ROLE, is_rank_of, mpirun};
 
-/// With all ranks on one node, in pairs, and each on its own: through shared memory, both ways, and through messages.
+/// With all ranks on one node, in pairs, and each on its own: through shared memory, both ways, and
+/// through messages.
 fn passes(test: &str, ranks: usize) {
     for ranks_per_node in [ranks, 2, 1] {
         let (status, printed) = mpirun(test, ranks, ranks_per_node, 60);
@@ -30,7 +31,8 @@ fn values(rank: usize, len: usize) -> Vec<f32> {
 
 /// Results of every operation on one rank, for a number of lengths.
 fn every_operation(group: &Group<Cpu>) -> Result<Vec<Vec<f32>>> {
-    let (rank, size) = (group.rank(), group.size());
+    let rank = group.rank();
+    let size = group.size();
     let mut results = Vec::new();
     for len in [0, 1, 3, 7, 64, 1000, 300_000_usize] {
         let padded = len.next_multiple_of(size);
@@ -57,14 +59,17 @@ fn on_threads(ranks: usize, rank: usize, algorithm: Algorithm) -> Vec<Vec<f32>> 
     let run = |comm: Comm<Cpu>| std::thread::spawn(move || every_operation(&comm.world()).unwrap());
     let per_node: usize = std::env::var("HPCTRAIN_RANKS_PER_NODE").unwrap().parse().unwrap();
     let nodes: Vec<usize> = (0..ranks).map(|rank| rank / per_node).collect();
-    let ranks: Vec<_> = start_threads_on_nodes::<Cpu>(&nodes, algorithm).unwrap().into_iter().map(run).collect();
+    let ranks: Vec<_> =
+        start_threads_on_nodes::<Cpu>(&nodes, algorithm).unwrap().into_iter().map(run).collect();
     ranks.into_iter().map(|rank| rank.join().unwrap()).nth(rank).unwrap()
 }
 
-/// Every algorithm and operation against the same on threads; the vendor's against the tree, almost.
+/// Every algorithm and operation against the same on threads; the vendor's against the tree,
+/// almost.
 fn check_operations(algorithm: Algorithm) {
     let comm = start_mpi::<Cpu>(algorithm).unwrap();
-    let (rank, size) = (comm.rank(), comm.size());
+    let rank = comm.rank();
+    let size = comm.size();
     let started: usize = std::env::var("OMPI_COMM_WORLD_SIZE").unwrap().parse().unwrap();
     assert_eq!((size, comm.node().local_size, comm.node().local_rank), (started, size, rank));
     assert!(comm.library().starts_with("Open MPI v"), "{}", comm.library());
@@ -95,7 +100,8 @@ fn check_operations(algorithm: Algorithm) {
     let expected: usize = (0..size).filter(|other| other % 2 == rank % 2).sum();
     assert_eq!(sum.as_slice(), [expected as f32; 5]);
 
-    // Roles: the last rank alone, the others a world of their own, in which groups are made at other times.
+    // Roles: the last rank alone, the others a world of their own, in which groups are made at
+    // other times.
     let alone = |other: usize| usize::from(other + 1 == size && size > 1);
     let role = comm.role(&(0..size).map(alone).collect::<Vec<_>>()).unwrap();
     let mates = (0..size).filter(|other| alone(*other) == alone(rank)).count();
@@ -110,18 +116,22 @@ fn check_operations(algorithm: Algorithm) {
 
     // Everyone sends long messages before anyone receives: they leave in the background.
     if size > 1 {
-        let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
-        let sent: Vec<_> = (0..3).map(|i| world.send(next, buf(&vec![(rank + i) as f32; 200_000]))).collect();
+        let next = (rank + 1) % size;
+        let previous = (rank + size - 1) % size;
+        let sent: Vec<_> =
+            (0..3).map(|i| world.send(next, buf(&vec![(rank + i) as f32; 200_000]))).collect();
         for i in 0..3 {
             let received = world.recv(previous, buf(&vec![0.0; 200_000])).wait().unwrap();
             assert!(received.as_slice().iter().all(|&x| x == (previous + i) as f32));
         }
         sent.into_iter().for_each(|sent| assert_eq!(sent.wait().unwrap().len(), 200_000));
         // Everyone is ready to receive before anyone sends, and sums go by meanwhile.
-        let ready: Vec<_> = (0..3).map(|_| world.recv(previous, buf(&vec![0.0; 200_000]))).collect();
+        let ready: Vec<_> =
+            (0..3).map(|_| world.recv(previous, buf(&vec![0.0; 200_000]))).collect();
         let sum = world.all_reduce(buf(&[1.0; 70_000]), 0..70_000).wait().unwrap();
         assert!(sum.as_slice().iter().all(|&x| x == size as f32));
-        let sent: Vec<_> = (0..3).map(|i| world.send(next, buf(&vec![(rank + i) as f32; 200_000]))).collect();
+        let sent: Vec<_> =
+            (0..3).map(|i| world.send(next, buf(&vec![(rank + i) as f32; 200_000]))).collect();
         for (i, ready) in ready.into_iter().enumerate() {
             assert!(ready.wait().unwrap().as_slice().iter().all(|&x| x == (previous + i) as f32));
         }
@@ -172,7 +182,8 @@ fn more_than_two_gibibytes() {
         return;
     }
     let comm = start_mpi::<Cpu>(Algorithm::Tree).unwrap();
-    let (world, rank) = (comm.world(), comm.rank());
+    let world = comm.world();
+    let rank = comm.rank();
     let len = (1 << 29) + 6;
     let value = |rank: usize, i: usize| ((i % 1009) * (rank + 1)) as f32;
     let mut whole = Cpu::new(1).alloc(MemoryKind::Communication, len).unwrap();
@@ -249,7 +260,10 @@ fn a_foreign_launcher_is_recognised() {
     const NAME: &str = "mpi::a_foreign_launcher_is_recognised";
     if is_rank_of(NAME) {
         let error = start_mpi::<Cpu>(Algorithm::Ring).err().unwrap().to_string();
-        assert!(error.contains("2 processes were started, but Open MPI") && error.contains("hint: "), "{error}");
+        assert!(
+            error.contains("2 processes were started, but Open MPI") && error.contains("hint: "),
+            "{error}"
+        );
         return;
     }
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -266,8 +280,10 @@ fn different_requests_are_named() {
     if is_rank_of(NAME) {
         let comm = start_mpi::<Cpu>(Algorithm::Tree).unwrap();
         let unit = ["wte", "h.3"][comm.rank()].into();
-        let (group, buf) = (comm.world().with_label(&unit), buf(&[0.0; 6]));
-        let request = if comm.rank() == 0 { group.all_gather(buf) } else { group.reduce_scatter(buf) };
+        let group = comm.world().with_label(&unit);
+        let buf = buf(&[0.0; 6]);
+        let request =
+            if comm.rank() == 0 { group.all_gather(buf) } else { group.reduce_scatter(buf) };
         let error = request.wait().err().unwrap();
         eprintln!("{error}");
         // Both are heard before the job ends.

@@ -37,19 +37,32 @@ impl Job {
     fn start_on_gpus(ranks: usize, settings: &[&str]) -> Self {
         let ours = ["comm.path=nccl", "device.memory_limit=128MiB"];
         let settings = [&ours, settings].concat();
-        Self::start_as(Mpirun(ranks), &settings, |command| with_simulator(command).env("CUDASIM_DEVICES", "4"))
+        Self::start_as(Mpirun(ranks), &settings, |command| {
+            with_simulator(command).env("CUDASIM_DEVICES", "4")
+        })
     }
 
-    fn start_as(transport: Transport, settings: &[&str], prepare: fn(&mut Command) -> &mut Command) -> Self {
+    fn start_as(
+        transport: Transport,
+        settings: &[&str],
+        prepare: fn(&mut Command) -> &mut Command,
+    ) -> Self {
         let root = tempfile::tempdir().unwrap();
-        let endless = ["run.steps=100000000", "eval.every=0", "checkpoint.every=0", "batch.global=12"];
+        let endless =
+            ["run.steps=100000000", "eval.every=0", "checkpoint.every=0", "batch.global=12"];
         let run = Run::new(transport, root.path(), "x", &[&endless, settings].concat());
         let mut running = start(prepare(&mut run.command()));
         let files = run.files();
         let begun = Instant::now();
-        let steps = || std::fs::read_to_string(files.path("metrics.jsonl")).unwrap_or_default().lines().count();
+        let steps = || {
+            std::fs::read_to_string(files.path("metrics.jsonl")).unwrap_or_default().lines().count()
+        };
         while steps() < 3 {
-            assert!(begun.elapsed() < SOON && running.runs(), "{}", running.finish(Duration::from_secs(1)));
+            assert!(
+                begun.elapsed() < SOON && running.runs(),
+                "{}",
+                running.finish(Duration::from_secs(1))
+            );
             std::thread::sleep(Duration::from_millis(20));
         }
         Self { running, logs: files.path("logs"), stopped: Vec::new(), _root: root }
@@ -69,13 +82,14 @@ impl Job {
         self.stopped[0].clone()
     }
 
-    /// Waits for the end. Returns how it was, and the ledgers of these ranks. Others may have left one, too: the
-    /// launcher wakes a stopped rank to end it.
+    /// Waits for the end. Returns how it was, and the ledgers of these ranks. Others may have left
+    /// one, too: the launcher wakes a stopped rank to end it.
     fn ends(self, ranks: &[usize]) -> (Ended, Vec<Value>) {
         let Self { running, logs, stopped, _root } = self;
         let _killed = KillAll(stopped);
         let ended = running.finish(SOON);
-        let ledger = |rank| hpctrain_testkit::runs::json(&logs.join(format!("ledger-rank-{rank:05}.json")));
+        let ledger =
+            |rank| hpctrain_testkit::runs::json(&logs.join(format!("ledger-rank-{rank:05}.json")));
         let ledgers = ranks.iter().map(|&rank| ledger(rank)).collect();
         (ended, ledgers)
     }
@@ -106,7 +120,8 @@ fn check_ledger(rank: usize, ledger: &Value) {
 
 /// A rank is stopped in the middle of training, as by a debugger or a frozen node.
 fn stopped(ranks: usize, rank: usize, algorithm: &str) {
-    let job = Job::start(Mpirun(ranks), &["comm.timeout=2", &format!("comm.algorithm={algorithm}")]);
+    let job =
+        Job::start(Mpirun(ranks), &["comm.timeout=2", &format!("comm.algorithm={algorithm}")]);
     check_stopped(job, ranks, rank);
 }
 
@@ -144,15 +159,20 @@ fn a_rank_is_stopped_under_the_vendors_collectives() {
     stopped(2, 1, "mpi");
 }
 
-/// Its peer waits for it in a collective, the stages before wait for messages: the report names the one rank.
+/// Its peer waits for it in a collective, the stages before wait for messages: the report names the
+/// one rank.
 #[test]
 fn a_rank_of_a_stage_is_stopped() {
-    let mut job = Job::start(Mpirun(4), &["comm.timeout=2", "parallel.pipeline=2", "parallel.zero=1"]);
+    let mut job =
+        Job::start(Mpirun(4), &["comm.timeout=2", "parallel.pipeline=2", "parallel.zero=1"]);
     let pid = job.stop(3);
     let (ended, _) = job.ends(&[]);
     assert_ne!(ended.code(), 0, "{ended}");
     assert!(ended.stderr.contains(&format!("still: rank 3 (process {pid} on ")), "{ended}");
-    assert!(ended.stderr.contains(" wait") && ended.stderr.matches("error:").count() == 1, "{ended}");
+    assert!(
+        ended.stderr.contains(" wait") && ended.stderr.matches("error:").count() == 1,
+        "{ended}"
+    );
 }
 
 #[test]
@@ -178,7 +198,9 @@ fn a_rank_is_stopped_or_killed_under_nccl() {
 fn a_wait_that_ends_in_time_ends_nothing() {
     let mut job = Job::start(Mpirun(2), &["comm.timeout=20"]);
     let pid = job.stop(1);
-    let steps = |job: &Job| std::fs::read_to_string(job.logs.with_file_name("metrics.jsonl")).unwrap().len();
+    let steps = |job: &Job| {
+        std::fs::read_to_string(job.logs.with_file_name("metrics.jsonl")).unwrap().len()
+    };
     std::thread::sleep(Duration::from_millis(500));
     let before = steps(&job);
     std::thread::sleep(Duration::from_secs(1));
@@ -195,15 +217,22 @@ fn a_wait_that_ends_in_time_ends_nothing() {
 fn a_clean_end_leaves_no_heartbeats() {
     let root = tempfile::tempdir().unwrap();
     for transport in [Mpirun(2), Simulate(2)] {
-        let run = Run::new(transport, root.path(), &format!("{transport:?}"), &["run.steps=2", "comm.timeout=5"]);
+        let run = Run::new(
+            transport,
+            root.path(),
+            &format!("{transport:?}"),
+            &["run.steps=2", "comm.timeout=5"],
+        );
         let logs = run.succeeds().path("logs");
-        let names = logs.read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let names =
+            logs.read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
         let others: Vec<_> = names.filter(|name| !name.ends_with(".log")).collect();
         assert!(others.is_empty(), "{others:?}");
     }
 }
 
-/// Freezes a thread of another process, as a read that never returns would. The rest of the process runs on.
+/// Freezes a thread of another process, as a read that never returns would. The rest of the process
+/// runs on.
 fn freeze(thread: i32, frozen: &Sender<bool>) {
     let null = std::ptr::null_mut::<libc::c_void>();
     // SAFETY: requests that take no memory of this process.
@@ -222,14 +251,20 @@ fn freeze(thread: i32, frozen: &Sender<bool>) {
 fn loaders(pid: &str) -> Vec<i32> {
     let threads = PathBuf::from(format!("/proc/{pid}/task")).read_dir().unwrap();
     let threads = threads.map(|entry| entry.unwrap().path());
-    let reads = |path: &PathBuf| std::fs::read_to_string(path.join("comm")).is_ok_and(|name| name == "hpctrain-data\n");
-    threads.filter(reads).map(|path| path.file_name().unwrap().to_str().unwrap().parse().unwrap()).collect()
+    let reads = |path: &PathBuf| {
+        std::fs::read_to_string(path.join("comm")).is_ok_and(|name| name == "hpctrain-data\n")
+    };
+    threads
+        .filter(reads)
+        .map(|path| path.file_name().unwrap().to_str().unwrap().parse().unwrap())
+        .collect()
 }
 
 #[test]
 fn a_loader_is_stuck() {
     for (transport, algorithm) in [(Mpirun(2), "tree"), (Mpirun(2), "mpi"), (Simulate(2), "tree")] {
-        let job = Job::start(transport, &["comm.timeout=2", &format!("comm.algorithm={algorithm}")]);
+        let job =
+            Job::start(transport, &["comm.timeout=2", &format!("comm.algorithm={algorithm}")]);
         let thread = loaders(&job.pid(1))[0];
         let (tell, told) = channel();
         let holder = std::thread::spawn(move || freeze(thread, &tell));
@@ -241,7 +276,8 @@ fn a_loader_is_stuck() {
         holder.join().unwrap();
         assert_ne!(ended.code(), 0, "{ended}");
         // Of the threads of one process it is either's.
-        let rank = if ended.stderr.contains("still: rank 0") && transport == Simulate(2) { 0 } else { 1 };
+        let rank =
+            if ended.stderr.contains("still: rank 0") && transport == Simulate(2) { 0 } else { 1 };
         let words = [
             format!("the job stands still: rank {rank} (process "),
             ") has not joined #".into(),
@@ -276,7 +312,8 @@ fn a_rank_is_stopped_at_the_end() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let (status, printed) = mpirun_with(NAME, 2, 2, SOON.as_secs(), &[(FOLDER, folder.path().to_str().unwrap())]);
+    let (status, printed) =
+        mpirun_with(NAME, 2, 2, SOON.as_secs(), &[(FOLDER, folder.path().to_str().unwrap())]);
     assert_eq!(status.code(), Some(1), "{printed}");
     for word in [
         "the job stands still: rank 1 (process ",

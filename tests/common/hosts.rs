@@ -29,7 +29,9 @@ impl Hosts {
         assert!(check.status.success(), "{check:?}");
         let folder = tempfile::tempdir().unwrap();
         let mut command = Command::new(SCRIPT);
-        command.args(["hold", &count.to_string()]).env("HPCTRAIN_HOSTS", folder.path().join("hosts"));
+        command
+            .args(["hold", &count.to_string()])
+            .env("HPCTRAIN_HOSTS", folder.path().join("hosts"));
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut holder = inherits_nothing(&mut command).spawn().unwrap();
         let mut line = String::new();
@@ -101,16 +103,21 @@ impl Hosts {
     pub fn processes(&self, host: &str, words: &str) -> Vec<u32> {
         let space = |process: u32| std::fs::read_link(format!("/proc/{process}/ns/net")).ok();
         let of_host = self.keeper(host).and_then(space);
-        processes(words).into_iter().filter(|process| of_host.is_some() && space(*process) == of_host).collect()
+        processes(words)
+            .into_iter()
+            .filter(|process| of_host.is_some() && space(*process) == of_host)
+            .collect()
     }
 
     /// The process that keeps a host, as this machine numbers it.
     fn keeper(&self, host: &str) -> Option<u32> {
         let inner = std::fs::read_to_string(self.folder().join(host)).ok()?;
         let switch = std::fs::read_to_string(self.folder().join("switch")).ok()?;
-        let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", switch.trim())).ok()?;
+        let children =
+            std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", switch.trim())).ok()?;
         children.split_whitespace().filter_map(|child| child.parse().ok()).find(|child: &u32| {
-            let status = std::fs::read_to_string(format!("/proc/{child}/status")).unwrap_or_default();
+            let status =
+                std::fs::read_to_string(format!("/proc/{child}/status")).unwrap_or_default();
             let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
             numbers.and_then(|numbers| numbers.split_whitespace().last()) == Some(inner.trim())
         })

@@ -1,4 +1,5 @@
-//! Starts programs as tests should: with a limit on their time, their own process group, and what they print kept.
+//! Starts programs as tests should: with a limit on their time, their own process group, and what
+//! they print kept.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -43,7 +44,10 @@ impl fmt::Display for Ended {
 /// The name of the calling test.
 pub fn test_name() -> String {
     let name = std::thread::current().name().unwrap().to_string();
-    assert_ne!(name, "main", "a test that starts itself needs a thread of its own: leave out --test-threads=1");
+    assert_ne!(
+        name, "main",
+        "a test that starts itself needs a thread of its own: leave out --test-threads=1"
+    );
     name
 }
 
@@ -96,10 +100,17 @@ pub fn mpirun(ranks: usize) -> Command {
     command
 }
 
-/// Settings of the user must not decide a test; the bundled data is unpacked among the build's files.
+/// Settings of the user must not decide a test; the bundled data is unpacked among the build's
+/// files.
 pub fn in_our_environment(command: &mut Command) {
     command.env("XDG_CACHE_HOME", super::target().join("cache"));
-    for name in ["RUST_LOG", "RUST_BACKTRACE", "HPCTRAIN_MPI", "HPCTRAIN_MEETING", "HPCTRAIN_RANKS_PER_NODE"] {
+    for name in [
+        "RUST_LOG",
+        "RUST_BACKTRACE",
+        "HPCTRAIN_MPI",
+        "HPCTRAIN_MEETING",
+        "HPCTRAIN_RANKS_PER_NODE",
+    ] {
         command.env_remove(name);
     }
 }
@@ -113,7 +124,8 @@ pub struct Running {
     _share: Option<Share>,
 }
 
-/// Cores that no job of the tests has; more jobs than cores would only take turns. It is filled when the first one starts.
+/// Cores that no job of the tests has; more jobs than cores would only take turns. It is filled
+/// when the first one starts.
 static FREE: Mutex<Option<usize>> = Mutex::new(None);
 static FREED: Condvar = Condvar::new();
 
@@ -121,14 +133,17 @@ static FREED: Condvar = Condvar::new();
 pub struct Share(usize);
 
 impl Share {
-    /// Waits for one core for a process, and for half of them for the ranks of a job: jobs wait for messages much of their
-    /// time.
+    /// Waits for one core for a process, and for half of them for the ranks of a job: jobs wait for
+    /// messages much of their time.
     pub fn of(command: &Command) -> Self {
         let all = std::thread::available_parallelism().map_or(1, usize::from);
         let mut words = command.get_args().chain([command.get_program()]).filter_map(OsStr::to_str);
         // Also in the script of a shell.
         let has_ranks = words.any(|word| {
-            word.contains("mpirun") || word.contains("simulate") || word == "--spawn" || word.ends_with(".sbatch")
+            word.contains("mpirun")
+                || word.contains("simulate")
+                || word == "--spawn"
+                || word.ends_with(".sbatch")
         });
         let cores = if has_ranks { all.div_ceil(2) } else { 1 };
         let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -167,20 +182,26 @@ pub fn start_beside(_first: &Running, command: &mut Command) -> Running {
 fn spawn(command: &mut Command, share: Option<Share>) -> Running {
     let folder = tempfile::tempdir().unwrap();
     let file = |name| File::create(folder.path().join(name)).unwrap();
-    command.stdin(std::process::Stdio::null()).stdout(file("stdout")).stderr(file("stderr")).process_group(0);
+    command
+        .stdin(std::process::Stdio::null())
+        .stdout(file("stdout"))
+        .stderr(file("stderr"))
+        .process_group(0);
     inherits_nothing(command);
     let child = command.spawn().unwrap_or_else(|e| panic!("{command:?}: {e}"));
     Running { child, folder, _share: share }
 }
 
-/// HDF5 opens files without close-on-exec: a program that is started meanwhile would hold their locks.
+/// HDF5 opens files without close-on-exec: a program that is started meanwhile would hold their
+/// locks.
 pub fn inherits_nothing(command: &mut Command) -> &mut Command {
     // SAFETY: touches no memory.
-    let close =
-        || match unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) } {
-            0 => Ok(()),
-            _ => Err(std::io::Error::last_os_error()),
-        };
+    let close = || match unsafe {
+        libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC)
+    } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
+    };
     // SAFETY: one system call, on descriptors of the child.
     unsafe { command.pre_exec(close) }
 }
@@ -213,7 +234,8 @@ impl Running {
         self.folder.path().join("stderr")
     }
 
-    /// Waits until something is so; panics with what was printed if the program ends before, or it takes too long.
+    /// Waits until something is so; panics with what was printed if the program ends before, or it
+    /// takes too long.
     #[track_caller]
     pub fn until(&mut self, what: &str, mut is_so: impl FnMut() -> bool) {
         let begun = Instant::now();
@@ -238,7 +260,10 @@ impl Running {
     }
 
     fn ended(&self, status: ExitStatus) -> Ended {
-        let text = |name| String::from_utf8_lossy(&std::fs::read(self.folder.path().join(name)).unwrap()).into_owned();
+        let text = |name| {
+            String::from_utf8_lossy(&std::fs::read(self.folder.path().join(name)).unwrap())
+                .into_owned()
+        };
         Ended { status, stdout: text("stdout"), stderr: text("stderr") }
     }
 
@@ -272,7 +297,8 @@ impl Drop for Running {
     }
 }
 
-/// The processes whose command lines contain `words`, such as the path of a run: those of a job and its launcher.
+/// The processes whose command lines contain `words`, such as the path of a run: those of a job and
+/// its launcher.
 pub fn processes(words: &str) -> Vec<u32> {
     let numbers = std::fs::read_dir("/proc").unwrap().flatten();
     let numbers = numbers.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
@@ -287,7 +313,8 @@ pub fn processes(words: &str) -> Vec<u32> {
 /// The rank of a process that `mpirun` or `--spawn` started.
 pub fn rank_of(pid: u32) -> Option<usize> {
     let environment = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
-    let mut variables = environment.split(|&byte| byte == 0).filter_map(|one| std::str::from_utf8(one).ok());
+    let mut variables =
+        environment.split(|&byte| byte == 0).filter_map(|one| std::str::from_utf8(one).ok());
     variables.find_map(|one| match one.strip_prefix("HPCTRAIN_MEETING=") {
         Some(place) => place.split('/').next()?.parse().ok(),
         None => one.strip_prefix("OMPI_COMM_WORLD_RANK=")?.parse().ok(),
@@ -297,7 +324,9 @@ pub fn rank_of(pid: u32) -> Option<usize> {
 /// Whether a process has a handler for a signal.
 pub fn handles(pid: u32, signal: i32) -> bool {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let caught = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("SigCgt:")?.trim(), 16).ok());
+    let caught = status
+        .lines()
+        .find_map(|line| u64::from_str_radix(line.strip_prefix("SigCgt:")?.trim(), 16).ok());
     caught.is_some_and(|caught| caught & (1 << (signal - 1)) != 0)
 }
 

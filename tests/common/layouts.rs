@@ -1,7 +1,7 @@
 //! Layouts that may make no difference: every row against one rank that computes the same lanes.
 //!
-//! With fixed lanes, and on each rank and each copy of the parameters a power of two of them, sums are the same tree
-//! everywhere: the results have the same bits.
+//! With fixed lanes, and on each rank and each copy of the parameters a power of two of them, sums
+//! are the same tree everywhere: the results have the same bits.
 
 use super::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
 use super::runs::RunFiles;
@@ -121,11 +121,27 @@ pub const SAME: [Row; 83] = [
     Row(SIX, Simulate(6), "parallel.pipeline=2 parallel.zero=2"),
     // Gradients of weights put off.
     Row(ACCUMULATED, Mpirun(2), "parallel.pipeline=2 parallel.schedule=zero-bubble"),
-    Row(ACCUMULATED, Mpirun(4), "parallel.pipeline=4 parallel.schedule=zero-bubble parallel.recompute=true"),
-    Row(ACCUMULATED, Mpirun(4), "parallel.pipeline=2 parallel.schedule=zero-bubble parallel.zero=3"),
+    Row(
+        ACCUMULATED,
+        Mpirun(4),
+        "parallel.pipeline=4 parallel.schedule=zero-bubble parallel.recompute=true",
+    ),
+    Row(
+        ACCUMULATED,
+        Mpirun(4),
+        "parallel.pipeline=2 parallel.schedule=zero-bubble parallel.zero=3",
+    ),
     Row(SIX, Simulate(6), "parallel.pipeline=2 parallel.schedule=zero-bubble parallel.zero=1"),
-    Row(ACCUMULATED, Simulate(8), "parallel.pipeline=4 parallel.schedule=zero-bubble parallel.zero=2"),
-    Row(DROPOUT, Simulate(8), "parallel.pipeline=2 parallel.schedule=zero-bubble parallel.shard=2 parallel.zero=1"),
+    Row(
+        ACCUMULATED,
+        Simulate(8),
+        "parallel.pipeline=4 parallel.schedule=zero-bubble parallel.zero=2",
+    ),
+    Row(
+        DROPOUT,
+        Simulate(8),
+        "parallel.pipeline=2 parallel.schedule=zero-bubble parallel.shard=2 parallel.zero=1",
+    ),
     // Central storage, on one rank or several.
     Row(EIGHT, Mpirun(2), "parallel.storage=central"),
     Row(
@@ -143,15 +159,32 @@ pub const SAME: [Row; 83] = [
     Row(SLICED, Mpirun(2), "parallel.tensor=2"),
     Row(SLICED, Mpirun(2), "parallel.tensor=2 parallel.sequence=true"),
     Row(SLICED, Mpirun(4), "parallel.tensor=2 parallel.zero=3 parallel.recompute=true"),
-    Row(SLICED_ACCUMULATED, Mpirun(4), "parallel.tensor=2 parallel.sequence=true parallel.pipeline=2"),
+    Row(
+        SLICED_ACCUMULATED,
+        Mpirun(4),
+        "parallel.tensor=2 parallel.sequence=true parallel.pipeline=2",
+    ),
     Row(SLICED, Simulate(4), "parallel.zero=2"),
-    Row(SLICED, Simulate(8), "parallel.tensor=2 parallel.pipeline=2 parallel.shard=2 parallel.zero=1"),
-    Row(SLICED_ACCUMULATED, Simulate(4), "parallel.tensor=2 parallel.pipeline=2 parallel.schedule=zero-bubble"),
-    Row(SLICED, Simulate(8), "parallel.tensor=2 parallel.sequence=true parallel.zero=3 parallel.replica=2"),
+    Row(
+        SLICED,
+        Simulate(8),
+        "parallel.tensor=2 parallel.pipeline=2 parallel.shard=2 parallel.zero=1",
+    ),
+    Row(
+        SLICED_ACCUMULATED,
+        Simulate(4),
+        "parallel.tensor=2 parallel.pipeline=2 parallel.schedule=zero-bubble",
+    ),
+    Row(
+        SLICED,
+        Simulate(8),
+        "parallel.tensor=2 parallel.sequence=true parallel.zero=3 parallel.replica=2",
+    ),
 ];
 
-/// Runs every row, and one rank alone for all rows of the same sums; panics unless metrics, evaluations and the last
-/// checkpoint have the same bits. `run` makes a run of some settings, with a name.
+/// Runs every row, and one rank alone for all rows of the same sums; panics unless metrics,
+/// evaluations and the last checkpoint have the same bits. `run` makes a run of some settings, with
+/// a name.
 #[track_caller]
 pub fn give_the_same_bits<'a>(
     rows: impl IntoIterator<Item = (&'a Row, Vec<&'a str>)>,
@@ -160,12 +193,14 @@ pub fn give_the_same_bits<'a>(
 ) {
     let mut references: Vec<(Sums, RunFiles)> = Vec::new();
     let run = |sums: Sums, transport, settings: &[&str], name: String| {
-        let settings = sums.settings().into_iter().chain(settings.iter().map(|setting| setting.to_string()));
+        let settings =
+            sums.settings().into_iter().chain(settings.iter().map(|setting| setting.to_string()));
         run(transport, settings.collect(), &name)
     };
     for (i, (Row(sums, transport, settings), more)) in rows.into_iter().enumerate() {
         if !references.iter().any(|(known, _)| known == sums) {
-            references.push((*sums, run(*sums, Alone, &[], format!("reference-{}", references.len()))));
+            references
+                .push((*sums, run(*sums, Alone, &[], format!("reference-{}", references.len()))));
         }
         let (_, reference) = references.iter().find(|(known, _)| known == sums).unwrap();
         let settings = [&settings.split_whitespace().collect::<Vec<_>>()[..], &more].concat();

@@ -1,4 +1,5 @@
-//! Code of the programs of `tests/`: jobs and their ends, small networks, golden files, comparisons.
+//! Code of the programs of `tests/`: jobs and their ends, small networks, golden files,
+//! comparisons.
 
 #![allow(missing_docs, clippy::unwrap_used, reason = "tests: a failure is the test's failure")]
 
@@ -24,7 +25,9 @@ use hpctrain::mesh::Mesh;
 use hpctrain::nn::loss::{Loss, Objective};
 use hpctrain::nn::{MicroBatch, Network, loans};
 use hpctrain::optim::UpdateRule;
-use hpctrain::parallel::{Groups, Sharded, Stage, StepSchedule, Storage, Updates, VirtualRanks, Zero};
+use hpctrain::parallel::{
+    Groups, Sharded, Stage, StepSchedule, Storage, Updates, VirtualRanks, Zero,
+};
 
 /// A file of `tests/golden/`.
 pub fn golden(name: &str) -> hdf5::File {
@@ -94,14 +97,34 @@ pub fn engine_on<B: Kernels>(
     predictions: u64,
 ) -> Engine<B> {
     let groups = Groups::split(comm, &mesh, false).unwrap();
-    let lanes = VirtualRanks { total: cut.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
+    let lanes =
+        VirtualRanks { total: cut.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let blocks = network.blocks();
     let storage = Storage::Ranks;
-    let updates = Updates { rule, groups: vec![], average: None, averaging: None, storage, audit_every: 0, host: None };
-    let (keep, stage) = (zero.residency(), Stage::whole(&loans(&blocks)));
+    let updates = Updates {
+        rule,
+        groups: vec![],
+        average: None,
+        averaging: None,
+        storage,
+        audit_every: 0,
+        host: None,
+    };
+    let keep = zero.residency();
+    let stage = Stage::whole(&loans(&blocks));
     let slices = TensorShards::whole();
-    let sharded =
-        Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, &slices, stage, Some(7)).unwrap();
+    let sharded = Sharded::new(
+        backend.clone(),
+        groups,
+        keep,
+        lanes,
+        Some(updates),
+        &blocks,
+        &slices,
+        stage,
+        Some(7),
+    )
+    .unwrap();
     let geometry = Geometry {
         schedule: StepSchedule::alone(lanes.mine().len(), cut.micros_per_lane),
         // Micro-batches of a pipeline alone are known by their rows before they come.
@@ -115,7 +138,13 @@ pub fn engine_on<B: Kernels>(
 }
 
 /// A micro-batch of sequences `first..` of a global batch.
-pub fn micro<B: Kernels>(backend: &B, tokens: &[u32], targets: &[u32], time: usize, first: u64) -> MicroBatch<B> {
+pub fn micro<B: Kernels>(
+    backend: &B,
+    tokens: &[u32],
+    targets: &[u32],
+    time: usize,
+    first: u64,
+) -> MicroBatch<B> {
     MicroBatch::of_text(backend, tokens, targets, time, first).unwrap()
 }
 
@@ -125,7 +154,11 @@ pub fn gradients<B: Kernels>(engine: &Engine<B>) -> Vec<(String, Vec<f32>)> {
     for unit in engine.model.sharded.gradients().unwrap() {
         let mut host = vec![0.0; unit.range.len()];
         engine.model.backend.download(unit.grad, &mut host).unwrap();
-        named.extend(unit.layout.pieces(unit.range).map(|p| (p.tensor.name.clone(), host[p.of_owned].to_vec())));
+        named.extend(
+            unit.layout
+                .pieces(unit.range)
+                .map(|p| (p.tensor.name.clone(), host[p.of_owned].to_vec())),
+        );
     }
     named
 }
@@ -136,8 +169,11 @@ pub fn parameters<B: Kernels>(engine: &mut Engine<B>) -> Vec<(String, Vec<f32>)>
     for unit in engine.model.sharded.owned().unwrap() {
         let mut host = vec![0.0; unit.range.len()];
         unit.params.read(&mut host).unwrap();
-        named
-            .extend(unit.layout.pieces(unit.range.clone()).map(|p| (p.tensor.name.clone(), host[p.of_owned].to_vec())));
+        named.extend(
+            unit.layout
+                .pieces(unit.range.clone())
+                .map(|p| (p.tensor.name.clone(), host[p.of_owned].to_vec())),
+        );
     }
     named
 }

@@ -1,4 +1,5 @@
-//! Programs of others that read the files of this one: TensorBoard, a browser. A test that wants one that is not here is skipped.
+//! Programs of others that read the files of this one: TensorBoard, a browser. A test that wants
+//! one that is not here is skipped.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -24,34 +25,49 @@ fn python() -> Command {
     python
 }
 
-/// The points in a run's directory as TensorBoard's own EventAccumulator reads them; none, told aloud, where it is not here.
+/// The points in a run's directory as TensorBoard's own EventAccumulator reads them; none, told
+/// aloud, where it is not here.
 pub fn events(run: &Path) -> Option<Value> {
-    let tried =
-        inherits_nothing(python().args(["-c", "import tensorboard.backend.event_processing.event_accumulator"]))
-            .output();
+    let tried = inherits_nothing(
+        python().args(["-c", "import tensorboard.backend.event_processing.event_accumulator"]),
+    )
+    .output();
     if !tried.is_ok_and(|tried| tried.status.success()) {
-        println!("SKIPPED: {}: TensorBoard is not here (scripts/setup --test fetches it)", test_name());
+        println!(
+            "SKIPPED: {}: TensorBoard is not here (scripts/setup --test fetches it)",
+            test_name()
+        );
         return None;
     }
-    let read = inherits_nothing(python().arg(script("events.py")).arg(run.join("tensorboard"))).output().unwrap();
+    let read = inherits_nothing(python().arg(script("events.py")).arg(run.join("tensorboard")))
+        .output()
+        .unwrap();
     assert!(read.status.success(), "{}", String::from_utf8_lossy(&read.stderr));
     Some(serde_json::from_slice(&read.stdout).unwrap())
 }
 
 /// A headless Chromium.
-const BROWSERS: [&str; 4] = ["chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"];
+const BROWSERS: [&str; 4] =
+    ["chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"];
 
-/// How a page fares in a browser, by `tests/common/browser.py` with these arguments; none, told aloud, where there is no browser.
+/// How a page fares in a browser, by `tests/common/browser.py` with these arguments; none, told
+/// aloud, where there is no browser.
 pub fn browse(page: &Path, args: &[&str]) -> Option<Value> {
     let is_here = |name: &&&str| {
         let tried = inherits_nothing(Command::new(name).arg("--version")).output();
         tried.is_ok_and(|tried| tried.status.success())
     };
     let Some(browser) = BROWSERS.iter().find(is_here) else {
-        println!("SKIPPED: {}: no Chromium is here (scripts/setup --test installs it on Debian)", test_name());
+        println!(
+            "SKIPPED: {}: no Chromium is here (scripts/setup --test installs it on Debian)",
+            test_name()
+        );
         return None;
     };
-    let read = inherits_nothing(python().arg(script("browser.py")).arg(browser).arg(page).args(args)).output().unwrap();
+    let read =
+        inherits_nothing(python().arg(script("browser.py")).arg(browser).arg(page).args(args))
+            .output()
+            .unwrap();
     assert!(read.status.success(), "{}", String::from_utf8_lossy(&read.stderr));
     Some(serde_json::from_slice(&read.stdout).unwrap())
 }

@@ -4,8 +4,8 @@ use std::process::Command;
 
 use super::launch::inherits_nothing;
 
-/// A Python that imports `modules`: the one that `PYTHON` names, with what `scripts/setup --test` has fetched or without, or the
-/// system's.
+/// A Python that imports `modules`: the one that `PYTHON` names, with what `scripts/setup --test`
+/// has fetched or without, or the system's.
 pub fn python_with(modules: &str) -> Option<Command> {
     let fetched = super::target().with_file_name("python");
     let named = std::env::var("PYTHON").unwrap_or("python3".into());

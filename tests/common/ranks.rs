@@ -12,8 +12,14 @@ pub fn is_rank_of(test: &str) -> bool {
     std::env::var(ROLE).is_ok_and(|role| role == test)
 }
 
-/// Runs `test` of this program on some ranks. Returns how it ended and what it printed; fails after `seconds`.
-pub fn mpirun(test: &str, ranks: usize, ranks_per_node: usize, seconds: u64) -> (ExitStatus, String) {
+/// Runs `test` of this program on some ranks. Returns how it ended and what it printed; fails after
+/// `seconds`.
+pub fn mpirun(
+    test: &str,
+    ranks: usize,
+    ranks_per_node: usize,
+    seconds: u64,
+) -> (ExitStatus, String) {
     mpirun_with(test, ranks, ranks_per_node, seconds, &[])
 }
 
@@ -26,7 +32,8 @@ pub fn mpirun_with(
     variables: &[(&str, &str)],
 ) -> (ExitStatus, String) {
     let mut command = command(test, ranks, ranks_per_node);
-    let ended = launch::start(command.envs(variables.iter().copied())).finish(Duration::from_secs(seconds));
+    let ended =
+        launch::start(command.envs(variables.iter().copied())).finish(Duration::from_secs(seconds));
     (ended.status, ended.stdout + &ended.stderr)
 }
 

@@ -11,7 +11,8 @@ use tempfile::TempDir;
 
 use super::launch::{Ended, Transport, finish};
 
-/// A network and a batch that train in milliseconds, at a rate that moves the weights from the first step.
+/// A network and a batch that train in milliseconds, at a rate that moves the weights from the
+/// first step.
 pub const SMALL: [&str; 12] = [
     "model.layers=2",
     "model.width=32",
@@ -54,7 +55,8 @@ impl Run {
     /// The command line.
     pub fn command(&self) -> Command {
         let mut command = self.transport.train();
-        let place = [format!("run.root={}", self.root.display()), format!("run.name={}", self.name)];
+        let place =
+            [format!("run.root={}", self.root.display()), format!("run.name={}", self.name)];
         let settings = SMALL.iter().map(|setting| setting.to_string()).chain(place);
         for setting in settings.chain(self.settings.iter().cloned()) {
             command.args(["--set", &setting]);
@@ -76,17 +78,20 @@ impl Run {
         self.files()
     }
 
-    /// Returns a successful run that all tests of a program with the same ranks and settings share: they read it and do not change
-    /// it. It is started once, in another directory.
+    /// Returns a successful run that all tests of a program with the same ranks and settings share:
+    /// they read it and do not change it. It is started once, in another directory.
     #[track_caller]
     pub fn shared(&self) -> RunFiles {
         let key = format!("{:?} {:?}", self.transport, self.settings);
-        let cell = SHARED.lock().unwrap_or_else(PoisonError::into_inner).entry(key).or_default().clone();
+        let cell =
+            SHARED.lock().unwrap_or_else(PoisonError::into_inner).entry(key).or_default().clone();
         let run = cell.get_or_init(|| {
             let root = super::target().join("shared");
             std::fs::create_dir_all(&root).unwrap();
             let root = tempfile::tempdir_in(root).unwrap();
-            let files = Self { root: root.path().to_path_buf(), name: "shared".into(), ..self.clone() }.succeeds();
+            let files =
+                Self { root: root.path().to_path_buf(), name: "shared".into(), ..self.clone() }
+                    .succeeds();
             (root, files)
         });
         run.1.clone()
@@ -138,12 +143,17 @@ impl RunFiles {
         self.path(&format!("checkpoints/step-{step:08}"))
     }
 
-    /// The lines of `metrics.jsonl` without times, memory, and the rates and energy that some machines add. Numbers are printed so that
-    /// other bits are another text.
+    /// The lines of `metrics.jsonl` without times, memory, and the rates and energy that some
+    /// machines add. Numbers are printed so that other bits are another text.
     pub fn steps(&self) -> Vec<String> {
-        let parts = ["compute_ms", "comm_exposed_ms", "comm_hidden_ms", "loader_ms", "optimizer_ms"];
+        let parts =
+            ["compute_ms", "comm_exposed_ms", "comm_hidden_ms", "loader_ms", "optimizer_ms"];
         let always = [&["step_ms", "tokens_per_second", "peak_bytes", "time"], &parts[..]].concat();
-        self.lines("metrics.jsonl", &always, &["tflops_per_rank", "mfu", "joules_per_token", "energy_kwh"])
+        self.lines(
+            "metrics.jsonl",
+            &always,
+            &["tflops_per_rank", "mfu", "joules_per_token", "energy_kwh"],
+        )
     }
 
     /// The lines of `eval.jsonl` without times.
@@ -151,7 +161,8 @@ impl RunFiles {
         self.lines("eval.jsonl", &["time"], &[])
     }
 
-    /// The same without the name of the data, where one was evaluated: what other files of the same samples give.
+    /// The same without the name of the data, where one was evaluated: what other files of the same
+    /// samples give.
     pub fn evaluated(&self) -> Vec<String> {
         let nameless = |line: &String| {
             let mut line: Value = serde_json::from_str(line).unwrap();
@@ -165,9 +176,14 @@ impl RunFiles {
     fn lines(&self, name: &str, without: &[&str], nor: &[&str]) -> Vec<String> {
         let text = self.text(name);
         let lines = text.lines().map(|line| {
-            let mut value: Value = serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"));
+            let mut value: Value =
+                serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"));
             for key in without {
-                value.as_object_mut().unwrap().remove(*key).unwrap_or_else(|| panic!("no {key}: {line}"));
+                value
+                    .as_object_mut()
+                    .unwrap()
+                    .remove(*key)
+                    .unwrap_or_else(|| panic!("no {key}: {line}"));
             }
             value.as_object_mut().unwrap().retain(|key, _| !nor.contains(&key.as_str()));
             value.to_string()
@@ -201,12 +217,16 @@ impl RunFiles {
         assert_eq!(self.steps(), other.steps(), "{what}: metrics");
         assert_eq!(self.steps().len() as u64, steps, "{what}");
         assert_eq!(self.evaluated(), other.evaluated(), "{what}: evaluations");
-        let (mine, others) = (self.tensors(steps), other.tensors(steps));
+        let mine = self.tensors(steps);
+        let others = other.tensors(steps);
         assert_eq!(mine.len(), others.len(), "{what}");
         for ((name, mine), (other_name, other)) in mine.iter().zip(&others) {
             assert_eq!(name, other_name, "{what}");
             let differ = mine.iter().zip(other).filter(|(a, b)| a != b).count();
-            assert!(mine.len() == other.len() && differ == 0, "{what}: {differ} elements of {name} differ");
+            assert!(
+                mine.len() == other.len() && differ == 0,
+                "{what}: {differ} elements of {name} differ"
+            );
         }
     }
 }
@@ -226,7 +246,10 @@ pub fn tensors(dir: &Path) -> Vec<(String, Vec<u32>)> {
         for part in 0..=manifest.state.len() {
             let mut values = vec![f32::NAN; entry.shape.iter().product()];
             reader.read(name, part, None, 0..values.len(), &mut values).unwrap();
-            all.push((format!("{name}, part {part}"), values.into_iter().map(f32::to_bits).collect()));
+            all.push((
+                format!("{name}, part {part}"),
+                values.into_iter().map(f32::to_bits).collect(),
+            ));
         }
     }
     all

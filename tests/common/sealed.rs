@@ -1,8 +1,9 @@
-//! A device made of host memory that tests nobody may touch: what is not waited for is not there yet.
+//! A device made of host memory that tests nobody may touch: what is not waited for is not there
+//! yet.
 //!
-//! Uploads of compute and everything that its copies does are put off until somebody asks twice whether they are done; until
-//! then their targets hold NaN. Addresses are off by a constant, so that using one as it is ends the process, unless the
-//! device is made to show them.
+//! Uploads of compute and everything that its copies does are put off until somebody asks twice
+//! whether they are done; until then their targets hold NaN. Addresses are off by a constant, so
+//! that using one as it is ends the process, unless the device is made to show them.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -10,7 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use hpctrain::backend::{
-    AllocatedOn, Backend, CommBuffer, DeviceCopies, Event, MemoryKind, MemoryStats, Pinned, Profile, Scratch, Span,
+    AllocatedOn, Backend, CommBuffer, DeviceCopies, Event, MemoryKind, MemoryStats, Pinned,
+    Profile, Scratch, Span,
 };
 use hpctrain::error::{Error, Result};
 
@@ -34,7 +36,10 @@ impl Words {
         Self { at: Box::into_raw(memory).cast(), len }
     }
 
-    #[allow(clippy::mut_from_ref, reason = "a device's memory is written by all who hold its address")]
+    #[allow(
+        clippy::mut_from_ref,
+        reason = "a device's memory is written by all who hold its address"
+    )]
     fn slice(&self) -> &mut [f32] {
         // SAFETY: the memory lives as long as `self`; no two slices are used at once.
         unsafe { std::slice::from_raw_parts_mut(self.at, self.len) }
@@ -67,7 +72,11 @@ impl Stream {
     /// An event that is done when all present jobs are.
     fn event(self: &Arc<Self>) -> Box<dyn Event> {
         let jobs = self.jobs.lock().unwrap();
-        Box::new(Later { stream: self.clone(), until: jobs.0 + jobs.1.len(), asked: AtomicBool::new(false) })
+        Box::new(Later {
+            stream: self.clone(),
+            until: jobs.0 + jobs.1.len(),
+            asked: AtomicBool::new(false),
+        })
     }
 
     fn run(&self, until: usize) {
@@ -113,14 +122,21 @@ struct SealedPort {
 impl SealedPort {
     fn span<'a>(&self, words: &'a Words, range: Range<usize>) -> Span<'a> {
         assert!(range.end <= words.len);
-        // SAFETY: the words live for 'a. Where addresses are hidden MPI is not given any, which the tests make sure of.
+        // SAFETY: the words live for 'a. Where addresses are hidden MPI is not given any, which the
+        // tests make sure of.
         unsafe { Span::new(words.at.expose_provenance() + self.hidden, words.len).part(range) }
     }
 
     /// The span as the device sees it.
     fn slice<'a>(hidden: usize, address: usize, words: usize) -> &'a mut [f32] {
-        // SAFETY: spans are those of `span`, of memory that the test keeps, and jobs run one after the other.
-        unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(address - hidden), words) }
+        // SAFETY: spans are those of `span`, of memory that the test keeps, and jobs run one after
+        // the other.
+        unsafe {
+            std::slice::from_raw_parts_mut(
+                std::ptr::with_exposed_provenance_mut(address - hidden),
+                words,
+            )
+        }
     }
 
     fn later(&self, from: Span<'_>, to: Span<'_>, act: fn(&mut f32, f32)) {
@@ -128,7 +144,10 @@ impl SealedPort {
         let (hidden, from, to, words) = (self.hidden, from.address(), to.address(), to.words());
         self.stream.queue(move || {
             let from = Self::slice(hidden, from, words);
-            Self::slice(hidden, to, words).iter_mut().zip(from).for_each(|(to, from)| act(to, *from));
+            Self::slice(hidden, to, words)
+                .iter_mut()
+                .zip(from)
+                .for_each(|(to, from)| act(to, *from));
         });
     }
 }
@@ -159,22 +178,38 @@ impl DeviceCopies for SealedPort {
         Ok(Box::new(Place(Words::new(words), self.hidden)))
     }
 
-    unsafe fn download(&self, pieces: &[AllocatedOn<'_>], host: *mut f32) -> Result<Box<dyn Event>> {
+    unsafe fn download(
+        &self,
+        pieces: &[AllocatedOn<'_>],
+        host: *mut f32,
+    ) -> Result<Box<dyn Event>> {
         for (span, at) in pieces {
-            let (hidden, address, words) = (self.hidden, span.address(), span.words());
+            let hidden = self.hidden;
+            let address = span.address();
+            let words = span.words();
             let to = host.expose_provenance() + at * size_of::<f32>();
             Self::slice(0, to, words).fill(f32::NAN);
-            self.stream.queue(move || Self::slice(0, to, words).copy_from_slice(Self::slice(hidden, address, words)));
+            self.stream.queue(move || {
+                Self::slice(0, to, words).copy_from_slice(Self::slice(hidden, address, words))
+            });
         }
         Ok(self.stream.event())
     }
 
-    unsafe fn upload(&self, host: *const f32, pieces: &[AllocatedOn<'_>]) -> Result<Box<dyn Event>> {
+    unsafe fn upload(
+        &self,
+        host: *const f32,
+        pieces: &[AllocatedOn<'_>],
+    ) -> Result<Box<dyn Event>> {
         for (span, at) in pieces {
-            let (hidden, address, words) = (self.hidden, span.address(), span.words());
+            let hidden = self.hidden;
+            let address = span.address();
+            let words = span.words();
             let from = host.expose_provenance() + at * size_of::<f32>();
             Self::slice(hidden, address, words).fill(f32::NAN);
-            self.stream.queue(move || Self::slice(hidden, address, words).copy_from_slice(Self::slice(0, from, words)));
+            self.stream.queue(move || {
+                Self::slice(hidden, address, words).copy_from_slice(Self::slice(0, from, words))
+            });
         }
         Ok(self.stream.event())
     }
@@ -208,9 +243,17 @@ impl Sealed {
     /// A device whose addresses are shown, or not.
     pub fn new(shown: bool) -> Self {
         let ledger: Arc<MemoryStats> = Arc::default();
-        let copies =
-            SealedPort { hidden: if shown { 0 } else { HIDDEN }, stream: Arc::default(), ledger: ledger.clone() };
-        Self { copies: Arc::new(copies), compute: Arc::default(), ledger, profile: Profile::default() }
+        let copies = SealedPort {
+            hidden: if shown { 0 } else { HIDDEN },
+            stream: Arc::default(),
+            ledger: ledger.clone(),
+        };
+        Self {
+            copies: Arc::new(copies),
+            compute: Arc::default(),
+            ledger,
+            profile: Profile::default(),
+        }
     }
 
     /// From now on compute gets nothing done.
@@ -229,7 +272,9 @@ impl Sealed {
         match buf.per_word {
             1 => words.to_vec(),
             _ => {
-                let halves = words.iter().flat_map(|word| [word.to_bits() << 16, word.to_bits() & 0xffff_0000]);
+                let halves = words
+                    .iter()
+                    .flat_map(|word| [word.to_bits() << 16, word.to_bits() & 0xffff_0000]);
                 halves.take(buf.len).map(f32::from_bits).collect()
             }
         }
@@ -276,7 +321,9 @@ impl Backend for Sealed {
             1 => host.to_vec(),
             _ => {
                 let half = |x: Option<&f32>| x.map_or(0, |x| x.to_bits() >> 16);
-                host.chunks(2).map(|pair| f32::from_bits(half(pair.first()) | half(pair.get(1)) << 16)).collect()
+                host.chunks(2)
+                    .map(|pair| f32::from_bits(half(pair.first()) | half(pair.get(1)) << 16))
+                    .collect()
             }
         };
         self.compute.queue(move || words.slice().copy_from_slice(&values));
@@ -335,11 +382,15 @@ impl Backend for Sealed {
 
     fn comm_buffer(buf: &mut SealedBuf, range: Range<usize>) -> Result<CommBuffer<'_>> {
         let n = buf.per_word;
-        if !range.start.is_multiple_of(n) || !(range.end.is_multiple_of(n) || range.end == buf.len) {
+        if !range.start.is_multiple_of(n) || !(range.end.is_multiple_of(n) || range.end == buf.len)
+        {
             return Err(Error::internal(format!("{range:?} cuts a word")));
         }
         let copies = buf.device.copies.clone();
-        Ok(CommBuffer::Device(copies.span(&buf.words, range.start / n..range.end.div_ceil(n)), copies))
+        Ok(CommBuffer::Device(
+            copies.span(&buf.words, range.start / n..range.end.div_ceil(n)),
+            copies,
+        ))
     }
 
     fn record_event(buf: &SealedBuf) -> Result<Option<Box<dyn Event>>> {

@@ -1,4 +1,5 @@
-//! Tests on a GPU's simulator (`tests/cudasim/`), in processes of their own that find its libraries.
+//! Tests on a GPU's simulator (`tests/cudasim/`), in processes of their own that find its
+//! libraries.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -24,7 +25,9 @@ pub fn simulator() -> &'static Path {
 
 /// Lets a program find the simulator's libraries, and none of a GPU.
 pub fn with_simulator(command: &mut Command) -> &mut Command {
-    command.env("LD_LIBRARY_PATH", simulator().join("lib")).env("CUDASIM_CACHE", simulator().join("kernels"));
+    command
+        .env("LD_LIBRARY_PATH", simulator().join("lib"))
+        .env("CUDASIM_CACHE", simulator().join("kernels"));
     command.env("XDG_CACHE_HOME", simulator().join("cache")).env_remove("CUDA_VISIBLE_DEVICES")
 }
 
@@ -43,10 +46,13 @@ pub fn role() -> Option<String> {
 pub fn child(settings: Settings, role: &str) -> Ended {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args([&*test_name(), "--exact", "--nocapture", "--include-ignored"]);
-    finish(with_simulator(&mut command).env("CUDASIM_TEST_ROLE", role).envs(settings.iter().copied()))
+    finish(
+        with_simulator(&mut command).env("CUDASIM_TEST_ROLE", role).envs(settings.iter().copied()),
+    )
 }
 
-/// Runs a test's body under each of some settings of the simulator, or once on the machine's own GPU.
+/// Runs a test's body under each of some settings of the simulator, or once on the machine's own
+/// GPU.
 #[track_caller]
 pub fn under(all: &[Settings], body: fn()) {
     if role().is_some() || is_on_gpu() {

@@ -11,7 +11,8 @@ use hpctrain::data::{DataSpec, Dataset, Split};
 use hpctrain_testkit::launch::{Ended, finish, inherits_nothing};
 use hpctrain_testkit::shards;
 
-/// KiB that an import may take for data of its own: a third of what it would hold if it read all at once.
+/// KiB that an import may take for data of its own: a third of what it would hold if it read all at
+/// once.
 const LIMIT: usize = 96 << 10;
 
 /// Runs `hpctrain data import …` with [`LIMIT`] of memory.
@@ -31,8 +32,10 @@ fn written(path: &Path, lines: impl Iterator<Item = String>) {
 
 /// Copies and moves are not what fills the memory: nothing is left behind beside the shards.
 fn only_shards(out: &Path) {
-    let names = out.read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
-    let others: Vec<String> = names.filter(|name| !name.ends_with(".h5") || name.starts_with('.')).collect();
+    let names =
+        out.read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let others: Vec<String> =
+        names.filter(|name| !name.ends_with(".h5") || name.starts_with('.')).collect();
     assert!(others.is_empty(), "{others:?}");
 }
 
@@ -42,14 +45,28 @@ fn a_text_is_imported_a_piece_at_a_time() {
     let [text, out] = ["text", "out"].map(|name| root.path().join(name));
     // 64 MB, of which ids in memory would take 256.
     let lines = 1_000_000;
-    written(&text, (0..lines).map(|i| format!("line {i:08}: the quick brown fox jumps over the lazy dog, again\n")));
+    written(
+        &text,
+        (0..lines)
+            .map(|i| format!("line {i:08}: the quick brown fox jumps over the lazy dog, again\n")),
+    );
     let bytes = std::fs::metadata(&text).unwrap().len();
     assert!(bytes as usize > 60 << 20);
     for tokenizer in ["char", "byte"] {
         let out = out.join(tokenizer);
         let [text, out] = [&text, &out].map(|path| path.to_str().unwrap());
-        let arguments =
-            ["text", text, "--tokenizer", tokenizer, "--shards", "3", "--val-fraction", "0.1", "--out", out];
+        let arguments = [
+            "text",
+            text,
+            "--tokenizer",
+            tokenizer,
+            "--shards",
+            "3",
+            "--val-fraction",
+            "0.1",
+            "--out",
+            out,
+        ];
         import(&arguments).succeeded();
         only_shards(Path::new(out));
         let mut samples = 0;
@@ -60,7 +77,8 @@ fn a_text_is_imported_a_piece_at_a_time() {
             if split == Split::Train {
                 let tokenizer = data.tokenizer().unwrap().clone();
                 let shard = shards::open(Path::new(out).join("train-00000.h5"));
-                let ids: Vec<u32> = shard.dataset("tokens").unwrap().read_slice_1d(..14).unwrap().to_vec();
+                let ids: Vec<u32> =
+                    shard.dataset("tokens").unwrap().read_slice_1d(..14).unwrap().to_vec();
                 assert_eq!(tokenizer.decode(&ids), "line 00000000:");
             }
         }
@@ -74,24 +92,33 @@ fn a_table_is_imported_a_line_at_a_time() {
     let root = tempfile::tempdir().unwrap();
     let [table, out] = ["table.csv", "out"].map(|name| root.path().join(name));
     // 32 MB of lines, whose numbers alone would take twice that in memory, and the shards as much.
-    let (rows, width) = (500_000, 30);
+    let rows = 500_000;
+    let width = 30;
     let header = (0..width).map(|column| format!("c{column},")).collect::<String>() + "class\n";
     let line = |row: usize| {
-        (0..width).map(|column| format!("{},", (row * 7 + column) % 10)).collect::<String>() + &format!("{}\n", row % 3)
+        (0..width).map(|column| format!("{},", (row * 7 + column) % 10)).collect::<String>()
+            + &format!("{}\n", row % 3)
     };
     written(&table, std::iter::once(header).chain((0..rows).map(line)));
     let [table, out] = [&table, &out].map(|path| path.to_str().unwrap());
-    let arguments = ["csv", table, "--target", "class", "--shards", "2", "--val-every", "10", "--out", out];
+    let arguments =
+        ["csv", table, "--target", "class", "--shards", "2", "--val-every", "10", "--out", out];
     import(&arguments).succeeded();
     only_shards(Path::new(out));
     let read = |name: &str, row: usize| {
         let file = shards::open(Path::new(out).join(name));
-        let inputs: Vec<f32> = file.dataset("inputs").unwrap().read_slice_1d(ndarray::s![row, ..]).unwrap().to_vec();
-        let class: Vec<u32> = file.dataset("targets").unwrap().read_slice_1d(row..row + 1).unwrap().to_vec();
+        let inputs: Vec<f32> =
+            file.dataset("inputs").unwrap().read_slice_1d(ndarray::s![row, ..]).unwrap().to_vec();
+        let class: Vec<u32> =
+            file.dataset("targets").unwrap().read_slice_1d(row..row + 1).unwrap().to_vec();
         (inputs, class[0])
     };
-    let expected =
-        |row: usize| ((0..width).map(|column| ((row * 7 + column) % 10) as f32).collect::<Vec<_>>(), (row % 3) as u32);
+    let expected = |row: usize| {
+        (
+            (0..width).map(|column| ((row * 7 + column) % 10) as f32).collect::<Vec<_>>(),
+            (row % 3) as u32,
+        )
+    };
     // Every tenth row is kept for validation; the second half of the others is the second shard.
     assert_eq!(read("train-00000.h5", 0), expected(0));
     assert_eq!(read("train-00000.h5", 9), expected(10));
@@ -109,11 +136,15 @@ fn byte(row: usize, column: usize) -> u8 {
 }
 
 fn by_rows(to: &mut dyn Write) {
-    (0..ROWS).for_each(|row| to.write_all(&std::array::from_fn::<u8, WIDTH, _>(|column| byte(row, column))).unwrap());
+    (0..ROWS).for_each(|row| {
+        to.write_all(&std::array::from_fn::<u8, WIDTH, _>(|column| byte(row, column))).unwrap()
+    });
 }
 
 fn by_columns(to: &mut dyn Write) {
-    (0..WIDTH).for_each(|column| to.write_all(&std::array::from_fn::<u8, ROWS, _>(|row| byte(row, column))).unwrap());
+    (0..WIDTH).for_each(|column| {
+        to.write_all(&std::array::from_fn::<u8, ROWS, _>(|row| byte(row, column))).unwrap()
+    });
 }
 
 /// The part of an NPY file before the elements.
@@ -126,15 +157,21 @@ fn npy(columns_first: bool, shape: &str) -> Vec<u8> {
 /// Imports arrays of features and labels, all for training, and looks at some rows.
 fn imported(command: &str, features: &Path, labels: &Path, out: &Path) {
     let [features, labels, out_text] = [features, labels, out].map(|path| path.to_str().unwrap());
-    import(&[command, features, labels, "--raw", "--val-every", "0", "--out", out_text]).succeeded();
+    import(&[command, features, labels, "--raw", "--val-every", "0", "--out", out_text])
+        .succeeded();
     only_shards(out);
     let inputs = shards::open(out.join("train-00000.h5")).dataset("inputs").unwrap();
     for row in [0, 1, 31_415, ROWS - 1] {
         let found: Vec<u8> = match inputs.ndim() {
             2 => inputs.read_slice_1d(ndarray::s![row, ..]).unwrap().to_vec(),
-            _ => inputs.read_slice_2d(ndarray::s![row, .., .., 0]).unwrap().iter().copied().collect(),
+            _ => {
+                inputs.read_slice_2d(ndarray::s![row, .., .., 0]).unwrap().iter().copied().collect()
+            }
         };
-        assert!(found.len() == WIDTH && (0..WIDTH).all(|column| found[column] == byte(row, column)), "row {row}");
+        assert!(
+            found.len() == WIDTH && (0..WIDTH).all(|column| found[column] == byte(row, column)),
+            "row {row}"
+        );
     }
 }
 

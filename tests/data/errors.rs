@@ -4,8 +4,12 @@ use std::path::{Path, PathBuf};
 
 use hdf5::File;
 use hdf5::types::VarLenUnicode;
-use hpctrain::data::import::{Categories, ImportCsv, ImportOptions, ImportText, NotFinite, import_csv, import_text};
-use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, SampleSpec, Split, Target, TokenizerKind, inspect, verify};
+use hpctrain::data::import::{
+    Categories, ImportCsv, ImportOptions, ImportText, NotFinite, import_csv, import_text,
+};
+use hpctrain::data::{
+    DataSpec, Dataset, Ids, SampleMut, SampleSpec, Split, Target, TokenizerKind, inspect, verify,
+};
 use hpctrain::error::{Error, Kind};
 use hpctrain_testkit::shards;
 
@@ -39,14 +43,19 @@ impl Shards {
         let file = File::create(&path).unwrap();
         file.new_dataset::<u8>().shape(ids.len()).create("tokens").unwrap().write_raw(ids).unwrap();
         if let Some(vocabulary) = vocabulary {
-            file.new_attr::<u64>().create("vocabulary_size").unwrap().write_scalar(&vocabulary).unwrap();
+            file.new_attr::<u64>()
+                .create("vocabulary_size")
+                .unwrap()
+                .write_scalar(&vocabulary)
+                .unwrap();
         }
         path
     }
 
     /// A shard as the importer writes it.
     fn imported(&self, name: &str, text: &str, tokenizer: TokenizerKind) -> PathBuf {
-        let (input, out) = (self.path("text"), self.path("out"));
+        let input = self.path("text");
+        let out = self.path("out");
         std::fs::write(&input, text).unwrap();
         let mut import = ImportText::new(input, tokenizer, &out);
         import.to.val_fraction = 0.0;
@@ -95,7 +104,11 @@ fn a_file_is_truncated() {
     let shards = Shards::new();
     let path = shards.tokens("train-0.h5", &[1; 5000], Some(5));
     std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(3000).unwrap();
-    assert_told(&shards.open(4), &["train-0.h5 is a damaged or truncated HDF5 file", "3000"], "import it again");
+    assert_told(
+        &shards.open(4),
+        &["train-0.h5 is a damaged or truncated HDF5 file", "3000"],
+        "import it again",
+    );
     assert_told(&inspect::inspect(&path).unwrap_err(), &["truncated"], "import it again");
 }
 
@@ -112,7 +125,11 @@ fn a_file_is_not_hdf5() {
 fn datasets_are_lacking() {
     let shards = Shards::new();
     let file = File::create(shards.path("train-0.h5")).unwrap();
-    assert_told(&shards.open(4), &["train-0.h5: has neither /tokens nor /inputs and /targets"], "no dataset");
+    assert_told(
+        &shards.open(4),
+        &["train-0.h5: has neither /tokens nor /inputs and /targets"],
+        "no dataset",
+    );
     file.create_group("g").unwrap().new_dataset::<u8>().shape(3).create("ids").unwrap();
     file.new_dataset::<u8>().shape((3, 4)).create("inputs").unwrap();
     file.flush().unwrap();
@@ -155,7 +172,11 @@ fn shapes_are_wrong() {
     let file = File::create(shards.path("train-0.h5")).unwrap();
     file.new_dataset::<u8>().shape((5, 2, 3)).create("tokens").unwrap();
     file.close().unwrap();
-    assert_told(&shards.open(4), &["train-0.h5: /tokens has shape 5 x 2 x 3", "one dimension"], "shape");
+    assert_told(
+        &shards.open(4),
+        &["train-0.h5: /tokens has shape 5 x 2 x 3", "one dimension"],
+        "shape",
+    );
     write(&[("inputs", (5, 4)), ("targets", (6, 4))]);
     assert_told(&shards.open(4), &["train-0.h5: /inputs is 5 x 4, but /targets is 6 x 4"], "row");
     write(&[("inputs", (5, 4)), ("targets", (5, 4))]);
@@ -175,7 +196,11 @@ fn siblings_differ() {
     shards.imported("train-1.h5", "abcdabcd", TokenizerKind::Char);
     told(&["vocabulary_size differs", "train-1.h5 has 4", "train-0.h5 has 3"]);
     shards.imported("train-1.h5", "abdabdabd", TokenizerKind::Char);
-    told(&["tokenizer differs", "train-1.h5 has char with 'd' as id 2", "train-0.h5 has char with 'c' as id 2"]);
+    told(&[
+        "tokenizer differs",
+        "train-1.h5 has char with 'd' as id 2",
+        "train-0.h5 has char with 'c' as id 2",
+    ]);
     shards.imported("train-1.h5", "abcabcabc", TokenizerKind::Gpt2);
     told(&["dtype differs", "train-1.h5 has /tokens uint16", "train-0.h5 has /tokens uint8"]);
     shards.tokens("train-1.h5", &[1; 9], None);
@@ -199,13 +224,18 @@ fn sample_shapes_of_siblings_differ() {
             file.new_dataset::<u8>().shape((3, context)).create(name).unwrap();
         }
     }
-    let parts = ["sample shape differs", "train-1.h5 has /inputs 5, /targets 5", "train-0.h5 has /inputs 4"];
+    let parts = [
+        "sample shape differs",
+        "train-1.h5 has /inputs 5, /targets 5",
+        "train-0.h5 has /inputs 4",
+    ];
     assert_told(&shards.open(4), &parts, "must agree");
 }
 
 /// Four training shards and one for validation: of text, and of rows.
 fn imports(folder: &Path) -> [DataSpec; 2] {
-    let (text, table) = (folder.join("text"), folder.join("table.csv"));
+    let text = folder.join("text");
+    let table = folder.join("table.csv");
     std::fs::write(&text, "abcde".repeat(100)).unwrap();
     let out = folder.join("tokens");
     let mut import = ImportText::new(text, TokenizerKind::Char, &out);
@@ -214,9 +244,15 @@ fn imports(folder: &Path) -> [DataSpec; 2] {
     let rows: String = (0..40).map(|i| format!("{i},{}\n", i % 3)).collect();
     std::fs::write(&table, format!("x,y\n{rows}")).unwrap();
     let of_rows = folder.join("rows");
-    let kept =
-        ImportOptions { not_finite: NotFinite::Error, every: 5, shards: 4, normalize: true, out: of_rows.clone() };
-    let (targets, categories) = (vec!["y".to_owned()], Categories::NONE);
+    let kept = ImportOptions {
+        not_finite: NotFinite::Error,
+        every: 5,
+        shards: 4,
+        normalize: true,
+        out: of_rows.clone(),
+    };
+    let targets = vec!["y".to_owned()];
+    let categories = Categories::NONE;
     import_csv(&ImportCsv { targets, categories, ..ImportCsv::new(table, kept) }).unwrap();
     let samples = SampleSpec::Rows { input: 1, ids: Ids::None, target: Target::Class(3) };
     [DataSpec::new(out), DataSpec { samples, ..DataSpec::new(of_rows) }]
@@ -259,7 +295,11 @@ fn shards_of_an_import_are_missing_or_too_many() {
         // Shards of another name.
         std::fs::remove_file(&third).unwrap();
         for number in [0, 1, 3] {
-            std::fs::rename(at(&format!("train-0000{number}.h5")), at(&format!("part-0000{number}-of-4.h5"))).unwrap();
+            std::fs::rename(
+                at(&format!("train-0000{number}.h5")),
+                at(&format!("part-0000{number}-of-4.h5")),
+            )
+            .unwrap();
         }
         let parts = DataSpec { train: "part-*".into(), ..spec.clone() };
         assert_told(&failure(open(&parts)), &["part-00002-of-4.h5 is missing"], "data.train");
@@ -268,15 +308,23 @@ fn shards_of_an_import_are_missing_or_too_many() {
 
 #[test]
 fn a_shard_is_of_another_import() {
-    let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let a = tempfile::tempdir().unwrap();
+    let b = tempfile::tempdir().unwrap();
     let [_, spec] = imports(a.path());
     // The same table with another number in it.
     let rows: String = (0..40).map(|i| format!("{},{}\n", i + 1, i % 3)).collect();
     let table = b.path().join("table.csv");
     std::fs::write(&table, format!("x,y\n{rows}")).unwrap();
     let out = b.path().join("rows");
-    let kept = ImportOptions { not_finite: NotFinite::Error, every: 5, shards: 4, normalize: false, out: out.clone() };
-    let (targets, categories) = (vec!["y".to_owned()], Categories::NONE);
+    let kept = ImportOptions {
+        not_finite: NotFinite::Error,
+        every: 5,
+        shards: 4,
+        normalize: false,
+        out: out.clone(),
+    };
+    let targets = vec!["y".to_owned()];
+    let categories = Categories::NONE;
     import_csv(&ImportCsv { targets, categories, ..ImportCsv::new(table, kept) }).unwrap();
     let raw = DataSpec { path: out.clone(), ..spec.clone() };
     Dataset::open(&raw, Split::Train, 1).unwrap();
@@ -286,12 +334,22 @@ fn a_shard_is_of_another_import() {
     let scale = shards::open(spec.path.join("train-00000.h5")).dataset("inputs").unwrap();
     for name in ["mean", "std"] {
         let numbers: Vec<f32> = scale.attr(name).unwrap().read_raw().unwrap();
-        let attribute = file.dataset("inputs").unwrap().new_attr::<f32>().shape(numbers.len()).create(name).unwrap();
+        let attribute = file
+            .dataset("inputs")
+            .unwrap()
+            .new_attr::<f32>()
+            .shape(numbers.len())
+            .create(name)
+            .unwrap();
         attribute.write_raw(&numbers).unwrap();
     }
     file.close().unwrap();
     let e = failure(Dataset::open(&spec, Split::Train, 1));
-    assert_told(&e, &["train-00003.h5 is of another import, not number 3 of the 4 train shards of table.csv"], "again");
+    assert_told(
+        &e,
+        &["train-00003.h5 is of another import, not number 3 of the 4 train shards of table.csv"],
+        "again",
+    );
 }
 
 #[test]
@@ -323,7 +381,11 @@ fn the_format_is_of_the_future() {
     let file = shards::edit(&path);
     file.attr("format_version").unwrap().write_scalar(&2u32).unwrap();
     file.close().unwrap();
-    assert_told(&shards.open(2), &["train-0.h5: format_version is 2", "knows up to 1"], "newer hpctrain");
+    assert_told(
+        &shards.open(2),
+        &["train-0.h5: format_version is 2", "knows up to 1"],
+        "newer hpctrain",
+    );
 }
 
 #[test]
@@ -334,7 +396,11 @@ fn the_tokenizer_is_damaged() {
     let json: VarLenUnicode = r#"{"kind":"char","chars":["a"]}"#.parse().unwrap();
     file.dataset("tokenizer").unwrap().write_scalar(&json).unwrap();
     file.close().unwrap();
-    assert_told(&shards.open(2), &["train-0.h5", "vocabulary_size is 3", "tokenizer has 1 ids"], "import");
+    assert_told(
+        &shards.open(2),
+        &["train-0.h5", "vocabulary_size is 3", "tokenizer has 1 ids"],
+        "import",
+    );
 }
 
 #[test]
@@ -357,7 +423,11 @@ fn the_vocabulary_is_unknown_or_too_small() {
     shards.tokens("train-0.h5", &[1; 9], Some(50));
     spec.vocabulary = Some(40);
     let e = failure(Dataset::open(&spec, Split::Train, 4));
-    assert_told(&e, &["train-0.h5: vocabulary_size is 50, but model.vocabulary is 40"], "50 or more");
+    assert_told(
+        &e,
+        &["train-0.h5: vocabulary_size is 50, but model.vocabulary is 40"],
+        "50 or more",
+    );
 }
 
 #[test]
@@ -374,10 +444,15 @@ fn an_id_is_outside_the_vocabulary() {
     let mut spec = DataSpec::new(&path);
     spec.vocabulary = Some(5);
     let mut dataset = Dataset::open(&spec, Split::Train, 4).unwrap();
-    let (mut inputs, mut targets) = ([0; 4], [0; 4]);
+    let mut inputs = [0; 4];
+    let mut targets = [0; 4];
     dataset.read(0, SampleMut::text(&mut inputs, &mut targets)).unwrap();
     let e = dataset.read(1, SampleMut::text(&mut inputs, &mut targets)).unwrap_err();
-    assert_told(&e, &["a.h5: /inputs[1, 2] is token id -3, outside the vocabulary of 5"], "ignore_index");
+    assert_told(
+        &e,
+        &["a.h5: /inputs[1, 2] is token id -3, outside the vocabulary of 5"],
+        "ignore_index",
+    );
     let e = dataset.read(2, SampleMut::text(&mut inputs, &mut targets)).unwrap_err();
     assert_told(&e, &["a.h5: /targets[2, 3] is token id"], "");
     let e = dataset.read(3, SampleMut::text(&mut inputs, &mut targets)).unwrap_err();
@@ -402,7 +477,9 @@ fn imports_refuse_bad_requests() {
     told(&["input.txt: the text is empty"], "some text", &|_| {});
     std::fs::write(dir.path().join("input.txt"), b"ab\xffcd").unwrap();
     told(&["input.txt: byte 2 is not UTF-8"], "UTF-8", &|_| {});
-    told(&["input.txt: byte 2 is not UTF-8"], "byte", &|import| import.tokenizer = TokenizerKind::Gpt2);
+    told(&["input.txt: byte 2 is not UTF-8"], "byte", &|import| {
+        import.tokenizer = TokenizerKind::Gpt2
+    });
     std::fs::write(dir.path().join("input.txt"), "abcdefghij").unwrap();
     told(&["0 shards"], "1 shard", &|import| import.to.shards = 0);
     told(&["9 training tokens do not fill 10 shards"], "fewer", &|import| import.to.shards = 10);
@@ -419,7 +496,11 @@ fn imports_keep_existing_shards() {
     let out = dir.path().join("out");
     std::fs::create_dir(&out).unwrap();
     std::fs::write(out.join("old.h5"), "precious").unwrap();
-    assert_told(&import_failure(dir.path(), |_| {}), &["out holds shards already, such as old.h5"], "another");
+    assert_told(
+        &import_failure(dir.path(), |_| {}),
+        &["out holds shards already, such as old.h5"],
+        "another",
+    );
     assert_eq!(std::fs::read_dir(&out).unwrap().count(), 1);
 }
 
@@ -443,6 +524,10 @@ fn a_file_that_is_being_written_is_waited_for() {
     let writer = std::fs::File::options().write(true).open(&path).unwrap();
     writer.lock().unwrap();
     let error = inspect::inspect(&path).unwrap_err();
-    assert_told(&error, &["train-0.h5 is open for writing in another process"], "wait until the writer has closed it");
+    assert_told(
+        &error,
+        &["train-0.h5 is open for writing in another process"],
+        "wait until the writer has closed it",
+    );
     assert!(!error.to_string().contains("HDF5_USE_FILE_LOCKING"), "{error}");
 }

@@ -1,4 +1,5 @@
-//! Files that were made to do harm: to fill the memory, to stop a program for ever, to take over a terminal.
+//! Files that were made to do harm: to fill the memory, to stop a program for ever, to take over a
+//! terminal.
 
 use std::io::{Cursor, Write};
 use std::os::fd::AsRawFd as _;
@@ -9,8 +10,8 @@ use flate2::write::{GzEncoder, ZlibEncoder};
 use hdf5::types::VarLenUnicode;
 use hdf5_sys::h5p::H5P_DEFAULT;
 use hpctrain::data::import::{
-    Arrays, Categories, ImportCsv, ImportIdx, ImportImages, ImportNumpy, ImportOptions, NotFinite, import_csv,
-    import_idx, import_images, import_numpy,
+    Arrays, Categories, ImportCsv, ImportIdx, ImportImages, ImportNumpy, ImportOptions, NotFinite,
+    import_csv, import_idx, import_images, import_numpy,
 };
 use hpctrain::data::{DataSpec, Dataset, Ids, SampleSpec, Split, Target, inspect, verify};
 use hpctrain::error::Error;
@@ -31,7 +32,10 @@ fn kept(out: PathBuf) -> ImportOptions {
 #[track_caller]
 fn told(error: &Error, words: &str) {
     let text = error.to_string();
-    assert!(text.contains(words) && text.matches('\n').count() == 1 && text.contains("\nhint: "), "{text}");
+    assert!(
+        text.contains(words) && text.matches('\n').count() == 1 && text.contains("\nhint: "),
+        "{text}"
+    );
     assert_eq!(error.exit_code(), 2, "{text}");
 }
 
@@ -49,7 +53,8 @@ fn idx(shape: &[u32]) -> Vec<u8> {
 
 fn npy(shape: &str, elements: &[u8]) -> Vec<u8> {
     let header = format!("{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}\n");
-    [b"\x93NUMPY\x01\x00", &(header.len() as u16).to_le_bytes()[..], header.as_bytes(), elements].concat()
+    [b"\x93NUMPY\x01\x00", &(header.len() as u16).to_le_bytes()[..], header.as_bytes(), elements]
+        .concat()
 }
 
 /// So many zeros after a beginning, through a compressor that writes to `out`.
@@ -72,11 +77,13 @@ fn gzipped(begin: &[u8], count: usize) -> Vec<u8> {
 #[test]
 fn gzipped_files_are_unpacked_as_far_as_they_declare() {
     let root = tempfile::tempdir().unwrap();
-    let (images, labels) = (root.path().join("images.gz"), root.path().join("labels.gz"));
+    let images = root.path().join("images.gz");
+    let labels = root.path().join("labels.gz");
     std::fs::write(&labels, gzipped(&idx(&[3]), 3)).unwrap();
     let refused = |content: &[u8]| {
         std::fs::write(&images, content).unwrap();
-        let (images, labels) = (images.clone(), labels.clone());
+        let images = images.clone();
+        let labels = labels.clone();
         import_idx(&ImportIdx { images, labels, kept: kept(root.path().join("out")) }).unwrap_err()
     };
     // 200 MB behind a header that declares 12 bytes.
@@ -85,7 +92,10 @@ fn gzipped_files_are_unpacked_as_far_as_they_declare() {
         "it decodes to more than the 12 bytes that its header declares",
     );
     // 4 GiB declared, and some of it there.
-    told(&refused(&gzipped(&idx(&[65536, 256, 256]), 1 << 20)), "it decodes to 4294967296 bytes from ");
+    told(
+        &refused(&gzipped(&idx(&[65536, 256, 256]), 1 << 20)),
+        "it decodes to 4294967296 bytes from ",
+    );
     told(&refused(&gzipped(&idx(&[3, 2, 2]), 11)), "11 elements for shape [3, 2, 2]");
     for shape in [&[0, u32::MAX, u32::MAX, u32::MAX][..], &[u32::MAX; 9]] {
         told(&refused(&idx(shape)), "is too large for any memory");
@@ -107,7 +117,12 @@ fn archives_are_unpacked_as_far_as_they_declare() {
     };
     let import = |content: &[u8], out: &str| {
         std::fs::write(&path, content).unwrap();
-        let arrays = Arrays::Archive { path: path.clone(), features: "x".into(), labels: None, weights: None };
+        let arrays = Arrays::Archive {
+            path: path.clone(),
+            features: "x".into(),
+            labels: None,
+            weights: None,
+        };
         import_numpy(&ImportNumpy { arrays, regression: false, kept: kept(root.path().join(out)) })
     };
     // One that says the truth about itself.
@@ -122,8 +137,13 @@ fn archives_are_unpacked_as_far_as_they_declare() {
     assert!(!at.is_empty());
     at.iter().for_each(|at| bytes[*at..*at + 4].copy_from_slice(&(content + 12).to_le_bytes()));
     told(&import(&bytes, "out").unwrap_err(), "not a NumPy array of numbers: ");
-    for shape in ["(0, 4611686018427387904, 4)", "(4611686018427387904, 4, 0)", "(18446744073709551615,)"] {
-        told(&import(&archive(&npy(shape, &[]), 0), "out").unwrap_err(), "bytes of elements for shape");
+    for shape in
+        ["(0, 4611686018427387904, 4)", "(4611686018427387904, 4, 0)", "(18446744073709551615,)"]
+    {
+        told(
+            &import(&archive(&npy(shape, &[]), 0), "out").unwrap_err(),
+            "bytes of elements for shape",
+        );
     }
     import(&archive(&npy("(3, 4)", &[]), 12), "good").unwrap();
 }
@@ -135,13 +155,21 @@ fn images_are_decoded_if_they_are_in_proportion() {
     std::fs::create_dir_all(folder.join("cat")).unwrap();
     let put = |name: &str, side: u32| {
         let mut bytes = Cursor::new(Vec::new());
-        let best = PngEncoder::new_with_quality(&mut bytes, CompressionType::Best, FilterType::NoFilter);
+        let best =
+            PngEncoder::new_with_quality(&mut bytes, CompressionType::Best, FilterType::NoFilter);
         GrayImage::new(side, side).write_with_encoder(best).unwrap();
         std::fs::write(folder.join("cat").join(name), bytes.into_inner()).unwrap();
     };
     let refused = |size: Option<[u32; 2]>| {
         let kept = kept(root.path().join("out"));
-        import_images(&ImportImages { folder: folder.clone(), no_target: false, size, grey: true, kept }).unwrap_err()
+        import_images(&ImportImages {
+            folder: folder.clone(),
+            no_target: false,
+            size,
+            grey: true,
+            kept,
+        })
+        .unwrap_err()
     };
     put("1.png", 12_000);
     told(&refused(Some([8, 8])), "cat/1.png: it decodes to 144000000 bytes from ");
@@ -157,7 +185,12 @@ fn images_are_decoded_if_they_are_in_proportion() {
 /// Classes of `samples` rows of 4 numbers, whose inputs `write` makes.
 fn rows(path: &Path, samples: usize, write: impl FnOnce(&hdf5::File)) {
     let file = hdf5::File::create(path).unwrap();
-    file.new_dataset::<u8>().shape(samples).create("targets").unwrap().write_raw(&vec![0u8; samples]).unwrap();
+    file.new_dataset::<u8>()
+        .shape(samples)
+        .create("targets")
+        .unwrap()
+        .write_raw(&vec![0u8; samples])
+        .unwrap();
     write(&file);
 }
 
@@ -167,25 +200,49 @@ fn chunks_are_unpacked_if_they_are_in_proportion() {
     let path = root.path().join("train-00000.h5");
     let opened = |input| {
         let samples = SampleSpec::Rows { input, ids: Ids::None, target: Target::Class(2) };
-        Dataset::open(&DataSpec { samples, ..DataSpec::new(root.path()) }, Split::Train, 1).map(drop)
+        Dataset::open(&DataSpec { samples, ..DataSpec::new(root.path()) }, Split::Train, 1)
+            .map(drop)
     };
     // A chunk of 128 MiB of zeros.
     rows(&path, 8, |file| {
-        let inputs = file.new_dataset::<u8>().chunk((8, 16 << 20)).deflate(9).shape((8, 16 << 20)).create("inputs");
+        let inputs = file
+            .new_dataset::<u8>()
+            .chunk((8, 16 << 20))
+            .deflate(9)
+            .shape((8, 16 << 20))
+            .create("inputs");
         inputs.unwrap().write_raw(&vec![0u8; 128 << 20]).unwrap();
     });
-    told(&opened(16 << 20).unwrap_err(), "inputs: a row or chunk of it: it decodes to 134217728 bytes from ");
+    told(
+        &opened(16 << 20).unwrap_err(),
+        "inputs: a row or chunk of it: it decodes to 134217728 bytes from ",
+    );
     // A chunk of 4 KiB that unpacks to 256 MiB.
-    let bomb = zeros(ZlibEncoder::new(Vec::new(), Compression::best()), &[], 256 << 20).finish().unwrap();
+    let bomb =
+        zeros(ZlibEncoder::new(Vec::new(), Compression::best()), &[], 256 << 20).finish().unwrap();
     rows(&path, 8, |file| {
-        let inputs = file.new_dataset::<u8>().chunk((8, 512)).deflate(9).shape((8, 512)).create("inputs").unwrap();
+        let inputs = file
+            .new_dataset::<u8>()
+            .chunk((8, 512))
+            .deflate(9)
+            .shape((8, 512))
+            .create("inputs")
+            .unwrap();
         inputs.write_raw(&[1u8; 4096]).unwrap();
-        let (mut bytes, place) = (bomb.clone(), [0u64; 2]);
+        let mut bytes = bomb.clone();
+        let place = [0u64; 2];
         let write = || {
             let buffer = bytes.as_mut_ptr().cast();
             // SAFETY: HDF5 reads so many bytes, and two numbers for the place of the chunk.
             hdf5::h5check(unsafe {
-                hdf5_sys::h5d::H5Dwrite_chunk(inputs.id(), H5P_DEFAULT, 0, place.as_ptr(), bytes.len(), buffer)
+                hdf5_sys::h5d::H5Dwrite_chunk(
+                    inputs.id(),
+                    H5P_DEFAULT,
+                    0,
+                    place.as_ptr(),
+                    bytes.len(),
+                    buffer,
+                )
             })
         };
         hdf5::sync::sync(write).unwrap();
@@ -194,18 +251,37 @@ fn chunks_are_unpacked_if_they_are_in_proportion() {
     told(&opened(512).unwrap_err(), "compressed bytes for 1 chunks of 4096");
     // Checksums that a small file does not have.
     rows(&path, 8, |file| {
-        file.new_dataset::<u8>().shape((8, 4)).create("inputs").unwrap().write_raw(&[1u8; 32]).unwrap();
+        file.new_dataset::<u8>()
+            .shape((8, 4))
+            .create("inputs")
+            .unwrap()
+            .write_raw(&[1u8; 32])
+            .unwrap();
         let text = |text: &str| text.parse::<VarLenUnicode>().unwrap();
-        file.new_attr::<VarLenUnicode>().create("format").unwrap().write_scalar(&text("hpctrain-samples")).unwrap();
+        file.new_attr::<VarLenUnicode>()
+            .create("format")
+            .unwrap()
+            .write_scalar(&text("hpctrain-samples"))
+            .unwrap();
         file.new_attr::<u32>().create("format_version").unwrap().write_scalar(&2u32).unwrap();
         let sums = file.create_group("checksums").unwrap();
-        let sums = sums.new_dataset::<u32>().chunk(1024).shape(1usize << 40).create("inputs").unwrap();
+        let sums =
+            sums.new_dataset::<u32>().chunk(1024).shape(1usize << 40).create("inputs").unwrap();
         sums.new_attr::<u64>().create("checksum_block").unwrap().write_scalar(&1u64).unwrap();
     });
-    told(&opened(4).unwrap_err(), "checksums cannot be read: it decodes to 4398046511104 bytes from 0");
+    told(
+        &opened(4).unwrap_err(),
+        "checksums cannot be read: it decodes to 4398046511104 bytes from 0",
+    );
     // A file in proportion.
     rows(&path, 8, |file| {
-        let inputs = file.new_dataset::<u8>().chunk((8, 4)).deflate(9).shape((8, 4)).create("inputs").unwrap();
+        let inputs = file
+            .new_dataset::<u8>()
+            .chunk((8, 4))
+            .deflate(9)
+            .shape((8, 4))
+            .create("inputs")
+            .unwrap();
         inputs.write_raw(&[1u8; 32]).unwrap();
     });
     opened(4).unwrap();
@@ -223,7 +299,15 @@ fn create(file: &hdf5::File, chunk: &[u64], shape: &[u64]) {
             let list = H5Pcreate(*hdf5::globals::H5P_DATASET_CREATE);
             assert!(space >= 0 && H5Pset_chunk(list, chunk.len() as i32, chunk.as_ptr()) >= 0);
             let kind = *hdf5::globals::H5T_STD_U8LE;
-            let set = H5Dcreate2(file.id(), c"inputs".as_ptr(), kind, space, H5P_DEFAULT, list, H5P_DEFAULT);
+            let set = H5Dcreate2(
+                file.id(),
+                c"inputs".as_ptr(),
+                kind,
+                space,
+                H5P_DEFAULT,
+                list,
+                H5P_DEFAULT,
+            );
             assert!(set >= 0 && H5Dclose(set) >= 0 && H5Pclose(list) >= 0 && H5Sclose(space) >= 0);
         }
     });
@@ -241,7 +325,9 @@ fn products_of_extents_do_not_overflow() {
             create(file, &chunk, &shape);
         });
         let samples = SampleSpec::Anything;
-        let opened = Dataset::open(&DataSpec { samples, ..DataSpec::new(root.path()) }, Split::Train, 1).map(drop);
+        let opened =
+            Dataset::open(&DataSpec { samples, ..DataSpec::new(root.path()) }, Split::Train, 1)
+                .map(drop);
         told(&opened.unwrap_err(), "inputs");
         assert!(verify::verify(&path).is_err());
         inspect::inspect(&path).unwrap();
@@ -280,10 +366,12 @@ fn what_is_no_regular_file_is_not_waited_for() {
 #[test]
 fn a_table_like_one_with_impossible_ids_is_refused() {
     let root = tempfile::tempdir().unwrap();
-    let (table, first) = (root.path().join("t.csv"), root.path().join("first"));
+    let table = root.path().join("t.csv");
+    let first = root.path().join("first");
     std::fs::write(&table, "site,clicked\na,0\nb,1\n").unwrap();
     let import = |categories, out: &str| {
-        let (input, kept) = (table.clone(), kept(root.path().join(out)));
+        let input = table.clone();
+        let kept = kept(root.path().join(out));
         let targets = vec!["clicked".to_string()];
         import_csv(&ImportCsv { targets, categories, ..ImportCsv::new(input, kept) })
     };
@@ -292,7 +380,10 @@ fn a_table_like_one_with_impossible_ids_is_refused() {
     for ids in [0, 1] {
         let file = shards::edit(first.join("train-00000.h5"));
         let columns = file.dataset("columns").unwrap();
-        let text = columns.read_scalar::<VarLenUnicode>().unwrap().replace("\"hash\":5", &format!("\"hash\":{ids}"));
+        let text = columns
+            .read_scalar::<VarLenUnicode>()
+            .unwrap()
+            .replace("\"hash\":5", &format!("\"hash\":{ids}"));
         let text = text.replace("\"hash\":0", &format!("\"hash\":{ids}"));
         columns.write_scalar(&text.parse::<VarLenUnicode>().unwrap()).unwrap();
         file.close().unwrap();
@@ -309,22 +400,44 @@ fn texts_of_files_do_not_reach_the_terminal_as_they_are() {
     let path = root.path().join("train-00000.h5");
     let text = |text: &str| text.parse::<VarLenUnicode>().unwrap();
     rows(&path, 2, |file| {
-        file.new_dataset::<u8>().shape((2, 4)).create("inputs").unwrap().write_raw(&[1u8; 8]).unwrap();
-        file.new_dataset::<u8>().shape(2).create(&*format!("a{TITLE}\nb")).unwrap().write_raw(&[1u8; 2]).unwrap();
+        file.new_dataset::<u8>()
+            .shape((2, 4))
+            .create("inputs")
+            .unwrap()
+            .write_raw(&[1u8; 8])
+            .unwrap();
+        file.new_dataset::<u8>()
+            .shape(2)
+            .create(&*format!("a{TITLE}\nb"))
+            .unwrap()
+            .write_raw(&[1u8; 2])
+            .unwrap();
         let attribute = |name: &str, value: &str| {
-            file.new_attr::<VarLenUnicode>().create(name).unwrap().write_scalar(&text(value)).unwrap();
+            file.new_attr::<VarLenUnicode>()
+                .create(name)
+                .unwrap()
+                .write_scalar(&text(value))
+                .unwrap();
         };
         attribute("format", "hpctrain-samples");
         attribute("source", &format!("photos{TITLE}\nfake: line"));
         attribute("split", TITLE);
         file.new_attr::<u32>().create("format_version").unwrap().write_scalar(&1u32).unwrap();
         let names = [text(&format!("cat{TITLE}")), text("dog")];
-        file.new_dataset::<VarLenUnicode>().shape(2).create("classes").unwrap().write_raw(&names).unwrap();
+        file.new_dataset::<VarLenUnicode>()
+            .shape(2)
+            .create("classes")
+            .unwrap()
+            .write_raw(&names)
+            .unwrap();
     });
     let clean = |command: &mut std::process::Command| {
         let ended = finish(command);
         let printed = format!("{}{}", ended.stdout, ended.stderr);
-        assert!(!printed.chars().any(|c| c.is_control() && c != '\n' || c == '\u{202e}'), "{printed:?}");
+        assert!(
+            !printed.chars().any(|c| c.is_control() && c != '\n' || c == '\u{202e}'),
+            "{printed:?}"
+        );
         assert!(printed.contains("\\u001b]0;owned\\u0007\\u009b31m\\u202e"), "{printed}");
         assert!(!printed.contains("\nfake: line"), "{printed}");
         ended
@@ -346,9 +459,16 @@ fn pipes_that_a_user_names_are_read() {
     let name = format!("/proc/self/fd/{}", reader.as_raw_fd());
     let writing = std::thread::spawn(move || writer.write_all(b"x,y\n1,2\n3,4\n").unwrap());
     let kept = kept(root.path().join("out"));
-    let (input, targets, categories) = (PathBuf::from(name), vec!["y".into()], Categories::NONE);
-    let imported =
-        import_csv(&ImportCsv { targets, regression: true, categories, ..ImportCsv::new(input, kept) }).unwrap();
+    let input = PathBuf::from(name);
+    let targets = vec!["y".into()];
+    let categories = Categories::NONE;
+    let imported = import_csv(&ImportCsv {
+        targets,
+        regression: true,
+        categories,
+        ..ImportCsv::new(input, kept)
+    })
+    .unwrap();
     writing.join().unwrap();
     assert_eq!(imported.shards[0].1, 2);
 }

@@ -39,8 +39,20 @@ fn png(image: &RgbImage) -> Vec<u8> {
     encoded(&image.clone().into(), ImageFormat::Png)
 }
 
-fn import(folder: &Path, size: Option<[u32; 2]>, grey: bool, kept: ImportOptions) -> Result<(), Error> {
-    import_images(&ImportImages { folder: folder.to_path_buf(), no_target: false, size, grey, kept }).map(drop)
+fn import(
+    folder: &Path,
+    size: Option<[u32; 2]>,
+    grey: bool,
+    kept: ImportOptions,
+) -> Result<(), Error> {
+    import_images(&ImportImages {
+        folder: folder.to_path_buf(),
+        no_target: false,
+        size,
+        grey,
+        kept,
+    })
+    .map(drop)
 }
 
 /// Inputs of a split, row after row, and classes.
@@ -61,7 +73,8 @@ fn texts(path: &Path, name: &str) -> Vec<String> {
 fn every_pixel_is_where_it_was_and_every_class_has_its_name() {
     let root = tempfile::tempdir().unwrap();
     let folder = root.path().join("pets");
-    // Eleven of one class, three of the other; names are not in the order in which they are written.
+    // Eleven of one class, three of the other; names are not in the order in which they are
+    // written.
     for image in (0..11).rev() {
         save(&folder.join(format!("dog/{image:02}.png")), &png(&pixels(image)));
     }
@@ -81,7 +94,10 @@ fn every_pixel_is_where_it_was_and_every_class_has_its_name() {
     .unwrap();
     assert_eq!((&imported.shape[..], imported.classes), (&[2, 3, 3][..], Some(2)));
     assert_eq!(imported.class_names, ["Cat", "dog"]);
-    assert!(imported.to_string().ends_with("model.input = [2, 3, 3], 2 classes\nclasses: 0 Cat, 1 dog"), "{imported}");
+    assert!(
+        imported.to_string().ends_with("model.input = [2, 3, 3], 2 classes\nclasses: 0 Cat, 1 dog"),
+        "{imported}"
+    );
 
     // The fifth and the tenth dog are kept for validation; three cats are too few to give one away.
     let shards = ["train-00000.h5", "train-00001.h5"].map(|name| out.join(name));
@@ -104,7 +120,10 @@ fn every_pixel_is_where_it_was_and_every_class_has_its_name() {
     assert!(files.iter().cloned().eq(want), "{files:?}");
 
     let inspected = inspect::inspect(&out).unwrap().to_string();
-    assert!(inspected.contains("train-00000.h5, train-00001.h5, val-00000.h5: classes 0 Cat, 1 dog\n"), "{inspected}");
+    assert!(
+        inspected.contains("train-00000.h5, train-00001.h5, val-00000.h5: classes 0 Cat, 1 dog\n"),
+        "{inspected}"
+    );
     assert_eq!(verify::verify(&out).unwrap().files, 3);
 }
 
@@ -128,7 +147,8 @@ fn every_class_has_its_part_of_the_validation() {
 fn channels_are_three_or_one_whatever_the_file_has() {
     let root = tempfile::tempdir().unwrap();
     let one = |name: &str, image: DynamicImage, grey| {
-        let (folder, out) = (root.path().join(name), root.path().join(format!("{name}-{grey}")));
+        let folder = root.path().join(name);
+        let out = root.path().join(format!("{name}-{grey}"));
         save(&folder.join("a/1.png"), &encoded(&image, ImageFormat::Png));
         import(&folder, None, grey, ImportOptions { every: 0, ..kept(out.clone()) }).unwrap();
         read(&out, Split::Train, if grey { 1 } else { 3 }).0
@@ -138,9 +158,11 @@ fn channels_are_three_or_one_whatever_the_file_has() {
     assert_eq!(one("grey", grey, true), [77.0]);
     let alpha = DynamicImage::ImageRgba8(image::RgbaImage::from_pixel(1, 1, Rgba([1, 2, 3, 0])));
     assert_eq!(one("alpha", alpha, false), [1.0, 2.0, 3.0]);
-    let grey_alpha = DynamicImage::ImageLumaA8(image::ImageBuffer::from_pixel(1, 1, LumaA([9, 100])));
+    let grey_alpha =
+        DynamicImage::ImageLumaA8(image::ImageBuffer::from_pixel(1, 1, LumaA([9, 100])));
     assert_eq!(one("grey-alpha", grey_alpha, true), [9.0]);
-    let wide = DynamicImage::ImageRgb16(image::ImageBuffer::from_pixel(1, 1, Rgb([0u16, 0x8080, 0xffff])));
+    let wide =
+        DynamicImage::ImageRgb16(image::ImageBuffer::from_pixel(1, 1, Rgb([0u16, 0x8080, 0xffff])));
     assert_eq!(one("wide", wide, false), [0.0, 128.0, 255.0]);
     let colour = DynamicImage::ImageRgb8(RgbImage::from_pixel(1, 1, Rgb([255, 0, 0])));
     // The eye's weight of red (Rec. 709).
@@ -151,8 +173,9 @@ fn channels_are_three_or_one_whatever_the_file_has() {
 fn photographs_are_about_what_they_were_and_on_a_common_scale() {
     let root = tempfile::tempdir().unwrap();
     let folder = root.path().join("photos");
-    let gradient =
-        |shift: u32| RgbImage::from_fn(32, 16, |x, y| Rgb([(6 * x) as u8, (12 * y) as u8, (40 * shift) as u8]));
+    let gradient = |shift: u32| {
+        RgbImage::from_fn(32, 16, |x, y| Rgb([(6 * x) as u8, (12 * y) as u8, (40 * shift) as u8]))
+    };
     for image in 0..4 {
         let bytes = encoded(&gradient(image).into(), ImageFormat::Jpeg);
         // The name does not matter.
@@ -164,17 +187,22 @@ fn photographs_are_about_what_they_were_and_on_a_common_scale() {
     assert_eq!(classes, [0, 1, 0, 1]);
     for (row, image) in inputs.chunks(16 * 32 * 3).zip(0..) {
         let want = gradient(image).into_raw();
-        let off = row.iter().zip(&want).map(|(x, want)| (x - f32::from(*want)).abs()).sum::<f32>() / row.len() as f32;
+        let off = row.iter().zip(&want).map(|(x, want)| (x - f32::from(*want)).abs()).sum::<f32>()
+            / row.len() as f32;
         assert!(off < 4.0, "{image}: {off}");
     }
     let out = root.path().join("scaled");
-    import(&folder, None, false, ImportOptions { every: 0, normalize: true, ..kept(out.clone()) }).unwrap();
+    import(&folder, None, false, ImportOptions { every: 0, normalize: true, ..kept(out.clone()) })
+        .unwrap();
     let (inputs, _) = read(&out, Split::Train, 16 * 32 * 3);
     for channel in 0..3 {
         let of: Vec<f64> = inputs.iter().skip(channel).step_by(3).map(|x| f64::from(*x)).collect();
         let mean = of.iter().sum::<f64>() / of.len() as f64;
         let variance = of.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / of.len() as f64;
-        assert!(mean.abs() < 1e-5 && (variance - 1.0).abs() < 1e-4, "{channel}: {mean}, {variance}");
+        assert!(
+            mean.abs() < 1e-5 && (variance - 1.0).abs() < 1e-4,
+            "{channel}: {mean}, {variance}"
+        );
     }
 }
 
@@ -183,12 +211,21 @@ fn images_are_scaled_to_cover_the_size_and_cut_around_the_middle() {
     let root = tempfile::tempdir().unwrap();
     let folder = root.path().join("images");
     // Three parts of one colour each, side by side: the middle one is left, and halved.
-    let wide =
-        RgbImage::from_fn(24, 8, |x, _| if (8..16).contains(&x) { Rgb([0, 200, 100]) } else { Rgb([255, 0, 0]) });
-    let high = RgbImage::from_fn(4, 12, |_, y| if (4..8).contains(&y) { Rgb([7, 8, 9]) } else { Rgb([0, 0, 0]) });
+    let wide = RgbImage::from_fn(24, 8, |x, _| {
+        if (8..16).contains(&x) { Rgb([0, 200, 100]) } else { Rgb([255, 0, 0]) }
+    });
+    let high =
+        RgbImage::from_fn(
+            4,
+            12,
+            |_, y| if (4..8).contains(&y) { Rgb([7, 8, 9]) } else { Rgb([0, 0, 0]) },
+        );
     save(&folder.join("a/1.png"), &png(&wide));
     save(&folder.join("a/2.png"), &png(&high));
-    save(&folder.join("a/3.png"), &png(&RgbImage::from_fn(4, 4, |x, y| Rgb([x as u8, y as u8, 50]))));
+    save(
+        &folder.join("a/3.png"),
+        &png(&RgbImage::from_fn(4, 4, |x, y| Rgb([x as u8, y as u8, 50]))),
+    );
     let out = root.path().join("out");
     import(&folder, Some([4, 4]), false, ImportOptions { every: 0, ..kept(out.clone()) }).unwrap();
     let (inputs, _) = read(&out, Split::Train, 48);
@@ -196,7 +233,10 @@ fn images_are_scaled_to_cover_the_size_and_cut_around_the_middle() {
         let image = &inputs[image * 48..][..48];
         // The filter reaches beyond the cut by a pixel.
         let inner = image.chunks(12).flat_map(|row| row.chunks(3).skip(1).take(2)).skip(2).take(4);
-        assert!(inner.clone().count() == 4 && inner.clone().all(|pixel| pixel == want), "{image:?}");
+        assert!(
+            inner.clone().count() == 4 && inner.clone().all(|pixel| pixel == want),
+            "{image:?}"
+        );
     }
     // Images that have the size already are left as they are.
     let own: Vec<f32> = (0..16).flat_map(|i| [(i % 4) as f32, (i / 4) as f32, 50.0]).collect();
@@ -215,21 +255,41 @@ fn folders_that_cannot_be_imported_are_told_in_a_line() {
     bent[middle] ^= 0x55;
     type Named<'a> = (&'a str, &'a [u8]);
     // With a preview in a segment of its own, which has an end of its own.
-    let preview = [&jpeg[..2], &[0xff, 0xe1, 0, 6, 0xff, 0xd8, 0xff, 0xd9], &jpeg[2..jpeg.len() - 2]].concat();
+    let preview =
+        [&jpeg[..2], &[0xff, 0xe1, 0, 6, 0xff, 0xd8, 0xff, 0xd9], &jpeg[2..jpeg.len() - 2]]
+            .concat();
     let cases: [(&[Named], &str); 15] = [
         (&[], "images holds no folder of a class"),
         (&[(".hidden/1.png", &good)], "images holds no folder of a class"),
-        (&[("a/1.png", &good), ("readme.txt", b"hello")], "images/readme.txt is a file beside the folders of classes"),
+        (
+            &[("a/1.png", &good), ("readme.txt", b"hello")],
+            "images/readme.txt is a file beside the folders of classes",
+        ),
         (&[("a/1.png", &good), ("b/.keep", b"")], "images/b holds no images"),
         (&[("train/a/1.png", &good)], "images/train/a is a folder inside that of a class"),
         (&[("a/1.png", &good), ("a/2.png", b"")], "images/a/2.png is not a PNG or JPEG image"),
         (&[("a/1.png", &good), ("a/2.txt", b"hello")], "images/a/2.txt is not a PNG or JPEG image"),
-        (&[("a/1.gif", b"GIF89a\x01\0\x01\0\0\0\0")], "images/a/1.gif is not a PNG or JPEG image, but Gif"),
-        (&[("a/1.png", &good[..good.len() - 20])], "images/a/1.png is a damaged or truncated image: "),
+        (
+            &[("a/1.gif", b"GIF89a\x01\0\x01\0\0\0\0")],
+            "images/a/1.gif is not a PNG or JPEG image, but Gif",
+        ),
+        (
+            &[("a/1.png", &good[..good.len() - 20])],
+            "images/a/1.png is a damaged or truncated image: ",
+        ),
         (&[("a/1.png", &bent)], "images/a/1.png is a damaged or truncated image: "),
-        (&[("a/1.jpg", &jpeg[..jpeg.len() - 3])], "images/a/1.jpg is a damaged or truncated image: it ends before"),
-        (&[("a/1.jpg", &preview)], "images/a/1.jpg is a damaged or truncated image: it ends before"),
-        (&[("a/1.jpg", &jpeg[..100])], "images/a/1.jpg is a damaged or truncated image: it ends before"),
+        (
+            &[("a/1.jpg", &jpeg[..jpeg.len() - 3])],
+            "images/a/1.jpg is a damaged or truncated image: it ends before",
+        ),
+        (
+            &[("a/1.jpg", &preview)],
+            "images/a/1.jpg is a damaged or truncated image: it ends before",
+        ),
+        (
+            &[("a/1.jpg", &jpeg[..100])],
+            "images/a/1.jpg is a damaged or truncated image: it ends before",
+        ),
         (&[("a/1.jpg", b"\xff\xd8\xff\xd9")], "images/a/1.jpg is a damaged or truncated image: "),
         (
             &[("a/1.png", &good), ("b/2.png", &png(&RgbImage::new(2, 3)))],
@@ -238,41 +298,57 @@ fn folders_that_cannot_be_imported_are_told_in_a_line() {
     ];
     for (files, wanted) in cases {
         let root = tempfile::tempdir().unwrap();
-        let (folder, out) = (root.path().join("images"), root.path().join("out"));
+        let folder = root.path().join("images");
+        let out = root.path().join("out");
         std::fs::create_dir(&folder).unwrap();
         files.iter().for_each(|(name, bytes)| save(&folder.join(name), bytes));
-        let error = import(&folder, None, false, ImportOptions { every: 0, ..kept(out.clone()) }).unwrap_err();
+        let error = import(&folder, None, false, ImportOptions { every: 0, ..kept(out.clone()) })
+            .unwrap_err();
         assert_eq!(error.exit_code(), 2);
         let told = error.to_string();
-        assert!(told.contains(wanted) && told.lines().count() == 2 && told.contains("\nhint: "), "{wanted}: {told}");
+        assert!(
+            told.contains(wanted) && told.lines().count() == 2 && told.contains("\nhint: "),
+            "{wanted}: {told}"
+        );
         assert!(!out.exists());
     }
-    let told = import(Path::new("/nowhere"), None, false, kept("/nowhere-else".into())).unwrap_err().to_string();
+    let told = import(Path::new("/nowhere"), None, false, kept("/nowhere-else".into()))
+        .unwrap_err()
+        .to_string();
     assert!(told.starts_with("/nowhere does not exist\nhint: "), "{told}");
 }
 
 #[test]
 fn the_command_imports_and_tells_of_sizes() {
     let root = tempfile::tempdir().unwrap();
-    let (folder, out) = (root.path().join("images"), root.path().join("out").display().to_string());
+    let folder = root.path().join("images");
+    let out = root.path().join("out").display().to_string();
     save(&folder.join("a/1.png"), &png(&pixels(1)));
     save(&folder.join("b/2.png"), &png(&RgbImage::new(9, 9)));
     let folder = folder.display().to_string();
     let command = |more: &[&str]| {
-        let args = [&["data", "import", "images", &folder, "--out", &out, "--val-every", "0"], more].concat();
+        let args =
+            [&["data", "import", "images", &folder, "--out", &out, "--val-every", "0"], more]
+                .concat();
         finish(&mut program(args))
     };
     let ended = command(&[]);
     assert_eq!(ended.code(), 2, "{ended}");
     let wanted = "b/2.png is 9 × 9 pixels (height × width), but ";
-    assert!(ended.stderr.contains(wanted) && ended.stderr.contains("hint: bring all images to one size: --size 2x3"));
+    assert!(
+        ended.stderr.contains(wanted)
+            && ended.stderr.contains("hint: bring all images to one size: --size 2x3")
+    );
     for size in ["0", "3x", "x", "4x9000", "-1"] {
         let ended = command(&[&format!("--size={size}")]);
         assert_eq!(ended.code(), 2, "{ended}");
         assert!(ended.stderr.contains("height and width, such as 32x48"), "{ended}");
     }
     let ended = command(&["--size", "4x6", "--grey"]).succeeded();
-    assert!(ended.stdout.contains("2 samples; model.input = [4, 6, 1], 2 classes\nclasses: 0 a, 1 b"), "{ended}");
+    assert!(
+        ended.stdout.contains("2 samples; model.input = [4, 6, 1], 2 classes\nclasses: 0 a, 1 b"),
+        "{ended}"
+    );
 }
 
 #[test]
@@ -285,11 +361,19 @@ fn images_in_no_class_are_rows_in_the_order_of_their_names() {
     let out = root.path().join("out");
     let import = |out: PathBuf| {
         let kept = ImportOptions { every: 2, normalize: false, ..kept(out) };
-        import_images(&ImportImages { folder: folder.clone(), no_target: true, size: None, grey: false, kept })
+        import_images(&ImportImages {
+            folder: folder.clone(),
+            no_target: true,
+            size: None,
+            grey: false,
+            kept,
+        })
     };
     let imported = import(out.clone()).unwrap();
     assert!(
-        imported.to_string().ends_with("model.input = [2, 3, 3], without targets: for hpctrain predict"),
+        imported
+            .to_string()
+            .ends_with("model.input = [2, 3, 3], without targets: for hpctrain predict"),
         "{imported}"
     );
     let shard = out.join("train-00000.h5");
@@ -303,8 +387,11 @@ fn images_in_no_class_are_rows_in_the_order_of_their_names() {
     assert!(error.contains("cat is a folder among images without classes\nhint: "), "{error}");
     let empty = root.path().join("empty");
     std::fs::create_dir(&empty).unwrap();
-    let (kept, size) = (kept(root.path().join("other")), None);
-    let error = import_images(&ImportImages { folder: empty, no_target: true, size, grey: false, kept }).unwrap_err();
+    let kept = kept(root.path().join("other"));
+    let size = None;
+    let error =
+        import_images(&ImportImages { folder: empty, no_target: true, size, grey: false, kept })
+            .unwrap_err();
     assert!(error.to_string().contains("holds no images"), "{error}");
 }
 
@@ -314,7 +401,10 @@ fn classes_are_told_by_their_names() {
     let root = tempfile::tempdir().unwrap();
     let import_of = |name: &str, classes: &[&str]| {
         for (number, class) in classes.iter().enumerate() {
-            save(&root.path().join(format!("{name}-files/{class}/0.png")), &png(&pixels(number as u8)));
+            save(
+                &root.path().join(format!("{name}-files/{class}/0.png")),
+                &png(&pixels(number as u8)),
+            );
         }
         let out = root.path().join(name);
         import(
@@ -334,9 +424,19 @@ fn classes_are_told_by_their_names() {
     assert_eq!(learned.classes, ["ant", "cat", "dog"]);
     let mut other = open(&import_of("other", &["cat", "dog"]));
     let told = other.conform(&learned).unwrap();
-    assert!(told.iter().any(|told| told == "classes get the numbers that their names have in the network"), "{told:?}");
+    assert!(
+        told.iter()
+            .any(|told| told == "classes get the numbers that their names have in the network"),
+        "{told:?}"
+    );
     let batch = Batch::read(&mut other, 0..2, 0..2).unwrap();
     assert_eq!(batch.parts.classes, [1, 2]);
-    let error = open(&import_of("unknown", &["cat", "owl"])).conform(&learned).unwrap_err().to_string();
-    assert!(error.contains("train-00000.h5: class \"owl\" is none that the network learned: ant, cat, dog"), "{error}");
+    let error =
+        open(&import_of("unknown", &["cat", "owl"])).conform(&learned).unwrap_err().to_string();
+    assert!(
+        error.contains(
+            "train-00000.h5: class \"owl\" is none that the network learned: ant, cat, dog"
+        ),
+        "{error}"
+    );
 }

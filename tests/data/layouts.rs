@@ -7,7 +7,9 @@ use hdf5::{File, H5Type};
 use hdf5_sys::h5d::{H5Dclose, H5Dcreate2, H5Dwrite};
 use hdf5_sys::h5p::H5P_DEFAULT;
 use hdf5_sys::h5s::H5S_ALL;
-use hpctrain::data::{Batch, DataSpec, Dataset, Ids, SampleMut, SampleSpec, Sampler, Split, Target};
+use hpctrain::data::{
+    Batch, DataSpec, Dataset, Ids, SampleMut, SampleSpec, Sampler, Split, Target,
+};
 
 const ROWS: usize = 101;
 const SHAPE: [usize; 2] = [4, 3];
@@ -24,7 +26,8 @@ fn class(row: usize) -> u32 {
 
 /// A file with classes, whose inputs `write` makes.
 fn file(path: &Path, userblock: u64, write: impl FnOnce(&File)) {
-    let file = File::with_options().with_fcpl(|fcpl| fcpl.userblock(userblock)).create(path).unwrap();
+    let file =
+        File::with_options().with_fcpl(|fcpl| fcpl.userblock(userblock)).create(path).unwrap();
     write(&file);
     let classes: Vec<u32> = (0..ROWS).map(class).collect();
     file.new_dataset::<u32>().shape(ROWS).create("targets").unwrap().write_raw(&classes).unwrap();
@@ -36,7 +39,12 @@ fn all<T: H5Type>(of: impl Fn(f32) -> T) -> Vec<T> {
 }
 
 /// Inputs of some type and layout: chunks of a shape, compressed or not.
-fn inputs<T: H5Type>(file: &File, chunk: Option<[usize; 3]>, compressed: bool, of: impl Fn(f32) -> T) {
+fn inputs<T: H5Type>(
+    file: &File,
+    chunk: Option<[usize; 3]>,
+    compressed: bool,
+    of: impl Fn(f32) -> T,
+) {
     let mut builder = file.new_dataset_builder().empty::<T>().shape((ROWS, SHAPE[0], SHAPE[1]));
     if let Some(chunk) = chunk {
         builder = builder.chunk(chunk);
@@ -49,13 +57,22 @@ fn inputs<T: H5Type>(file: &File, chunk: Option<[usize; 3]>, compressed: bool, o
 
 fn open(path: &Path) -> Dataset {
     let samples = SampleSpec::Rows { input: ROW, ids: Ids::None, target: Target::Class(10) };
-    let open = || Dataset::open(&DataSpec { samples: samples.clone(), ..DataSpec::new(path) }, Split::Train, 1);
-    // A process that another test starts just now has the locks of files that were being written, for a moment.
-    let locked = (0..20).find_map(|_| open().inspect_err(|_| std::thread::sleep(Duration::from_millis(10))).ok());
+    let open = || {
+        Dataset::open(
+            &DataSpec { samples: samples.clone(), ..DataSpec::new(path) },
+            Split::Train,
+            1,
+        )
+    };
+    // A process that another test starts just now has the locks of files that were being written,
+    // for a moment.
+    let locked = (0..20)
+        .find_map(|_| open().inspect_err(|_| std::thread::sleep(Duration::from_millis(10))).ok());
     locked.unwrap_or_else(|| open().unwrap())
 }
 
-/// Every sample of a directory with one such file or more is what it should be, alone, in runs, and in batches.
+/// Every sample of a directory with one such file or more is what it should be, alone, in runs, and
+/// in batches.
 fn check(folder: &Path, files: usize, what: &str) {
     let mut dataset = open(folder);
     let samples = files * ROWS;
@@ -64,8 +81,10 @@ fn check(folder: &Path, files: usize, what: &str) {
     let sampler = Sampler::new(samples as u64, 3);
     for position in 0..samples as u64 {
         let sample = sampler.index(position) as usize;
-        let (mut features, mut classes) = (vec![-1.0; ROW], [99]);
-        let into = SampleMut { features: &mut features, classes: &mut classes, ..SampleMut::default() };
+        let mut features = vec![-1.0; ROW];
+        let mut classes = [99];
+        let into =
+            SampleMut { features: &mut features, classes: &mut classes, ..SampleMut::default() };
         dataset.read(sample as u64, into).unwrap();
         assert!(features.iter().copied().eq(wanted(sample)), "{what}: {sample}: {features:?}");
         assert_eq!(classes[0], class(sample % ROWS), "{what}: {sample}");
@@ -74,16 +93,27 @@ fn check(folder: &Path, files: usize, what: &str) {
     for range in [0..samples as u64, 90..samples as u64, 3..5] {
         let batch = Batch::read(&mut open(folder), range.clone(), range.clone()).unwrap();
         let range = range.start as usize..range.end as usize;
-        assert!(batch.parts.features.iter().copied().eq(range.clone().flat_map(wanted)), "{what}: {range:?}");
         assert!(
-            batch.parts.classes.iter().copied().eq(range.clone().map(|sample| class(sample % ROWS))),
+            batch.parts.features.iter().copied().eq(range.clone().flat_map(wanted)),
+            "{what}: {range:?}"
+        );
+        assert!(
+            batch
+                .parts
+                .classes
+                .iter()
+                .copied()
+                .eq(range.clone().map(|sample| class(sample % ROWS))),
             "{what}: {range:?}"
         );
     }
     // Neighbours among others.
     let numbers = [7, 8, 9, 3, 100, 0, 1, 1];
     let batch = Batch::read(&mut open(folder), 0..8, numbers.into_iter()).unwrap();
-    assert!(batch.parts.features.iter().copied().eq(numbers.iter().flat_map(|n| wanted(*n as usize))), "{what}");
+    assert!(
+        batch.parts.features.iter().copied().eq(numbers.iter().flat_map(|n| wanted(*n as usize))),
+        "{what}"
+    );
 }
 
 #[test]
@@ -127,7 +157,12 @@ fn offsets_are_those_of_the_file() {
     // In another file, behind a link: the same offset would be wrong in this one.
     let other = root.path().join("other.h5");
     file(&other, 0, |file| {
-        file.new_dataset::<u8>().shape(1000).create("before").unwrap().write_raw(&[7u8; 1000]).unwrap();
+        file.new_dataset::<u8>()
+            .shape(1000)
+            .create("before")
+            .unwrap()
+            .write_raw(&[7u8; 1000])
+            .unwrap();
         inputs(file, None, false, |x| x);
     });
     let path = root.path().join("linked.h5");
@@ -138,7 +173,8 @@ fn offsets_are_those_of_the_file() {
     check(&path, 1, "external link");
 
     let raw = root.path().join("raw");
-    std::fs::write(&raw, [&[9; 16], bytemuck::cast_slice::<f32, u8>(&all(|x| x))].concat()).unwrap();
+    std::fs::write(&raw, [&[9; 16], bytemuck::cast_slice::<f32, u8>(&all(|x| x))].concat())
+        .unwrap();
     let path = root.path().join("external.h5");
     file(&path, 0, |file| {
         let builder = file.new_dataset_builder().empty::<f32>().shape((ROWS, SHAPE[0], SHAPE[1]));
@@ -155,14 +191,26 @@ fn another_byte_order_is_converted() {
         let space = hdf5::Dataspace::try_new((ROWS, SHAPE[0], SHAPE[1])).unwrap();
         let numbers = all(|x| x);
         hdf5::sync::sync(|| {
-            // SAFETY: all ids are open, the name ends with a zero, and there is a number for each element of the space.
+            // SAFETY: all ids are open, the name ends with a zero, and there is a number for each
+            // element of the space.
             unsafe {
                 let big = *hdf5::globals::H5T_IEEE_F32BE;
                 let id = file.id();
                 let defaults = H5P_DEFAULT;
-                let dataset = H5Dcreate2(id, c"inputs".as_ptr(), big, space.id(), defaults, defaults, defaults);
+                let dataset = H5Dcreate2(
+                    id,
+                    c"inputs".as_ptr(),
+                    big,
+                    space.id(),
+                    defaults,
+                    defaults,
+                    defaults,
+                );
                 let native = *hdf5::globals::H5T_NATIVE_FLOAT;
-                assert!(H5Dwrite(dataset, native, H5S_ALL, H5S_ALL, defaults, numbers.as_ptr().cast()) >= 0);
+                assert!(
+                    H5Dwrite(dataset, native, H5S_ALL, H5S_ALL, defaults, numbers.as_ptr().cast())
+                        >= 0
+                );
                 H5Dclose(dataset);
             }
         });
@@ -185,8 +233,13 @@ fn what_was_never_written_is_refused_unless_it_is_a_part() {
     // Chunks that are missing among others hold the fill value.
     let path = root.path().join("part.h5");
     file(&path, 0, |file| {
-        let inputs = file.new_dataset::<f32>().shape((ROWS, ROW)).chunk((10, ROW)).fill_value(7.0f32);
-        inputs.create("inputs").unwrap().write_slice(&vec![1.5f32; ROW], ndarray::s![12, ..]).unwrap();
+        let inputs =
+            file.new_dataset::<f32>().shape((ROWS, ROW)).chunk((10, ROW)).fill_value(7.0f32);
+        inputs
+            .create("inputs")
+            .unwrap()
+            .write_slice(&vec![1.5f32; ROW], ndarray::s![12, ..])
+            .unwrap();
     });
     let batch = Batch::read(&mut open(&path), 9..13, 9..13).unwrap();
     let rows: Vec<&[f32]> = batch.parts.features.chunks(ROW).collect();
@@ -202,5 +255,8 @@ fn a_file_that_shrinks_ends_with_its_name() {
     std::fs::File::options().write(true).open(&path).unwrap().set_len(3000).unwrap();
     let error = Batch::read(&mut dataset, 0..ROWS as u64, 0..ROWS as u64).unwrap_err();
     assert_eq!(error.exit_code(), 2);
-    assert!(error.to_string().contains("train.h5") && error.to_string().contains("\nhint: "), "{error}");
+    assert!(
+        error.to_string().contains("train.h5") && error.to_string().contains("\nhint: "),
+        "{error}"
+    );
 }

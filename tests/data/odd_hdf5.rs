@@ -1,8 +1,11 @@
-//! HDF5 files as others make them: each is read right or refused by name, and none is called damaged that is not.
+//! HDF5 files as others make them: each is read right or refused by name, and none is called
+//! damaged that is not.
 
 use std::path::Path;
 
-use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, SampleSpec, Split, Target, inspect, verify};
+use hpctrain::data::{
+    DataSpec, Dataset, Ids, SampleMut, SampleSpec, Split, Target, inspect, verify,
+};
 use hpctrain::error::{Kind, Result};
 use serde_json::Value;
 
@@ -12,7 +15,8 @@ use hpctrain_testkit::python::python_with;
 /// The files, in `folder`, and what must become of each; none where there is no Python with h5py.
 fn cases(folder: &Path) -> Option<Vec<Value>> {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/odd_hdf5.py");
-    let made = inherits_nothing(python_with("h5py, numpy")?.arg(script).arg(folder)).output().unwrap();
+    let made =
+        inherits_nothing(python_with("h5py, numpy")?.arg(script).arg(folder)).output().unwrap();
     assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
     Some(serde_json::from_slice(&made.stdout).unwrap())
 }
@@ -25,7 +29,8 @@ fn read(case: &Value, path: &Path) -> Result<(Vec<f32>, Vec<f32>)> {
         (None, Some(values)) => Target::Values(values),
         (None, None) => panic!("{case} tells neither classes nor values"),
     };
-    let shape: Vec<usize> = case["input"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap() as usize).collect();
+    let shape: Vec<usize> =
+        case["input"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap() as usize).collect();
     let samples = SampleSpec::Rows { input: shape.iter().product(), ids: Ids::None, target };
     let mut spec = DataSpec { samples, ..DataSpec::new(path) };
     for (key, value) in case["set"].as_object().unwrap() {
@@ -36,11 +41,17 @@ fn read(case: &Value, path: &Path) -> Result<(Vec<f32>, Vec<f32>)> {
         }
     }
     let mut dataset = Dataset::open(&spec, Split::Train, 1)?;
-    let (sizes, rows) = (dataset.sizes(), dataset.samples() as usize);
+    let sizes = dataset.sizes();
+    let rows = dataset.samples() as usize;
     let mut features = vec![0.0; sizes.features * rows];
-    let (mut classes, mut values) = (vec![0; sizes.classes * rows], vec![0.0; sizes.values * rows]);
-    let into =
-        SampleMut { features: &mut features, classes: &mut classes, values: &mut values, ..SampleMut::default() };
+    let mut classes = vec![0; sizes.classes * rows];
+    let mut values = vec![0.0; sizes.values * rows];
+    let into = SampleMut {
+        features: &mut features,
+        classes: &mut classes,
+        values: &mut values,
+        ..SampleMut::default()
+    };
     dataset.read_run(0, rows, 0, into)?;
     values.extend(classes.iter().map(|class| *class as f32));
     Ok((features, values))
@@ -56,19 +67,26 @@ fn judge(case: &Value, path: &Path) -> Option<String> {
         (Ok((features, targets)), Some(wanted), _) => {
             let wanted_targets = numbers("targets").unwrap();
             let is_right = bits(&features) == bits(&wanted) && targets == wanted_targets;
-            (!is_right).then(|| format!("read {features:?} {targets:?}, wanted {wanted:?} {wanted_targets:?}"))
+            (!is_right).then(|| {
+                format!("read {features:?} {targets:?}, wanted {wanted:?} {wanted_targets:?}")
+            })
         }
         (Ok(read), None, _) => Some(format!("read as {read:?}")),
         (Err(e), _, None) => Some(format!("refused: {e}")),
         (Err(e), _, Some(words)) => {
             let text = e.to_string();
-            let missing = words.iter().map(|word| word.as_str().unwrap()).find(|word| !text.contains(word));
+            let missing =
+                words.iter().map(|word| word.as_str().unwrap()).find(|word| !text.contains(word));
             let damaged = case["damaged"].as_bool() == Some(true);
             if let Some(word) = missing {
                 Some(format!("{word:?} is missing in: {text}"))
             } else if damaged != text.contains("damaged") {
                 Some(format!("damaged or not: {text}"))
-            } else if !damaged && (e.kind() != Kind::Input || text.lines().count() != 2 || !text.contains("\nhint: ")) {
+            } else if !damaged
+                && (e.kind() != Kind::Input
+                    || text.lines().count() != 2
+                    || !text.contains("\nhint: "))
+            {
                 Some(format!("no line with a hint, exit code 2: {text}"))
             } else {
                 None
@@ -81,23 +99,32 @@ fn judge(case: &Value, path: &Path) -> Option<String> {
 fn odd_files_are_read_right_or_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let Some(cases) = cases(folder.path()) else {
-        eprintln!("skipped: no python3 with h5py; scripts/setup --test fetches it, or PYTHON names one");
+        eprintln!(
+            "skipped: no python3 with h5py; scripts/setup --test fetches it, or PYTHON names one"
+        );
         return;
     };
     assert!(cases.len() >= 40, "{} cases", cases.len());
     let path = |case: &Value| folder.path().join(format!("{}.h5", case["name"].as_str().unwrap()));
     let wrong: Vec<String> = cases
         .iter()
-        .filter_map(|case| Some(format!("{}: {}", case["name"].as_str()?, judge(case, &path(case))?)))
+        .filter_map(|case| {
+            Some(format!("{}: {}", case["name"].as_str()?, judge(case, &path(case))?))
+        })
         .collect();
     assert!(wrong.is_empty(), "{} of {} files\n{}", wrong.len(), cases.len(), wrong.join("\n"));
     let inspected = inspect::inspect(&folder.path().join("dimensions.h5")).unwrap();
-    let names: Vec<&str> = inspected.files[0].datasets.iter().map(|dataset| &dataset.name[..]).collect();
+    let names: Vec<&str> =
+        inspected.files[0].datasets.iter().map(|dataset| &dataset.name[..]).collect();
     assert_eq!(names, ["/inputs", "/targets"], "coordinates of axes are not samples");
     // The tools that look at any file must get along with them, and call none damaged either.
     for case in cases.iter().filter(|case| case["damaged"].as_bool() != Some(true)) {
-        for told in [inspect::inspect(&path(case)).err(), verify::verify(&path(case)).err()].into_iter().flatten() {
-            let (text, name) = (told.to_string(), &case["name"]);
+        for told in [inspect::inspect(&path(case)).err(), verify::verify(&path(case)).err()]
+            .into_iter()
+            .flatten()
+        {
+            let text = told.to_string();
+            let name = &case["name"];
             let problem = text.lines().next().unwrap();
             assert!(!problem.contains("damaged"), "{name}: {text}");
         }

@@ -6,8 +6,8 @@ use std::time::Duration;
 use hdf5::File;
 use hpctrain::data::import::{ImportText, Imported, import_text};
 use hpctrain::data::{
-    Batch, DataSpec, Dataset, Loader, SampleFields, SampleMut, Sampler, Split, Tokenizer, TokenizerKind, bundled,
-    inspect,
+    Batch, DataSpec, Dataset, Loader, SampleFields, SampleMut, Sampler, Split, Tokenizer,
+    TokenizerKind, bundled, inspect,
 };
 
 /// Text of `n` characters that repeats only after 1000.
@@ -25,7 +25,8 @@ fn import(dir: &Path, text: &[u8], change: impl FnOnce(&mut ImportText)) -> Impo
 }
 
 fn sample(dataset: &mut Dataset, sample: u64) -> (Vec<u32>, Vec<u32>) {
-    let (mut inputs, mut targets) = (vec![u32::MAX; dataset.context()], vec![u32::MAX; dataset.context()]);
+    let mut inputs = vec![u32::MAX; dataset.context()];
+    let mut targets = vec![u32::MAX; dataset.context()];
     dataset.read(sample, SampleMut::text(&mut inputs, &mut targets)).unwrap();
     (inputs, targets)
 }
@@ -35,8 +36,10 @@ fn each_tokenizer_gives_the_text_back() {
     let text = "First Citizen:\nnaïve — 🦀 speak!\n".repeat(20);
     for tokenizer in [TokenizerKind::Char, TokenizerKind::Byte, TokenizerKind::Gpt2] {
         let dir = tempfile::tempdir().unwrap();
-        let imported = import(dir.path(), text.as_bytes(), |import| import.tokenizer = tokenizer.clone());
-        let mut dataset = Dataset::open(&DataSpec::new(dir.path().join("out")), Split::Train, 1).unwrap();
+        let imported =
+            import(dir.path(), text.as_bytes(), |import| import.tokenizer = tokenizer.clone());
+        let mut dataset =
+            Dataset::open(&DataSpec::new(dir.path().join("out")), Split::Train, 1).unwrap();
         let stored = dataset.tokenizer().unwrap().clone();
         assert_eq!(stored.vocabulary(), imported.vocabulary);
         assert_eq!(dataset.vocabulary(), imported.vocabulary);
@@ -57,14 +60,19 @@ fn fingerprints_of_foreign_files_tell_their_content() {
         let builder = chunk.map_or(builder.clone(), |chunk| builder.chunk(chunk).deflate(1));
         builder.create("tokens").unwrap().write_raw(ids).unwrap();
         file.new_attr::<u64>().create("vocabulary_size").unwrap().write_scalar(&9u64).unwrap();
-        Dataset::open(&DataSpec::new(dir.path().join(folder)), Split::Train, 10).unwrap().fingerprint()
+        Dataset::open(&DataSpec::new(dir.path().join(folder)), Split::Train, 10)
+            .unwrap()
+            .fingerprint()
     };
     let ids: Vec<i32> = (0..1000).map(|i| i * i / 3 % 9).collect();
     let mut other = ids.clone();
     other[700] = (other[700] + 1) % 9;
     for chunk in [None, Some(1000)] {
         let first = write("a", "train-0.h5", &ids, chunk);
-        assert_eq!((first.samples, first.shards[0].rows, &first.shards[0].file[..]), (99, 1000, "train-0.h5"));
+        assert_eq!(
+            (first.samples, first.shards[0].rows, &first.shards[0].file[..]),
+            (99, 1000, "train-0.h5")
+        );
         assert_eq!(write("elsewhere", "train-0.h5", &ids, chunk), first);
         assert_eq!(write("renamed", "train-9.h5", &ids, chunk).difference(&first), None);
         let told = write("b", "train-0.h5", &other, chunk).difference(&first);
@@ -81,14 +89,19 @@ fn windows_are_the_text_shard_by_shard() {
             (import.to.shards, import.to.val_fraction, import.to.compress) = (3, 0.1, compress);
         });
         // 902 training tokens in shards of 301, 301 and 300, then 101 of validation.
-        assert_eq!(imported.shards.iter().map(|(_, tokens)| *tokens).collect::<Vec<_>>(), [301, 301, 300, 101]);
+        assert_eq!(
+            imported.shards.iter().map(|(_, tokens)| *tokens).collect::<Vec<_>>(),
+            [301, 301, 300, 101]
+        );
         let spec = DataSpec::new(dir.path().join("out"));
         for (split, starts) in [(Split::Train, &[0, 301, 602][..]), (Split::Validation, &[902])] {
             let mut dataset = Dataset::open(&spec, split, 10).unwrap();
             let tokenizer = dataset.tokenizer().unwrap().clone();
             let windows = starts.iter().zip([30, 30, 29].iter().cycle().take(3));
             let windows: Vec<usize> = match split {
-                Split::Train => windows.flat_map(|(start, n)| (0..*n).map(move |w| start + 10 * w)).collect(),
+                Split::Train => {
+                    windows.flat_map(|(start, n)| (0..*n).map(move |w| start + 10 * w)).collect()
+                }
                 Split::Validation => (0..10).map(|w| starts[0] + 10 * w).collect(),
             };
             assert_eq!(dataset.samples(), windows.len() as u64);
@@ -141,7 +154,10 @@ fn foreign_files_are_read_by_the_names_of_their_datasets() {
         assert_eq!((&inputs[..], &targets[..]), (&expected[..64], &expected[1..]));
     }
     let report = inspect::inspect(&path).unwrap().to_string();
-    assert!(report.contains("/text/ids  50000  int16  chunks of 1000  shuffle + deflate 3"), "{report}");
+    assert!(
+        report.contains("/text/ids  50000  int16  chunks of 1000  shuffle + deflate 3"),
+        "{report}"
+    );
     assert!(report.contains("corpus.hdf5: not written by hpctrain"), "{report}");
 }
 
@@ -157,8 +173,10 @@ fn a_larger_vocabulary_may_be_configured() {
 #[test]
 fn imports_of_the_same_text_are_the_same_files() {
     let dir = tempfile::tempdir().unwrap();
-    let first = import(dir.path(), b"to be or not to be", |import| import.to.out = dir.path().join("a"));
-    let second = import(dir.path(), b"to be or not to be", |import| import.to.out = dir.path().join("b"));
+    let first =
+        import(dir.path(), b"to be or not to be", |import| import.to.out = dir.path().join("a"));
+    let second =
+        import(dir.path(), b"to be or not to be", |import| import.to.out = dir.path().join("b"));
     for ((a, _), (b, _)) in first.shards.iter().zip(&second.shards) {
         assert!(std::fs::read(a).unwrap() == std::fs::read(b).unwrap());
     }
@@ -168,7 +186,8 @@ fn imports_of_the_same_text_are_the_same_files() {
 fn bytes_need_not_be_text() {
     let dir = tempfile::tempdir().unwrap();
     import(dir.path(), &[0xff, 0, 0xfe, 65], |import| import.tokenizer = TokenizerKind::Byte);
-    let mut dataset = Dataset::open(&DataSpec::new(dir.path().join("out")), Split::Train, 3).unwrap();
+    let mut dataset =
+        Dataset::open(&DataSpec::new(dir.path().join("out")), Split::Train, 3).unwrap();
     assert_eq!(sample(&mut dataset, 0), (vec![0xff, 0, 0xfe], vec![0, 0xfe, 65]));
     assert_eq!(dataset.tokenizer(), Some(&Tokenizer::Byte));
 }
@@ -196,13 +215,18 @@ fn the_loader_keeps_the_order_and_reuses_buffers() {
     let dir = tempfile::tempdir().unwrap();
     let sampler = Sampler::new(10, 5);
     let schedule = [0..3, 9..12, 3..4];
-    let mut loader = Loader::start(ten_samples(dir.path()), sampler, schedule.clone().into_iter(), 2).unwrap();
+    let mut loader =
+        Loader::start(ten_samples(dir.path()), sampler, schedule.clone().into_iter(), 2).unwrap();
     for positions in schedule {
         let batch = loader.next().unwrap();
-        let first: Vec<u32> = positions.clone().map(|position| 2 * sampler.index(position) as u32).collect();
+        let first: Vec<u32> =
+            positions.clone().map(|position| 2 * sampler.index(position) as u32).collect();
         assert_eq!(batch.positions, positions);
         assert_eq!(batch.parts.ids, first.iter().flat_map(|&id| [id, id + 1]).collect::<Vec<_>>());
-        assert_eq!(batch.parts.classes, first.iter().flat_map(|&id| [id + 1, id + 2]).collect::<Vec<_>>());
+        assert_eq!(
+            batch.parts.classes,
+            first.iter().flat_map(|&id| [id + 1, id + 2]).collect::<Vec<_>>()
+        );
         loader.recycle(batch);
     }
     let e = loader.next().unwrap_err();
@@ -235,7 +259,8 @@ fn the_loader_counts_the_time_it_waits() {
         std::thread::sleep(Duration::from_millis(30));
         i..i + 1
     });
-    let mut loader = Loader::start(ten_samples(dir.path()), Sampler::in_order(10), slow, 1).unwrap();
+    let mut loader =
+        Loader::start(ten_samples(dir.path()), Sampler::in_order(10), slow, 1).unwrap();
     loader.next().unwrap();
     assert!(loader.waited() >= Duration::from_millis(20), "{:?}", loader.waited());
 }
@@ -245,12 +270,18 @@ fn read_failures_arrive_with_the_batch() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.h5");
     let file = File::create(&path).unwrap();
-    file.new_dataset::<u8>().shape(7).create("tokens").unwrap().write_raw(&[0u8, 1, 2, 3, 4, 9, 5]).unwrap();
+    file.new_dataset::<u8>()
+        .shape(7)
+        .create("tokens")
+        .unwrap()
+        .write_raw(&[0u8, 1, 2, 3, 4, 9, 5])
+        .unwrap();
     file.close().unwrap();
     let mut spec = DataSpec::new(&path);
     spec.vocabulary = Some(6);
     let dataset = Dataset::open(&spec, Split::Train, 2).unwrap();
-    let mut loader = Loader::start(dataset, Sampler::in_order(3), [0..2, 2..3, 0..1].into_iter(), 4).unwrap();
+    let mut loader =
+        Loader::start(dataset, Sampler::in_order(3), [0..2, 2..3, 0..1].into_iter(), 4).unwrap();
     loader.next().unwrap();
     let e = loader.next().unwrap_err().to_string();
     assert!(e.contains("a.h5: /tokens[5] is token id 9, outside the vocabulary of 6"), "{e}");

@@ -5,10 +5,12 @@ use std::path::{Path, PathBuf};
 
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use hpctrain::data::import::{Categories, ImportCsv, ImportIdx, ImportOptions, NotFinite, import_csv, import_idx};
+use hpctrain::data::import::{
+    Categories, ImportCsv, ImportIdx, ImportOptions, NotFinite, import_csv, import_idx,
+};
 use hpctrain::data::{
-    Augment, Axes, DataSpec, Dataset, Held, Ids, InputScale, Loader, SampleMut, SampleSpec, Sampler, Split, Target,
-    verify,
+    Augment, Axes, DataSpec, Dataset, Held, Ids, InputScale, Loader, SampleMut, SampleSpec,
+    Sampler, Split, Target, verify,
 };
 
 use hpctrain_testkit::launch::{finish, program};
@@ -31,16 +33,26 @@ fn kept(out: PathBuf) -> ImportOptions {
 type Row = (Vec<f32>, Vec<u32>, Vec<f32>);
 
 /// Every row of a split, or why there is none.
-fn rows(path: &Path, split: Split, input: usize, target: Target) -> hpctrain::error::Result<Vec<Row>> {
+fn rows(
+    path: &Path,
+    split: Split,
+    input: usize,
+    target: Target,
+) -> hpctrain::error::Result<Vec<Row>> {
     let samples = SampleSpec::Rows { input, ids: Ids::None, target };
     let mut dataset = Dataset::open(&DataSpec { samples, ..DataSpec::new(path) }, split, 1)?;
     let sizes = dataset.sizes();
     let mut all = Vec::new();
     for sample in 0..dataset.samples() {
-        let (mut features, mut classes) = (vec![0.0; sizes.features], vec![0; sizes.classes]);
+        let mut features = vec![0.0; sizes.features];
+        let mut classes = vec![0; sizes.classes];
         let mut values = vec![0.0; sizes.values];
-        let into =
-            SampleMut { features: &mut features, classes: &mut classes, values: &mut values, ..SampleMut::default() };
+        let into = SampleMut {
+            features: &mut features,
+            classes: &mut classes,
+            values: &mut values,
+            ..SampleMut::default()
+        };
         dataset.read(sample, into)?;
         all.push((features, classes, values));
     }
@@ -72,7 +84,10 @@ fn images_arrive_on_a_common_scale_each_where_it_belongs() {
         assert_eq!(rows.len(), wanted.len());
         for ((features, classes, _), row) in rows.iter().zip(wanted) {
             assert_eq!(classes[..], [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5][*row]]);
-            let off = features.iter().zip(numbers(*row)).map(|(x, pixel)| (f64::from(*x) - (pixel - mean) / std).abs());
+            let off = features
+                .iter()
+                .zip(numbers(*row))
+                .map(|(x, pixel)| (f64::from(*x) - (pixel - mean) / std).abs());
             assert!(off.fold(0.0, f64::max) < 1e-5);
         }
     }
@@ -92,7 +107,9 @@ fn a_table_is_of_classes_or_of_numbers() {
             normalize: false,
             out: root.path().join(name),
         };
-        let imported = import_csv(&ImportCsv { targets, regression, ..ImportCsv::new(input.clone(), kept) }).unwrap();
+        let imported =
+            import_csv(&ImportCsv { targets, regression, ..ImportCsv::new(input.clone(), kept) })
+                .unwrap();
         (root.path().join(name), imported)
     };
     let (path, imported) = import("classes", &["kind"], false);
@@ -103,7 +120,10 @@ fn a_table_is_of_classes_or_of_numbers() {
     let (path, imported) = import("numbers", &["y", "x"], false);
     assert_eq!((imported.shape, imported.classes), (vec![1], None));
     let validation = rows(&path, Split::Validation, 1, Target::Values(2)).unwrap();
-    assert_eq!(validation, [(vec![2.0], vec![], vec![40.0, 3.0]), (vec![2.0], vec![], vec![1.0, 6.0])]);
+    assert_eq!(
+        validation,
+        [(vec![2.0], vec![], vec![40.0, 3.0]), (vec![2.0], vec![], vec![1.0, 6.0])]
+    );
     assert_eq!(import("forced", &["kind"], true).1.classes, None);
 }
 
@@ -111,12 +131,19 @@ fn a_table_is_of_classes_or_of_numbers() {
 type TableRow = (Vec<f32>, Vec<u32>, u32);
 
 /// Every training row of a table.
-fn table_rows(path: &Path, input: usize, tables: &[usize]) -> hpctrain::error::Result<Vec<TableRow>> {
-    let samples = SampleSpec::Rows { input, ids: Ids::Tables(tables.into()), target: Target::Class(2) };
+fn table_rows(
+    path: &Path,
+    input: usize,
+    tables: &[usize],
+) -> hpctrain::error::Result<Vec<TableRow>> {
+    let samples =
+        SampleSpec::Rows { input, ids: Ids::Tables(tables.into()), target: Target::Class(2) };
     let mut dataset = Dataset::open(&DataSpec { samples, ..DataSpec::new(path) }, Split::Train, 1)?;
     let mut all = Vec::new();
     for sample in 0..dataset.samples() {
-        let (mut features, mut ids, mut classes) = (vec![0.0; input], vec![0; tables.len()], [0]);
+        let mut features = vec![0.0; input];
+        let mut ids = vec![0; tables.len()];
+        let mut classes = [0];
         let into = SampleMut {
             ids: &mut ids,
             features: &mut features,
@@ -135,9 +162,18 @@ fn categories_become_ids_and_later_tables_the_same() {
     let root = tempfile::tempdir().unwrap();
     let import = |name: &str, table: &str, categories: Categories, normalize: bool| {
         let input = write(root.path().join(name).with_extension("csv"), table.as_bytes());
-        let kept =
-            ImportOptions { not_finite: NotFinite::Error, every: 0, shards: 1, normalize, out: root.path().join(name) };
-        import_csv(&ImportCsv { targets: vec!["y".into()], categories, ..ImportCsv::new(input, kept) })
+        let kept = ImportOptions {
+            not_finite: NotFinite::Error,
+            every: 0,
+            shards: 1,
+            normalize,
+            out: root.path().join(name),
+        };
+        import_csv(&ImportCsv {
+            targets: vec!["y".into()],
+            categories,
+            ..ImportCsv::new(input, kept)
+        })
     };
     let named = |columns: &[&str], hash| {
         let columns = columns.iter().map(|name| name.to_string()).collect();
@@ -150,18 +186,26 @@ fn categories_become_ids_and_later_tables_the_same() {
     // Of numbers 10, 20, 30, 20; the ids of the second table begin at 4.
     let at = |age: f32| vec![(age - 20.0) / 50f32.sqrt()];
     let rows = table_rows(&root.path().join("first"), 1, &[4, 3]).unwrap();
-    let want =
-        [(at(10.0), vec![1, 5], 0), (at(20.0), vec![2, 6], 1), (at(30.0), vec![1, 4], 1), (at(20.0), vec![3, 5], 0)];
+    let want = [
+        (at(10.0), vec![1, 5], 0),
+        (at(20.0), vec![2, 6], 1),
+        (at(30.0), vec![1, 4], 1),
+        (at(20.0), vec![3, 5], 0),
+    ];
     assert_eq!(rows, want);
 
-    // Other order of columns, one more, values that were not there: the scale and the ids of the first table.
+    // Other order of columns, one more, values that were not there: the scale and the ids of the
+    // first table.
     let later = "y,device,note,age,city\n1,phone,?,40,Rome\n0,radio,?,10,Oslo\n";
     let like = || Categories::Like(root.path().join("first"));
     assert_eq!(import("later", later, like(), true).unwrap().tables, [4, 3]);
     let rows = table_rows(&root.path().join("later"), 1, &[4, 3]).unwrap();
     assert_eq!(rows, [(at(40.0), vec![2, 5], 1), (at(10.0), vec![0, 6], 0)]);
     let error = import("lacking", "y,age,city\n1,2,Rome\n", like(), true).unwrap_err().to_string();
-    assert!(error.contains("there is no column \"device\"\nhint: its columns: y, age, city"), "{error}");
+    assert!(
+        error.contains("there is no column \"device\"\nhint: its columns: y, age, city"),
+        "{error}"
+    );
 
     // The target of the first table, named or not; without its column rows are to be predicted.
     let unnamed = |name: &str, table: &str, categories: Categories| {
@@ -180,7 +224,8 @@ fn categories_become_ids_and_later_tables_the_same() {
     let new = unnamed("new", "device,age,city\nphone,40,Rome\nradio,10,Oslo\n", like()).unwrap();
     assert!(!new.has_targets && new.shards.len() == 1, "{new}");
     assert!(
-        new.to_string().contains("model.input = [1], without targets: for hpctrain predict; embedding_tables"),
+        new.to_string()
+            .contains("model.input = [1], without targets: for hpctrain predict; embedding_tables"),
         "{new}"
     );
     let error = table_rows(&root.path().join("new"), 1, &[4, 3]).unwrap_err().to_string();
@@ -189,11 +234,17 @@ fn categories_become_ids_and_later_tables_the_same() {
     assert_eq!((alone.has_targets, &alone.shape[..], alone.shards[0].1), (false, &[2][..], 2));
     verify::verify(&root.path().join("new")).unwrap();
 
-    let imported = import("hashed", table, named(&["city", "device", "age"], Some(50)), true).unwrap();
+    let imported =
+        import("hashed", table, named(&["city", "device", "age"], Some(50)), true).unwrap();
     assert_eq!((&imported.shape[..], &imported.tables[..]), (&[0][..], &[50, 50, 50][..]));
     let rows = table_rows(&root.path().join("hashed"), 0, &[50, 50, 50]).unwrap();
-    assert!(rows[0].1 != rows[1].1 && rows[0].1[0] == rows[3].1[0] && rows[2].1[0] == 0, "{rows:?}");
-    assert!(rows.iter().all(|(_, ids, _)| ids[0] < 50 && (50..100).contains(&ids[1]) && (100..150).contains(&ids[2])));
+    assert!(
+        rows[0].1 != rows[1].1 && rows[0].1[0] == rows[3].1[0] && rows[2].1[0] == 0,
+        "{rows:?}"
+    );
+    assert!(rows.iter().all(|(_, ids, _)| ids[0] < 50
+        && (50..100).contains(&ids[1])
+        && (100..150).contains(&ids[2])));
 
     for (categories, wanted) in [
         (named(&["town"], None), "there is no column \"town\""),
@@ -215,25 +266,44 @@ fn ids_of_categories_fit_their_tables() {
     let file = |name: &str, ids: &[i32]| {
         let path = root.path().join(name);
         let file = hdf5::File::create(&path).unwrap();
-        file.new_dataset::<i32>().shape([2, 2]).create("categories").unwrap().write_raw(ids).unwrap();
+        file.new_dataset::<i32>()
+            .shape([2, 2])
+            .create("categories")
+            .unwrap()
+            .write_raw(ids)
+            .unwrap();
         file.new_dataset::<i32>().shape(2).create("targets").unwrap().write_raw(&[0, 1]).unwrap();
         path
     };
     let good = file("good.h5", &[0, 1, 2, 0]);
-    assert_eq!(table_rows(&good, 0, &[3, 2]).unwrap(), [(vec![], vec![0, 4], 0), (vec![], vec![2, 3], 1)]);
+    assert_eq!(
+        table_rows(&good, 0, &[3, 2]).unwrap(),
+        [(vec![], vec![0, 4], 0), (vec![], vec![2, 3], 1)]
+    );
     assert!(verify::verify(&good).unwrap().to_string().contains("6 ids"));
     for (path, tables, wanted) in [
         (&good, &[2, 2][..], "/categories[1, 0] is id 2, but table 0 has 2 rows\nhint: "),
         (&good, &[3, 1], "/categories[0, 1] is id 1, but table 1 has 1 rows"),
-        (&good, &[3, 1, 5], "/categories has rows of 2, but the network has 3 embedding tables\nhint: "),
-        (&file("bad.h5", &[0, 1, -2, 0]), &[3, 2], "/categories[1, 0] is id -2, but table 0 has 3 rows"),
+        (
+            &good,
+            &[3, 1, 5],
+            "/categories has rows of 2, but the network has 3 embedding tables\nhint: ",
+        ),
+        (
+            &file("bad.h5", &[0, 1, -2, 0]),
+            &[3, 2],
+            "/categories[1, 0] is id -2, but table 0 has 3 rows",
+        ),
     ] {
         let error = table_rows(path, 0, tables).unwrap_err();
         assert_eq!(error.exit_code(), 2);
         assert!(error.to_string().contains(wanted), "{error}");
     }
     let error = table_rows(&good, 3, &[3, 2]).unwrap_err().to_string();
-    assert!(error.contains("has no dataset /inputs\nhint: the file holds /categories, /targets"), "{error}");
+    assert!(
+        error.contains("has no dataset /inputs\nhint: the file holds /categories, /targets"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -253,23 +323,40 @@ fn malformed_files_are_refused() {
     for (images, labels, wanted) in cases {
         let images = write(root.path().join("images"), images);
         let labels = write(root.path().join("labels"), labels);
-        let kept =
-            ImportOptions { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: out.clone() };
+        let kept = ImportOptions {
+            not_finite: NotFinite::Error,
+            every: 0,
+            shards: 1,
+            normalize: true,
+            out: out.clone(),
+        };
         let error = import_idx(&ImportIdx { images, labels, kept }).unwrap_err();
         assert_eq!(error.exit_code(), 2);
-        assert!(error.to_string().contains(wanted) && error.to_string().contains("\nhint: "), "{error}");
+        assert!(
+            error.to_string().contains(wanted) && error.to_string().contains("\nhint: "),
+            "{error}"
+        );
     }
     for (table, target, wanted) in [
         ("a,b\n1,2\n3,x\n", "b", "line 3, column \"b\": \"x\" is no number"),
-        ("a,b\n1,nan\n", "b", "line 2, column \"b\": \"nan\" is a missing number, or the name of a class"),
+        (
+            "a,b\n1,nan\n",
+            "b",
+            "line 2, column \"b\": \"nan\" is a missing number, or the name of a class",
+        ),
         ("a,b\n1,2\n3\n", "b", "line: 3"),
         ("a,b\n1,2\n", "c", "there is no column \"c\"\nhint: its columns: a, b"),
         ("a\n1\n", "a", "1 columns, 1 of them targets"),
         ("a,b\n", "b", "no lines after the header"),
     ] {
         let input = write(root.path().join("table.csv"), table.as_bytes());
-        let kept =
-            ImportOptions { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: out.clone() };
+        let kept = ImportOptions {
+            not_finite: NotFinite::Error,
+            every: 0,
+            shards: 1,
+            normalize: true,
+            out: out.clone(),
+        };
         let import = ImportCsv { targets: vec![target.into()], ..ImportCsv::new(input, kept) };
         let error = import_csv(&import).unwrap_err();
         assert_eq!(error.exit_code(), 2);
@@ -285,8 +372,12 @@ fn rows_that_are_not_finite_are_left_out_and_counted() {
     let input = write(root.path().join("table.csv"), table.as_bytes());
     let out = root.path().join("out");
     let import = |not_finite| {
-        let kept = ImportOptions { not_finite, every: 3, shards: 1, normalize: true, out: out.clone() };
-        import_csv(&ImportCsv { targets: vec!["kind".into()], ..ImportCsv::new(input.clone(), kept) })
+        let kept =
+            ImportOptions { not_finite, every: 3, shards: 1, normalize: true, out: out.clone() };
+        import_csv(&ImportCsv {
+            targets: vec!["kind".into()],
+            ..ImportCsv::new(input.clone(), kept)
+        })
     };
     let error = import(NotFinite::Error).unwrap_err().to_string();
     assert!(error.contains("line 3, column \"y\": \"nan\" is a missing value\nhint: "), "{error}");
@@ -294,19 +385,22 @@ fn rows_that_are_not_finite_are_left_out_and_counted() {
     assert_eq!((imported.skipped, imported.classes), (4, Some(3)));
     let told = "4 rows with numbers that are missing or not finite were left out when the data was imported";
     assert!(imported.to_string().ends_with(told), "{imported}");
-    // As if they had not been there: the third of the four that are left is kept for validation, and does not count in the scale.
+    // As if they had not been there: the third of the four that are left is kept for validation,
+    // and does not count in the scale.
     let rest = write(root.path().join("rest.csv"), b"x,y,kind\n1,2,0\n6,7,1\n8,9,2\n10,11,0\n");
     let kept = ImportOptions { every: 3, ..kept(root.path().join("rest")) };
     let kept = ImportOptions { shards: 1, ..kept };
     import_csv(&ImportCsv { targets: vec!["kind".into()], ..ImportCsv::new(rest, kept) }).unwrap();
     for split in [Split::Train, Split::Validation] {
-        let both = [&out, &root.path().join("rest")].map(|path| rows(path, split, 2, Target::Class(3)).unwrap());
+        let both = [&out, &root.path().join("rest")]
+            .map(|path| rows(path, split, 2, Target::Class(3)).unwrap());
         assert_eq!(both[0], both[1], "{split}");
     }
     let report = verify::verify(&out).unwrap();
     assert!(report.notes.iter().any(|note| note == told), "{report}");
     let samples = SampleSpec::Rows { input: 2, ids: Ids::None, target: Target::Class(3) };
-    let dataset = Dataset::open(&DataSpec { samples, ..DataSpec::new(&out) }, Split::Train, 1).unwrap();
+    let dataset =
+        Dataset::open(&DataSpec { samples, ..DataSpec::new(&out) }, Split::Train, 1).unwrap();
     assert_eq!(dataset.left_out().as_deref(), Some(told));
 }
 
@@ -317,16 +411,27 @@ fn images_are_augmented_before_they_are_scaled_by_epoch_and_number() {
     let images = write(root.path().join("images"), &idx(&[10, 5, 6], &pixels));
     let labels = write(root.path().join("labels"), &idx(&[10], &[0; 10]));
     let out = root.path().join("out");
-    import_idx(&ImportIdx { images, labels, kept: ImportOptions { every: 0, ..kept(out.clone()) } }).unwrap();
+    import_idx(&ImportIdx {
+        images,
+        labels,
+        kept: ImportOptions { every: 0, ..kept(out.clone()) },
+    })
+    .unwrap();
     let open = |by: Option<Augment>| {
         let samples = SampleSpec::Rows { input: 30, ids: Ids::None, target: Target::Class(1) };
-        let mut dataset = Dataset::open(&DataSpec { samples, ..DataSpec::new(&out) }, Split::Train, 1).unwrap();
+        let mut dataset =
+            Dataset::open(&DataSpec { samples, ..DataSpec::new(&out) }, Split::Train, 1).unwrap();
         by.into_iter().for_each(|by| dataset.augment(by, &[5, 6, 1], 3).unwrap());
         dataset
     };
     let read = |by, range: std::ops::Range<u64>| {
         let once = std::iter::once(range);
-        Loader::start(open(by), Sampler::in_order(10), once, 1).unwrap().next().unwrap().parts.features
+        Loader::start(open(by), Sampler::in_order(10), once, 1)
+            .unwrap()
+            .next()
+            .unwrap()
+            .parts
+            .features
     };
     let bits = |numbers: &[f32]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
     let plain = read(None, 0..10);
@@ -344,7 +449,8 @@ fn images_are_augmented_before_they_are_scaled_by_epoch_and_number() {
     assert!(moved > 30, "{moved}");
     assert_ne!(bits(&all[..300]), bits(&all[300..600]));
     // However positions are cut into batches, and across the end of an epoch.
-    let pieces: Vec<f32> = [0..7, 7..13, 13..40].into_iter().flat_map(|range| read(Some(by), range)).collect();
+    let pieces: Vec<f32> =
+        [0..7, 7..13, 13..40].into_iter().flat_map(|range| read(Some(by), range)).collect();
     assert_eq!(bits(&pieces), bits(&all));
 }
 
@@ -369,8 +475,18 @@ fn rows_are_verified() {
 fn foreign(path: &Path, inputs: &[f32], targets: &[i32], width: usize) {
     let file = hdf5::File::create(path).unwrap();
     let rows = inputs.len() / width;
-    file.new_dataset::<f32>().shape([rows, width]).create("inputs").unwrap().write_raw(inputs).unwrap();
-    file.new_dataset::<i32>().shape(targets.len()).create("targets").unwrap().write_raw(targets).unwrap();
+    file.new_dataset::<f32>()
+        .shape([rows, width])
+        .create("inputs")
+        .unwrap()
+        .write_raw(inputs)
+        .unwrap();
+    file.new_dataset::<i32>()
+        .shape(targets.len())
+        .create("targets")
+        .unwrap()
+        .write_raw(targets)
+        .unwrap();
 }
 
 #[test]
@@ -385,19 +501,37 @@ fn rows_that_cannot_be_learned_name_their_place() {
     let good = [1.0, 2.0, 3.0, 4.0];
     let class = Target::Class(3);
     for (error, wanted) in [
-        (refused(&[1.0, 2.0, 3.0, f32::NAN], &[0, 1], 2, class), "train-0.h5: /inputs[1, 1] is NaN"),
-        (refused(&[f32::INFINITY, 2.0, 3.0, 1.0], &[0, 1], 2, class), "train-0.h5: /inputs[0, 0] is inf"),
+        (
+            refused(&[1.0, 2.0, 3.0, f32::NAN], &[0, 1], 2, class),
+            "train-0.h5: /inputs[1, 1] is NaN",
+        ),
+        (
+            refused(&[f32::INFINITY, 2.0, 3.0, 1.0], &[0, 1], 2, class),
+            "train-0.h5: /inputs[0, 0] is inf",
+        ),
         (refused(&good, &[0, 3], 2, class), "/targets[1] is class 3, but the network knows 0 to 2"),
-        (refused(&good, &[0, -1], 2, class), "/targets[1] is class -1, but the network knows 0 to 2"),
-        (refused(&good, &[0, 1], 3, class), "/inputs has rows of 2, but model.input has 3 elements"),
-        (refused(&good, &[0, 1], 2, Target::Values(2)), "/targets has rows of 1, but the network predicts 2"),
+        (
+            refused(&good, &[0, -1], 2, class),
+            "/targets[1] is class -1, but the network knows 0 to 2",
+        ),
+        (
+            refused(&good, &[0, 1], 3, class),
+            "/inputs has rows of 2, but model.input has 3 elements",
+        ),
+        (
+            refused(&good, &[0, 1], 2, Target::Values(2)),
+            "/targets has rows of 1, but the network predicts 2",
+        ),
         (refused(&good, &[0, 1, 2], 2, class), "/inputs has 2 rows, but /targets has 3"),
     ] {
         assert!(error.contains(wanted) && error.contains("\nhint: "), "{error}");
     }
     // PyTorch's mark of a target without a loss.
     let error = refused(&good, &[0, -100], 2, class);
-    assert!(error.contains("is class -100") && error.contains("hint: targets without a loss"), "{error}");
+    assert!(
+        error.contains("is class -100") && error.contains("hint: targets without a loss"),
+        "{error}"
+    );
 }
 
 /// Rows have no tokens, and no context to be shortened.
@@ -425,21 +559,41 @@ fn a_batch_larger_than_a_table_is_told_in_rows() {
 }
 
 /// A file with images as they are given, and a class each; `attributes` go to the inputs.
-fn images<T: hdf5::H5Type>(path: &Path, shape: &[usize], pixels: &[T], attributes: &[(&str, &[f32])]) -> PathBuf {
+fn images<T: hdf5::H5Type>(
+    path: &Path,
+    shape: &[usize],
+    pixels: &[T],
+    attributes: &[(&str, &[f32])],
+) -> PathBuf {
     let file = hdf5::File::create(path).unwrap();
     let inputs = file.new_dataset::<T>().shape(shape).create("inputs").unwrap();
     inputs.write_raw(pixels).unwrap();
     for (name, numbers) in attributes {
-        inputs.new_attr::<f32>().shape(numbers.len()).create(*name).unwrap().write_raw(numbers).unwrap();
+        inputs
+            .new_attr::<f32>()
+            .shape(numbers.len())
+            .create(*name)
+            .unwrap()
+            .write_raw(numbers)
+            .unwrap();
     }
     let classes: Vec<u8> = (0..shape[0]).map(|row| (row % 3) as u8).collect();
-    file.new_dataset::<u8>().shape(shape[0]).create("targets").unwrap().write_raw(&classes).unwrap();
+    file.new_dataset::<u8>()
+        .shape(shape[0])
+        .create("targets")
+        .unwrap()
+        .write_raw(&classes)
+        .unwrap();
     file.close().unwrap();
     path.to_owned()
 }
 
 /// Inputs of all samples of a split, images of 2 × 4 × 3.
-fn features(path: &Path, change: impl FnOnce(&mut DataSpec), augment: Augment) -> hpctrain::error::Result<Vec<f32>> {
+fn features(
+    path: &Path,
+    change: impl FnOnce(&mut DataSpec),
+    augment: Augment,
+) -> hpctrain::error::Result<Vec<f32>> {
     let samples = SampleSpec::Rows { input: 24, ids: Ids::None, target: Target::Class(3) };
     let mut spec = DataSpec { samples, shape: vec![2, 4, 3], ..DataSpec::new(path) };
     change(&mut spec);
@@ -448,7 +602,8 @@ fn features(path: &Path, change: impl FnOnce(&mut DataSpec), augment: Augment) -
         dataset.augment(augment, &[2, 4, 3], 5)?;
     }
     let rows = dataset.samples() as usize;
-    let (mut features, mut classes) = (vec![0.0; rows * 24], vec![0; rows]);
+    let mut features = vec![0.0; rows * 24];
+    let mut classes = vec![0; rows];
     let into = SampleMut { features: &mut features, classes: &mut classes, ..SampleMut::default() };
     dataset.read_run(0, rows, 3, into)?;
     Ok(features)
@@ -471,25 +626,42 @@ fn channels_that_come_first_are_refused_or_moved() {
     let pairs = [
         ("plain", vec![], vec![]),
         ("by-channel", scale.to_vec(), scale.to_vec()),
-        ("by-element", vec![("mean", &of_last[..]), ("std", &ones)], vec![("mean", &of_first[..]), ("std", &ones)]),
+        (
+            "by-element",
+            vec![("mean", &of_last[..]), ("std", &ones)],
+            vec![("mean", &of_first[..]), ("std", &ones)],
+        ),
     ];
     let nchw = |spec: &mut DataSpec| spec.axes = Axes::Nchw;
     let still = Augment::default();
     let moved = Augment { flip: true, shift: 1, crop: 1 };
     for (name, of_last, of_first) in pairs {
         let reference = images(&place(&format!("{name}-last.h5")), &[5, 2, 4, 3], &last, &of_last);
-        for (kind, shape) in [("first", &[5, 3, 2, 4][..]), ("flat", &[5, 24]), ("one-more", &[5, 1, 3, 2, 4])] {
+        for (kind, shape) in
+            [("first", &[5, 3, 2, 4][..]), ("flat", &[5, 24]), ("one-more", &[5, 1, 3, 2, 4])]
+        {
             let path = images(&place(&format!("{name}-{kind}.h5")), shape, &first, &of_first);
             for augment in [still, moved] {
                 let wanted = features(&reference, |_| {}, augment).unwrap();
-                assert_eq!(features(&path, nchw, augment).unwrap(), wanted, "{name} {kind} {augment:?}");
+                assert_eq!(
+                    features(&path, nchw, augment).unwrap(),
+                    wanted,
+                    "{name} {kind} {augment:?}"
+                );
             }
         }
-        let e = features(&place(&format!("{name}-first.h5")), |_| {}, still).unwrap_err().to_string();
-        assert!(e.contains("/inputs has rows of 3 x 2 x 4, but model.input is 2 x 4 x 3\nhint: "), "{e}");
+        let e =
+            features(&place(&format!("{name}-first.h5")), |_| {}, still).unwrap_err().to_string();
+        assert!(
+            e.contains("/inputs has rows of 3 x 2 x 4, but model.input is 2 x 4 x 3\nhint: "),
+            "{e}"
+        );
         assert!(e.contains("data.axes = \"nchw\""), "{e}");
         let e = features(&reference, nchw, still).unwrap_err().to_string();
-        assert!(e.contains("/inputs has rows of 2 x 4 x 3") && e.contains("data.axes = \"nhwc\""), "{e}");
+        assert!(
+            e.contains("/inputs has rows of 2 x 4 x 3") && e.contains("data.axes = \"nhwc\""),
+            "{e}"
+        );
     }
     let flat = images(&place("flat.h5"), &[5, 24], &last, &[]);
     assert_eq!(features(&flat, |_| {}, still).unwrap(), last);
@@ -497,7 +669,9 @@ fn channels_that_come_first_are_refused_or_moved() {
     let e = features(&turned, |_| {}, still).unwrap_err().to_string();
     assert!(e.contains("4 x 2 x 3, but model.input is 2 x 4 x 3\nhint: set model.input"), "{e}");
     let means = [("mean", &[1.0, 2.0, 3.0, 4.0][..]), ("std", &[1.0; 4])];
-    let e = features(&images(&place("odd.h5"), &[5, 3, 2, 4], &first, &means), nchw, still).unwrap_err().to_string();
+    let e = features(&images(&place("odd.h5"), &[5, 3, 2, 4], &first, &means), nchw, still)
+        .unwrap_err()
+        .to_string();
     assert!(e.contains("/inputs has 3 channels and 4 means"), "{e}");
 }
 
@@ -507,7 +681,12 @@ fn bytes_without_a_scale_are_told_of_and_can_be_divided() {
     let pixels: Vec<u8> = (0..5 * 24).map(|i| (i * 37 % 256) as u8).collect();
     let shape = [5, 2, 4, 3];
     let plain = images(&root.path().join("plain.h5"), &shape, &pixels, &[]);
-    let scaled = images(&root.path().join("scaled.h5"), &shape, &pixels, &[("mean", &[3.0]), ("std", &[7.0])]);
+    let scaled = images(
+        &root.path().join("scaled.h5"),
+        &shape,
+        &pixels,
+        &[("mean", &[3.0]), ("std", &[7.0])],
+    );
     let floats: Vec<f32> = pixels.iter().map(|pixel| f32::from(*pixel)).collect();
     let of_floats = images(&root.path().join("floats.h5"), &shape, &floats, &[]);
     let read = |path: &Path, scale| features(path, |spec| spec.scale = scale, Augment::default());
@@ -527,11 +706,17 @@ fn bytes_without_a_scale_are_told_of_and_can_be_divided() {
         let spec = DataSpec { samples, scale, ..DataSpec::new(path) };
         let told = Dataset::open(&spec, Split::Train, 1).unwrap().unscaled();
         assert_eq!(told.is_some(), *path == plain && scale.is_none(), "{told:?}");
-        assert!(told.is_none_or(|told| told.contains("plain.h5") && told.contains("data.scale = \"unit\"")));
+        assert!(
+            told.is_none_or(
+                |told| told.contains("plain.h5") && told.contains("data.scale = \"unit\"")
+            )
+        );
     }
     let e = read(&of_floats, Some(InputScale::Unit)).unwrap_err().to_string();
     assert!(
-        e.contains("floats.h5: data.scale = \"unit\" is for unsigned bytes, but /inputs is of type float32"),
+        e.contains(
+            "floats.h5: data.scale = \"unit\" is for unsigned bytes, but /inputs is of type float32"
+        ),
         "{e}"
     );
 }
@@ -547,19 +732,31 @@ fn a_fraction_of_the_rows_is_kept_for_validation() {
     }
     let single = images(&root.path().join("all.hdf5"), &[60, 24], &numbers, &[]);
     let samples = SampleSpec::Rows { input: 24, ids: Ids::None, target: Target::Class(3) };
-    let spec = |path: &Path, val_fraction| DataSpec { samples: samples.clone(), val_fraction, ..DataSpec::new(path) };
+    let spec = |path: &Path, val_fraction| DataSpec {
+        samples: samples.clone(),
+        val_fraction,
+        ..DataSpec::new(path)
+    };
     let rows = |path: &Path, split| {
         let mut dataset = Dataset::open(&spec(path, 0.1), split, 1).unwrap();
         let count = dataset.samples() as usize;
-        let (mut features, mut classes) = (vec![0.0; count * 24], vec![0; count]);
-        let into = SampleMut { features: &mut features, classes: &mut classes, ..SampleMut::default() };
+        let mut features = vec![0.0; count * 24];
+        let mut classes = vec![0; count];
+        let into =
+            SampleMut { features: &mut features, classes: &mut classes, ..SampleMut::default() };
         dataset.read_run(0, count, 0, into).unwrap();
         let rows: Vec<u64> = features.iter().step_by(24).map(|x| *x as u64).collect();
-        assert!(classes.iter().zip(&rows).all(|(class, row)| u64::from(*class) == row % 20 % 3 || path.is_file()));
+        assert!(
+            classes
+                .iter()
+                .zip(&rows)
+                .all(|(class, row)| u64::from(*class) == row % 20 % 3 || path.is_file())
+        );
         (rows, dataset.fingerprint())
     };
     for path in [root.path(), &single] {
-        let ((train, print), (validation, _)) = (rows(path, Split::Train), rows(path, Split::Validation));
+        let ((train, print), (validation, _)) =
+            (rows(path, Split::Train), rows(path, Split::Validation));
         assert_eq!((train.len(), validation.len()), (54, 6));
         // One of every ten that follow one another.
         assert!(validation.iter().zip(0..).all(|(row, ten)| row / 10 == ten), "{validation:?}");
@@ -567,7 +764,10 @@ fn a_fraction_of_the_rows_is_kept_for_validation() {
         all.sort_unstable();
         assert!(all.into_iter().eq(0..60));
         let other = Dataset::open(&spec(path, 0.2), Split::Train, 1).unwrap().fingerprint();
-        assert_eq!(other.difference(&print).as_deref(), Some("data.val_fraction = 0.2, trained with 0.1"));
+        assert_eq!(
+            other.difference(&print).as_deref(),
+            Some("data.val_fraction = 0.2, trained with 0.1")
+        );
         assert_ne!(other.digest(), print.digest());
     }
     assert_eq!(spec(root.path(), 0.1).held().unwrap(), Held::Fraction);

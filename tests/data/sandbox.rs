@@ -1,4 +1,5 @@
-//! Files that end the process that reads them: a child reads them first, so no rank is lost, and the error names the file.
+//! Files that end the process that reads them: a child reads them first, so no rank is lost, and
+//! the error names the file.
 
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,8 @@ use hpctrain_testkit::launch::{Ended, finish, program};
 use hpctrain_testkit::runs::Run;
 use hpctrain_testkit::shards;
 
-/// A library whose processes end when they open a dataset; none where HDF5 is a part of the program.
+/// A library whose processes end when they open a dataset; none where HDF5 is a part of the
+/// program.
 fn crashing(root: &Path) -> Option<PathBuf> {
     if cfg!(feature = "static-hdf5") {
         eprintln!("skipped: functions of a static libhdf5 cannot be replaced");
@@ -20,14 +22,16 @@ fn crashing(root: &Path) -> Option<PathBuf> {
     }
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/crashing_hdf5.c");
     let library = root.join("libcrashing.so");
-    let status = Command::new("cc").args(["-shared", "-fPIC", "-o"]).args([&library, &source]).status();
+    let status =
+        Command::new("cc").args(["-shared", "-fPIC", "-o"]).args([&library, &source]).status();
     assert!(status.unwrap().success());
     Some(library)
 }
 
 /// Two training shards and one for validation, of bytes.
 fn import(root: &Path) -> PathBuf {
-    let (input, out) = (root.join("input.txt"), root.join("data"));
+    let input = root.join("input.txt");
+    let out = root.join("data");
     std::fs::write(&input, "to be, or not to be, that is the question\n".repeat(100)).unwrap();
     let mut import = ImportText::new(input, TokenizerKind::Byte, &out);
     import.to.val_fraction = 0.1;
@@ -63,7 +67,10 @@ fn a_file_that_ends_its_reader_is_one_error_of_the_job() {
         &["data", "import", "ids", shard, "--tokenizer", "byte", "--out", out],
         &["eval", "--checkpoint", checkpoint, "--data", shard],
     ] {
-        names_file_and_signal(&finish(program(arguments).env("LD_PRELOAD", &library)), "train-00001.h5");
+        names_file_and_signal(
+            &finish(program(arguments).env("LD_PRELOAD", &library)),
+            "train-00001.h5",
+        );
     }
     assert!(!Path::new(out).exists());
     // One damaged file does not hide the others.
@@ -86,7 +93,10 @@ fn no_byte_of_a_files_structure_ends_the_program() {
         std::fs::write(&shard, bytes).unwrap();
         for command in ["inspect", "verify"] {
             let ended = finish(program(["data", command]).arg(&shard));
-            assert!(ended.status.signal().is_none() && [0, 2].contains(&ended.code()), "byte {at}: {ended}");
+            assert!(
+                ended.status.signal().is_none() && [0, 2].contains(&ended.code()),
+                "byte {at}: {ended}"
+            );
         }
     }
 }
@@ -136,20 +146,27 @@ fn links_that_lead_back_and_deep_groups_end_nothing() {
         Run::new(Alone, root.path(), "refused", &[&settings]).ends(),
     ] {
         assert_eq!(ended.code(), 2, "{ended}");
-        assert!(ended.stderr.contains("train-0.h5: groups are nested more than 64 deep"), "{ended}");
+        assert!(
+            ended.stderr.contains("train-0.h5: groups are nested more than 64 deep"),
+            "{ended}"
+        );
     }
 }
 
 #[test]
 fn raw_files_elsewhere_are_read_only_where_that_is_allowed() {
     let root = tempfile::tempdir().unwrap();
-    let (data, secret) = (root.path().join("data"), root.path().join("secret.txt"));
+    let data = root.path().join("data");
+    let secret = root.path().join("secret.txt");
     std::fs::create_dir(&data).unwrap();
     let text = "to be, or not to be, that is the question\n".repeat(100);
     std::fs::write(&secret, &text).unwrap();
     for name in ["train-0.h5", "val-0.h5"] {
         let file = hdf5::File::create(data.join(name)).unwrap();
-        let tokens = file.new_dataset::<u8>().external(secret.to_str().unwrap(), 0, text.len()).shape(text.len());
+        let tokens = file
+            .new_dataset::<u8>()
+            .external(secret.to_str().unwrap(), 0, text.len())
+            .shape(text.len());
         tokens.create("tokens").unwrap();
         file.close().unwrap();
     }
@@ -157,9 +174,15 @@ fn raw_files_elsewhere_are_read_only_where_that_is_allowed() {
     let settings = [&path[..], "model.vocabulary=256", "run.steps=1", "log.sample=0"];
     let refused = Run::new(Alone, root.path(), "refused", &settings).ends();
     assert_eq!(refused.code(), 2, "{refused}");
-    let expected = format!("has its elements in the external raw file {}, which is outside ", secret.display());
+    let expected = format!(
+        "has its elements in the external raw file {}, which is outside ",
+        secret.display()
+    );
     assert!(refused.stderr.contains(&expected), "{refused}");
-    assert!(refused.stderr.contains("\nhint: ") && refused.stderr.contains("data.external_files"), "{refused}");
+    assert!(
+        refused.stderr.contains("\nhint: ") && refused.stderr.contains("data.external_files"),
+        "{refused}"
+    );
     assert!(!root.path().join("refused").exists());
     let allowed = [&settings[..], &["data.external_files=allow"]].concat();
     Run::new(Alone, root.path(), "allowed", &allowed).succeeds();
@@ -168,7 +191,10 @@ fn raw_files_elsewhere_are_read_only_where_that_is_allowed() {
     for name in ["train-0.h5", "val-0.h5"] {
         let file = hdf5::File::create(data.join(name)).unwrap();
         let raw = data.join("tokens.raw");
-        let tokens = file.new_dataset::<u8>().external(raw.to_str().unwrap(), 0, text.len()).shape(text.len());
+        let tokens = file
+            .new_dataset::<u8>()
+            .external(raw.to_str().unwrap(), 0, text.len())
+            .shape(text.len());
         tokens.create("tokens").unwrap();
         file.close().unwrap();
     }

@@ -18,7 +18,12 @@ fn shards(folder: &Path) {
     for name in ["train-0.h5", "train-1.h5", "val-0.h5"] {
         let file = hdf5::File::create(folder.join(name)).unwrap();
         let ids: Vec<u8> = (0..640u32).map(|i| (i * i * 7 % 5) as u8).collect();
-        file.new_dataset::<u8>().shape(ids.len()).create("tokens").unwrap().write_raw(&ids).unwrap();
+        file.new_dataset::<u8>()
+            .shape(ids.len())
+            .create("tokens")
+            .unwrap()
+            .write_raw(&ids)
+            .unwrap();
         file.new_attr::<u64>().create("vocabulary_size").unwrap().write_scalar(&5u64).unwrap();
     }
 }
@@ -26,7 +31,8 @@ fn shards(folder: &Path) {
 #[test]
 fn ranks_read_the_copies() {
     let root = tempfile::tempdir().unwrap();
-    let (data, disk) = (root.path().join("data"), root.path().join("disk"));
+    let data = root.path().join("data");
+    let disk = root.path().join("disk");
     shards(&data);
     std::fs::create_dir(&disk).unwrap();
     let at = format!("data.path={}", data.display());
@@ -37,8 +43,13 @@ fn ranks_read_the_copies() {
     let plain = run(Alone, "plain", &[]).succeeds();
     run(Mpirun(2), "two", &[&stage]).succeeds().same_as(&plain, 6, "two ranks");
     let copies = std::fs::read_dir(&disk).unwrap().next().unwrap().unwrap().path();
-    let fingerprint = |path: &Path| Dataset::open(&DataSpec::new(path), Split::Train, 16).unwrap().fingerprint();
-    assert_eq!(fingerprint(&copies), fingerprint(&data), "a checkpoint does not tell copies from the data");
+    let fingerprint =
+        |path: &Path| Dataset::open(&DataSpec::new(path), Split::Train, 16).unwrap().fingerprint();
+    assert_eq!(
+        fingerprint(&copies),
+        fingerprint(&data),
+        "a checkpoint does not tell copies from the data"
+    );
     let written = || std::fs::metadata(copies.join("staged.json")).unwrap().modified().unwrap();
     let before = written();
     run(Simulate(4), "four", &[&stage]).succeeds().same_as(&plain, 6, "four ranks");
@@ -46,14 +57,18 @@ fn ranks_read_the_copies() {
     // Once copied, a shard is read from there: this one cannot be, and is copied again.
     std::fs::write(copies.join("train-0.h5"), "damaged").unwrap();
     run(Mpirun(2), "again", &[&stage]).succeeds().same_as(&plain, 6, "after damage");
-    assert_eq!(std::fs::read(copies.join("train-0.h5")).unwrap(), std::fs::read(data.join("train-0.h5")).unwrap());
+    assert_eq!(
+        std::fs::read(copies.join("train-0.h5")).unwrap(),
+        std::fs::read(data.join("train-0.h5")).unwrap()
+    );
 }
 
 /// Elements behind a link or in a raw file would not be there, or be read from where they are.
 #[test]
 fn shards_with_parts_in_other_files_are_refused_before_they_are_copied() {
     let root = tempfile::tempdir().unwrap();
-    let (data, disk) = (root.path().join("data"), root.path().join("disk"));
+    let data = root.path().join("data");
+    let disk = root.path().join("disk");
     shards(&data);
     std::fs::create_dir(&disk).unwrap();
     std::fs::rename(data.join("train-0.h5"), data.join("source.h5")).unwrap();
@@ -69,15 +84,19 @@ fn shards_with_parts_in_other_files_are_refused_before_they_are_copied() {
         let to = to.to_owned();
         move |file: &hdf5::File| file.link_external(&to, "/tokens", "tokens").unwrap()
     };
-    let (beside, absolute) = (link("source.h5"), link(&absolute));
+    let beside = link("source.h5");
+    let absolute = link(&absolute);
     let external = |file: &hdf5::File| {
         drop(file.new_dataset::<u8>().external(&raw, 0, 640).shape(640).create("tokens").unwrap());
     };
     let ways: [&dyn Fn(&hdf5::File); 3] = [&beside, &absolute, &external];
-    let settings = [format!("data.path={}", data.display()), format!("data.stage={}", disk.display())];
+    let settings =
+        [format!("data.path={}", data.display()), format!("data.stage={}", disk.display())];
     for tokens in ways {
         write(tokens);
-        let ended = Run { settings: settings.to_vec(), ..Run::new(Mpirun(2), root.path(), "refused", &[]) }.ends();
+        let ended =
+            Run { settings: settings.to_vec(), ..Run::new(Mpirun(2), root.path(), "refused", &[]) }
+                .ends();
         assert_eq!(ended.code(), 2, "{ended}");
         let refusal = "train-0.h5: /tokens has elements in other files, which data.stage does not copy\nhint: ";
         assert_eq!(ended.stderr.matches(refusal).count(), 1, "{ended}");
@@ -93,11 +112,18 @@ fn a_place_that_is_not_there_is_refused_once() {
     let root = tempfile::tempdir().unwrap();
     let data = root.path().join("data");
     shards(&data);
-    let settings = [format!("data.path={}", data.display()), "data.stage=/nowhere/at/all".to_owned()];
+    let settings =
+        [format!("data.path={}", data.display()), "data.stage=/nowhere/at/all".to_owned()];
     for transport in [Alone, Mpirun(2)] {
-        let ended = Run { settings: settings.to_vec(), ..Run::new(transport, root.path(), "refused", &[]) }.ends();
+        let ended =
+            Run { settings: settings.to_vec(), ..Run::new(transport, root.path(), "refused", &[]) }
+                .ends();
         assert_eq!(ended.code(), 2, "{ended}");
-        assert_eq!(ended.stderr.matches("data.stage = /nowhere/at/all is no directory\nhint: ").count(), 1, "{ended}");
+        assert_eq!(
+            ended.stderr.matches("data.stage = /nowhere/at/all is no directory\nhint: ").count(),
+            1,
+            "{ended}"
+        );
         assert!(!root.path().join("refused").exists());
     }
 }
@@ -109,16 +135,19 @@ fn users_share_a_disk_and_trust_only_their_own_copies() {
     if std::fs::metadata(root.path()).unwrap().uid() != 0 {
         return eprintln!("skipped: only root is several users");
     }
-    let open = |path: &Path, mode| std::fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+    let open =
+        |path: &Path, mode| std::fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
     open(root.path(), 0o755);
-    let (data, disk) = (root.path().join("data"), root.path().join("disk"));
+    let data = root.path().join("data");
+    let disk = root.path().join("disk");
     shards(&data);
     std::fs::create_dir(&disk).unwrap();
     open(&disk, 0o1777);
     // They may not look where the tests were built.
     let program = root.path().join("hpctrain");
     std::fs::copy(hpctrain_testkit::program(), &program).unwrap();
-    let settings = [format!("data.path={}", data.display()), format!("data.stage={}", disk.display())];
+    let settings =
+        [format!("data.path={}", data.display()), format!("data.stage={}", disk.display())];
     let settings: Vec<&str> = settings.iter().map(String::as_str).collect();
     let by = |user: u32, name: &str| {
         let home = root.path().join(user.to_string());
@@ -139,5 +168,8 @@ fn users_share_a_disk_and_trust_only_their_own_copies() {
     chown(&planted, Some(12345), Some(12345)).unwrap();
     let ended = by(12347, "three");
     assert_eq!(ended.code(), 2, "{ended}");
-    assert!(ended.stderr.contains("belongs to user 12345, not to you (user 12347)\nhint: "), "{ended}");
+    assert!(
+        ended.stderr.contains("belongs to user 12345, not to you (user 12347)\nhint: "),
+        "{ended}"
+    );
 }

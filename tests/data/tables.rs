@@ -1,4 +1,5 @@
-//! Tables as others write them: delimiters, quotes, decimal commas, missing values, classes in words, columns of one name.
+//! Tables as others write them: delimiters, quotes, decimal commas, missing values, classes in
+//! words, columns of one name.
 
 use std::path::Path;
 
@@ -10,13 +11,19 @@ use hpctrain::error::Result;
 
 /// The rows of a part: numbers, and the class of each.
 fn rows(folder: &Path, split: Split, inputs: usize, classes: usize) -> Vec<(Vec<f32>, u32)> {
-    let samples = SampleSpec::Rows { input: inputs, ids: Ids::None, target: Target::Class(classes) };
-    let mut dataset = Dataset::open(&DataSpec { samples, ..DataSpec::new(folder) }, split, 1).unwrap();
+    let samples =
+        SampleSpec::Rows { input: inputs, ids: Ids::None, target: Target::Class(classes) };
+    let mut dataset =
+        Dataset::open(&DataSpec { samples, ..DataSpec::new(folder) }, split, 1).unwrap();
     let mut all = Vec::new();
     for sample in 0..dataset.samples() {
-        let (mut features, mut class) = (vec![0.0; inputs], [0]);
+        let mut features = vec![0.0; inputs];
+        let mut class = [0];
         dataset
-            .read(sample, SampleMut { features: &mut features, classes: &mut class, ..SampleMut::default() })
+            .read(
+                sample,
+                SampleMut { features: &mut features, classes: &mut class, ..SampleMut::default() },
+            )
             .unwrap();
         all.push((features, class[0]));
     }
@@ -28,11 +35,21 @@ fn owned(names: &[&str]) -> Vec<String> {
 }
 
 /// Imports a table into the folder `name`, all rows for training.
-fn import(root: &Path, name: &str, table: &[u8], with: impl FnOnce(&mut ImportCsv)) -> Result<String> {
+fn import(
+    root: &Path,
+    name: &str,
+    table: &[u8],
+    with: impl FnOnce(&mut ImportCsv),
+) -> Result<String> {
     let input = root.join(name).with_extension("csv");
     std::fs::write(&input, table).unwrap();
-    let kept =
-        ImportOptions { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: false, out: root.join(name) };
+    let kept = ImportOptions {
+        not_finite: NotFinite::Error,
+        every: 0,
+        shards: 1,
+        normalize: false,
+        out: root.join(name),
+    };
     let mut import = ImportCsv { targets: vec!["y".into()], ..ImportCsv::new(input, kept) };
     with(&mut import);
     import_csv(&import).map(|imported| imported.to_string())
@@ -48,13 +65,21 @@ fn tables_in_other_forms_are_the_same_rows() {
         ("semicolon", b"a;b;y\n1.5;-2;0\n3;0.25;1", TableFormat::default()),
         ("tab", b"a\tb\ty\n1.5\t-2\t0\n3\t0.25\t1\n", TableFormat::default()),
         ("bar", b"\"a\"|\"b\"|\"y\"\n\"1.5\"|-2|0\n 3 | 0.25 |1\n", TableFormat::default()),
-        ("decimals", b"a;b;y\n1,5;-2;0\n3,0;,25;1\n", TableFormat { decimal_comma: true, ..TableFormat::default() }),
+        (
+            "decimals",
+            b"a;b;y\n1,5;-2;0\n3,0;,25;1\n",
+            TableFormat { decimal_comma: true, ..TableFormat::default() },
+        ),
         (
             "quoted",
             b"a,b,y\n\"1,5\",-2,0\n3,\"0,25\",1\n",
             TableFormat { decimal_comma: true, delimiter: Some(b','), ..TableFormat::default() },
         ),
-        ("bare", b"1.5,-2,0\n3,0.25,1\n", TableFormat { no_header: true, ..TableFormat::default() }),
+        (
+            "bare",
+            b"1.5,-2,0\n3,0.25,1\n",
+            TableFormat { no_header: true, ..TableFormat::default() },
+        ),
     ];
     for (name, table, format) in forms {
         let bare = format.no_header;
@@ -73,9 +98,18 @@ fn tables_in_other_forms_are_the_same_rows() {
 fn a_quoted_cell_may_hold_delimiters_quotes_and_line_breaks() {
     let root = tempfile::tempdir().unwrap();
     let table = "note,a,y\n\"x, \"\"y\"\"\nz\",1,0\nplain,2,1\n";
-    import(root.path(), "quotes", table.as_bytes(), |import| import.drop = owned(&["note"])).unwrap();
-    assert_eq!(rows(&root.path().join("quotes"), Split::Train, 1, 2), [(vec![1.0], 0), (vec![2.0], 1)]);
-    let cells = column_texts(&root.path().join("quotes.csv"), &TableFormat::default(), &owned(&["y", "note"])).unwrap();
+    import(root.path(), "quotes", table.as_bytes(), |import| import.drop = owned(&["note"]))
+        .unwrap();
+    assert_eq!(
+        rows(&root.path().join("quotes"), Split::Train, 1, 2),
+        [(vec![1.0], 0), (vec![2.0], 1)]
+    );
+    let cells = column_texts(
+        &root.path().join("quotes.csv"),
+        &TableFormat::default(),
+        &owned(&["y", "note"]),
+    )
+    .unwrap();
     let cells: Vec<Vec<String>> = cells.map(|cells| cells.unwrap()).collect();
     assert_eq!(cells, [owned(&["0", "x, \"y\"\nz"]), owned(&["1", "plain"])]);
 }
@@ -85,14 +119,17 @@ fn missing_values_are_refused_left_out_or_filled_up() {
     let root = tempfile::tempdir().unwrap();
     let table = b"a,b,y\n1,10,0\nNA,20,1\n3,,1\n8,60,0\n";
     let all = |name: &str, missing: &str| {
-        let told = import(root.path(), name, table, |import| import.missing = Some(missing.parse().unwrap()))?;
+        let told = import(root.path(), name, table, |import| {
+            import.missing = Some(missing.parse().unwrap())
+        })?;
         Ok::<_, hpctrain::error::Error>((told, rows(&root.path().join(name), Split::Train, 2, 2)))
     };
     let error = import(root.path(), "refused", table, |_| {}).unwrap_err();
     assert_eq!(error.exit_code(), 2);
     let told = error.to_string();
     assert!(
-        told.contains("line 3, column \"a\": \"NA\" is a missing value\nhint: ") && told.contains("--missing mean"),
+        told.contains("line 3, column \"a\": \"NA\" is a missing value\nhint: ")
+            && told.contains("--missing mean"),
         "{told}"
     );
     let (told, skipped) = all("skipped", "skip").unwrap();
@@ -113,7 +150,10 @@ fn missing_values_are_refused_left_out_or_filled_up() {
         rows(&root.path().join(name), Split::Train, 2, 2)
     };
     assert_eq!(like("later", None), [(vec![100.0, 30.0], 1), (vec![4.0, 7.0], 0)]);
-    assert_eq!(like("zeros", Some(Missing::Number(0.0))), [(vec![100.0, 0.0], 1), (vec![0.0, 7.0], 0)]);
+    assert_eq!(
+        like("zeros", Some(Missing::Number(0.0))),
+        [(vec![100.0, 0.0], 1), (vec![0.0, 7.0], 0)]
+    );
     // A target is not filled up, and a column without any value has no mean.
     for (name, table, missing, wanted) in [
         (
@@ -130,15 +170,17 @@ fn missing_values_are_refused_left_out_or_filled_up() {
         ),
         ("nothing", "a,y\n,0\n,1\n", "skip", "every line has a missing value"),
     ] {
-        let import =
-            import(root.path(), name, table.as_bytes(), |import| import.missing = Some(missing.parse().unwrap()));
+        let import = import(root.path(), name, table.as_bytes(), |import| {
+            import.missing = Some(missing.parse().unwrap())
+        });
         let told = import.unwrap_err().to_string();
         assert!(told.contains(wanted), "{told}");
         assert!(!root.path().join(name).exists(), "{name}");
     }
 }
 
-/// Means and scale are those of the training rows, as of an imputer and a scaler one after the other.
+/// Means and scale are those of the training rows, as of an imputer and a scaler one after the
+/// other.
 #[test]
 fn means_are_those_of_the_training_rows() {
     let root = tempfile::tempdir().unwrap();
@@ -166,51 +208,72 @@ fn words_are_classes_in_the_order_of_their_names() {
     let told = import(root.path(), "words", table, |_| {}).unwrap();
     assert!(told.contains("3 classes") && told.contains("classes: 0 cat, 1 dog, 2 eel"), "{told}");
     let of = |name: &str, classes| {
-        rows(&root.path().join(name), Split::Train, 1, classes).iter().map(|(_, class)| *class).collect::<Vec<_>>()
+        rows(&root.path().join(name), Split::Train, 1, classes)
+            .iter()
+            .map(|(_, class)| *class)
+            .collect::<Vec<_>>()
     };
     assert_eq!(of("words", 3), [1, 0, 2, 1]);
     // A later table has the numbers of the first, and no other classes.
-    let like = |import: &mut ImportCsv| import.categories = Categories::Like(root.path().join("words"));
+    let like =
+        |import: &mut ImportCsv| import.categories = Categories::Like(root.path().join("words"));
     let told = import(root.path(), "later", b"a,y\n1,eel\n2,cat\n", like).unwrap();
     assert!(told.contains("3 classes"), "{told}");
     assert_eq!(of("later", 3), [2, 0]);
     let told = import(root.path(), "other", b"a,y\n1,eel\n2,ant\n", like).unwrap_err().to_string();
-    assert!(told.contains("line 3, column \"y\": \"ant\" is none of the classes cat, dog, eel\nhint: "), "{told}");
-    // Numbers as names, which are ordered as numbers.
-    let told = import(root.path(), "numbers", b"a,y\n1,10\n2,9\n3,10\n", |import| import.classes = true).unwrap();
-    assert!(told.contains("classes: 0 9, 1 10"), "{told}");
-    assert_eq!(of("numbers", 2), [1, 0, 1]);
-    let told = import(root.path(), "mixed", b"a,y\n1,10\n2,nine\n", |_| {}).unwrap_err().to_string();
     assert!(
-        told.contains("\"nine\" is no number, as the targets before it are\nhint: ") && told.contains("--classes"),
+        told.contains("line 3, column \"y\": \"ant\" is none of the classes cat, dog, eel\nhint: "),
         "{told}"
     );
+    // Numbers as names, which are ordered as numbers.
     let told =
-        import(root.path(), "forced", b"a,y\n1,ten\n", |import| import.regression = true).unwrap_err().to_string();
+        import(root.path(), "numbers", b"a,y\n1,10\n2,9\n3,10\n", |import| import.classes = true)
+            .unwrap();
+    assert!(told.contains("classes: 0 9, 1 10"), "{told}");
+    assert_eq!(of("numbers", 2), [1, 0, 1]);
+    let told =
+        import(root.path(), "mixed", b"a,y\n1,10\n2,nine\n", |_| {}).unwrap_err().to_string();
+    assert!(
+        told.contains("\"nine\" is no number, as the targets before it are\nhint: ")
+            && told.contains("--classes"),
+        "{told}"
+    );
+    let told = import(root.path(), "forced", b"a,y\n1,ten\n", |import| import.regression = true)
+        .unwrap_err()
+        .to_string();
     assert!(told.contains("line 2, column \"y\": \"ten\" is no number"), "{told}");
 }
 
-/// A word for missing numbers before any other target may be the name of a class, too: nothing is guessed.
+/// A word for missing numbers before any other target may be the name of a class, too: nothing is
+/// guessed.
 #[test]
 fn a_word_for_missing_numbers_is_no_guess() {
     let root = tempfile::tempdir().unwrap();
-    let (names, numbers) = (b"a,y\n1,NA\n2,DE\n3,NA\n", b"a,y\n1,NA\n2,1\n3,0\n");
+    let names = b"a,y\n1,NA\n2,DE\n3,NA\n";
+    let numbers = b"a,y\n1,NA\n2,1\n3,0\n";
     for (name, table) in [("names", &names[..]), ("numbers", &numbers[..])] {
-        let told = import(root.path(), name, table, |import| import.missing = Some(Missing::Skip)).unwrap_err();
+        let told = import(root.path(), name, table, |import| import.missing = Some(Missing::Skip))
+            .unwrap_err();
         assert!(
-            told.to_string().contains("\"NA\" is a missing number, or the name of a class\nhint: say which"),
+            told.to_string()
+                .contains("\"NA\" is a missing number, or the name of a class\nhint: say which"),
             "{told}"
         );
     }
     import(root.path(), "countries", names, |import| import.classes = true).unwrap();
-    let countries: Vec<u32> =
-        rows(&root.path().join("countries"), Split::Train, 1, 2).iter().map(|(_, class)| *class).collect();
+    let countries: Vec<u32> = rows(&root.path().join("countries"), Split::Train, 1, 2)
+        .iter()
+        .map(|(_, class)| *class)
+        .collect();
     assert_eq!(countries, [1, 0, 1]);
     import(root.path(), "skipped", numbers, |import| {
         (import.missing, import.format.na) = (Some(Missing::Skip), owned(&["NA"]));
     })
     .unwrap();
-    assert_eq!(rows(&root.path().join("skipped"), Split::Train, 1, 2), [(vec![2.0], 1), (vec![3.0], 0)]);
+    assert_eq!(
+        rows(&root.path().join("skipped"), Split::Train, 1, 2),
+        [(vec![2.0], 1), (vec![3.0], 0)]
+    );
 }
 
 #[test]
@@ -229,7 +292,11 @@ fn columns_have_names_of_their_own() {
             "a,y\nred,0\n",
             "line 2, column \"a\": \"red\" is no number\nhint: mend the line; name a column of words with",
         ),
-        ("comma", "a;y\n1,5;0\n", "line 2, column \"a\": \"1,5\" is no number\nhint: if the comma is before decimals"),
+        (
+            "comma",
+            "a;y\n1,5;0\n",
+            "line 2, column \"a\": \"1,5\" is no number\nhint: if the comma is before decimals",
+        ),
         ("ragged", "a,y\n1,0\n2,3,0\n", "line: 3"),
     ] {
         let error = import(root.path(), name, table.as_bytes(), |_| {}).unwrap_err();
@@ -242,9 +309,16 @@ fn columns_have_names_of_their_own() {
     // Both of a name left out, and the numbers of the rows.
     let table = b",a,b,a,y\n0,1,2,3,0\n1,4,5,6,1\n";
     import(root.path(), "dropped", table, |import| import.drop = owned(&["", "a"])).unwrap();
-    assert_eq!(rows(&root.path().join("dropped"), Split::Train, 1, 2), [(vec![2.0], 0), (vec![5.0], 1)]);
-    for (drop, wanted) in [("z", "there is no column \"z\""), ("y", "--target and --drop both name column \"y\"")] {
-        let told = import(root.path(), "wrong", table, |import| import.drop = owned(&["", "a", drop])).unwrap_err();
+    assert_eq!(
+        rows(&root.path().join("dropped"), Split::Train, 1, 2),
+        [(vec![2.0], 0), (vec![5.0], 1)]
+    );
+    for (drop, wanted) in
+        [("z", "there is no column \"z\""), ("y", "--target and --drop both name column \"y\"")]
+    {
+        let told =
+            import(root.path(), "wrong", table, |import| import.drop = owned(&["", "a", drop]))
+                .unwrap_err();
         assert!(told.to_string().contains(wanted), "{told}");
     }
 }

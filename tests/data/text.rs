@@ -1,10 +1,15 @@
-//! Texts that are imported: several of them, lines of JSON, tokenizers of files, ids of other programs.
+//! Texts that are imported: several of them, lines of JSON, tokenizers of files, ids of other
+//! programs.
 
 use std::path::{Path, PathBuf};
 use std::slice::from_ref;
 
-use hpctrain::data::import::{ImportIds, ImportText, Meaning, StreamShards, import_ids, import_text};
-use hpctrain::data::{DataSpec, Dataset, SampleMut, Split, Tokenizer, TokenizerKind, inspect, verify};
+use hpctrain::data::import::{
+    ImportIds, ImportText, Meaning, StreamShards, import_ids, import_text,
+};
+use hpctrain::data::{
+    DataSpec, Dataset, SampleMut, Split, Tokenizer, TokenizerKind, inspect, verify,
+};
 use hpctrain::error::Result;
 
 use hpctrain_testkit::launch::{finish, program};
@@ -24,9 +29,15 @@ fn ids(out: &Path) -> Vec<u32> {
 }
 
 /// The import of `inputs` into a new folder of `root`, whole.
-fn import(root: &Path, name: &str, inputs: &[PathBuf], change: impl FnOnce(&mut ImportText)) -> Result<PathBuf> {
+fn import(
+    root: &Path,
+    name: &str,
+    inputs: &[PathBuf],
+    change: impl FnOnce(&mut ImportText),
+) -> Result<PathBuf> {
     let out = root.join(name);
-    let mut import = ImportText { inputs: inputs.to_vec(), ..ImportText::new("", TokenizerKind::Byte, &out) };
+    let mut import =
+        ImportText { inputs: inputs.to_vec(), ..ImportText::new("", TokenizerKind::Byte, &out) };
     import.to.val_fraction = 0.0;
     change(&mut import);
     import_text(&import).map(|_| out)
@@ -34,10 +45,10 @@ fn import(root: &Path, name: &str, inputs: &[PathBuf], change: impl FnOnce(&mut 
 
 /// A `tokenizer.json` that is none of this program's own: GPT-2's, with another normalizer.
 fn foreign(folder: &Path) -> PathBuf {
-    let mut value: serde_json::Value = serde_json::from_str(&Tokenizer::Gpt2.file().unwrap()).unwrap();
+    let mut value: serde_json::Value =
+        serde_json::from_str(&Tokenizer::Gpt2.file().unwrap()).unwrap();
     value["normalizer"] = serde_json::json!({ "type": "NFC" });
-    value["truncation"] =
-        serde_json::json!({ "direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0 });
+    value["truncation"] = serde_json::json!({ "direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0 });
     let path = folder.join("tokenizer.json");
     std::fs::write(&path, value.to_string()).unwrap();
     path
@@ -47,8 +58,21 @@ fn foreign(folder: &Path) -> PathBuf {
 fn mixed() -> String {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut text = String::new();
-    let words =
-        ["naïve", "e\u{301}", "中文字", "данные", "🦀", "\u{3000}", "\n\n\n", "\t", "  ", "0x1F", "don't", "\r\n", "ﬁ"];
+    let words = [
+        "naïve",
+        "e\u{301}",
+        "中文字",
+        "данные",
+        "🦀",
+        "\u{3000}",
+        "\n\n\n",
+        "\t",
+        "  ",
+        "0x1F",
+        "don't",
+        "\r\n",
+        "ﬁ",
+    ];
     for round in 0.. {
         for name in ["docs/data.md", "src/data/import/text.rs", "docs/networks.md", "Cargo.toml"] {
             text += &std::fs::read_to_string(root.join(name)).unwrap();
@@ -64,11 +88,14 @@ fn mixed() -> String {
 #[test]
 fn ids_are_those_of_the_crate_tokenizers() {
     let root = tempfile::tempdir().unwrap();
-    let (text, path) = (mixed(), root.path().join("mixed.txt"));
+    let text = mixed();
+    let path = root.path().join("mixed.txt");
     std::fs::write(&path, &text).unwrap();
     let file = foreign(root.path());
-    let out =
-        import(root.path(), "out", &[path], |import| import.tokenizer = TokenizerKind::File(file.clone())).unwrap();
+    let out = import(root.path(), "out", &[path], |import| {
+        import.tokenizer = TokenizerKind::File(file.clone())
+    })
+    .unwrap();
     let mut theirs = tokenizers::Tokenizer::from_file(&file).unwrap();
     theirs.with_truncation(None).unwrap();
     let whole = theirs.encode_fast(&text[..], false).unwrap();
@@ -79,8 +106,16 @@ fn ids_are_those_of_the_crate_tokenizers() {
     let dataset = Dataset::open(&DataSpec::new(&out), Split::Train, 8).unwrap();
     assert_eq!((dataset.vocabulary(), dataset.tokenizer().unwrap().name()), (50257, "huggingface"));
     assert_eq!(dataset.tokenizer(), Some(&Tokenizer::read(&file).unwrap()));
-    assert_eq!(dataset.tokenizer().unwrap().decode(&got[..2000]), theirs.decode(&got[..2000], false).unwrap());
-    assert!(inspect::inspect(&out).unwrap().to_string().contains("tokenizer huggingface, vocabulary 50257"));
+    assert_eq!(
+        dataset.tokenizer().unwrap().decode(&got[..2000]),
+        theirs.decode(&got[..2000], false).unwrap()
+    );
+    assert!(
+        inspect::inspect(&out)
+            .unwrap()
+            .to_string()
+            .contains("tokenizer huggingface, vocabulary 50257")
+    );
     verify::verify(&out).unwrap();
 }
 
@@ -105,7 +140,9 @@ fn documents_follow_each_other() {
     };
     // Sorted: a, b, c, |, é.
     let expected = [0, 1, 4, 3, 3, 2, 0, 3, 1, 3];
-    let out = import(root.path(), "a", &files, |import| text(import, TokenizerKind::Char, Some("|"))).unwrap();
+    let out =
+        import(root.path(), "a", &files, |import| text(import, TokenizerKind::Char, Some("|")))
+            .unwrap();
     assert_eq!(ids(&out), expected);
     let of_lines = |import: &mut ImportText| {
         text(import, TokenizerKind::Char, Some("|"));
@@ -113,7 +150,8 @@ fn documents_follow_each_other() {
         import.to.shards = 2;
     };
     assert_eq!(ids(&import(root.path(), "b", &lines, of_lines).unwrap()), expected);
-    let out = import(root.path(), "c", &files, |import| text(import, TokenizerKind::Byte, None)).unwrap();
+    let out =
+        import(root.path(), "c", &files, |import| text(import, TokenizerKind::Byte, None)).unwrap();
     assert_eq!(ids(&out), "abécab".bytes().map(u32::from).collect::<Vec<_>>());
     let gpt2 = |import: &mut ImportText| text(import, TokenizerKind::Gpt2, Some("<|endoftext|>"));
     let ab = Tokenizer::Gpt2.encode("abé").unwrap();
@@ -121,17 +159,32 @@ fn documents_follow_each_other() {
     assert_eq!(found[..ab.len() + 2], [&ab[..], &[50256, 50256]].concat());
     // A tokenizer of a file keeps the token that ends a text.
     let file = foreign(root.path());
-    let by_file = |import: &mut ImportText| text(import, TokenizerKind::File(file), Some("<|endoftext|>"));
+    let by_file =
+        |import: &mut ImportText| text(import, TokenizerKind::File(file), Some("<|endoftext|>"));
     let out = import(root.path(), "e", &files, by_file).unwrap();
     assert_eq!(ids(&out), found);
     let dataset = Dataset::open(&DataSpec::new(&out), Split::Train, 2).unwrap();
     assert_eq!(dataset.tokenizer().unwrap().ends(), [None, Some(50256)]);
 
-    let refused = |change: &dyn Fn(&mut ImportText)| import(root.path(), "x", &files, change).unwrap_err().to_string();
+    let refused = |change: &dyn Fn(&mut ImportText)| {
+        import(root.path(), "x", &files, change).unwrap_err().to_string()
+    };
     for (tokenizer, end, wanted) in [
-        (TokenizerKind::Char, "<|endoftext|>", "--end-of-text: \"<|endoftext|>\" is not one character"),
-        (TokenizerKind::Byte, "<|endoftext|>", "--end-of-text: \"<|endoftext|>\" is 13 tokens of the tokenizer byte"),
-        (TokenizerKind::Gpt2, "the end", "--end-of-text: \"the end\" is 2 tokens of the tokenizer gpt2\nhint: "),
+        (
+            TokenizerKind::Char,
+            "<|endoftext|>",
+            "--end-of-text: \"<|endoftext|>\" is not one character",
+        ),
+        (
+            TokenizerKind::Byte,
+            "<|endoftext|>",
+            "--end-of-text: \"<|endoftext|>\" is 13 tokens of the tokenizer byte",
+        ),
+        (
+            TokenizerKind::Gpt2,
+            "the end",
+            "--end-of-text: \"the end\" is 2 tokens of the tokenizer gpt2\nhint: ",
+        ),
     ] {
         let error = refused(&|import| text(import, tokenizer.clone(), Some(end)));
         assert!(error.contains(wanted), "{error}");
@@ -146,12 +199,14 @@ fn documents_follow_each_other() {
 #[test]
 fn files_that_are_no_tokenizers_are_refused() {
     let root = tempfile::tempdir().unwrap();
-    let (text, file) = (root.path().join("text"), root.path().join("tokenizer.json"));
+    let text = root.path().join("text");
+    let file = root.path().join("tokenizer.json");
     std::fs::write(&text, "some text").unwrap();
     let refused = |content: &str| {
         std::fs::write(&file, content).unwrap();
-        let error =
-            import(root.path(), "x", from_ref(&text), |import| import.tokenizer = TokenizerKind::File(file.clone()));
+        let error = import(root.path(), "x", from_ref(&text), |import| {
+            import.tokenizer = TokenizerKind::File(file.clone())
+        });
         let error = error.unwrap_err();
         assert_eq!(error.exit_code(), 2);
         error.to_string()
@@ -160,7 +215,10 @@ fn files_that_are_no_tokenizers_are_refused() {
     for (content, wanted) in [
         ("", "tokenizer.json is no tokenizer.json: EOF while parsing"),
         ("{\"version\": \"1.0\"}", "tokenizer.json: not understood as a tokenizer.json: "),
-        ("{\"model\": {\"type\": \"BPE\", \"vocab\": {}, \"merges\": []}}", "tokenizer.json: the tokenizer has no ids"),
+        (
+            "{\"model\": {\"type\": \"BPE\", \"vocab\": {}, \"merges\": []}}",
+            "tokenizer.json: the tokenizer has no ids",
+        ),
         (
             "{\"model\": {\"type\": \"BPE\", \"vocab\": {\"a\": 0}, \"merges\": [\"a b\"]}}",
             "not understood as a tokenizer.json: ",
@@ -170,12 +228,14 @@ fn files_that_are_no_tokenizers_are_refused() {
         assert!(error.contains(wanted) && error.contains(give), "{error}");
     }
     std::fs::remove_file(&file).unwrap();
-    let error =
-        import(root.path(), "x", from_ref(&text), |import| import.tokenizer = TokenizerKind::File(file.clone()));
+    let error = import(root.path(), "x", from_ref(&text), |import| {
+        import.tokenizer = TokenizerKind::File(file.clone())
+    });
     assert!(error.unwrap_err().to_string().contains("tokenizer.json does not exist"));
 }
 
-/// The engine of expressions gives up by a panic in its crate, and such a tokenizer is data of others.
+/// The engine of expressions gives up by a panic in its crate, and such a tokenizer is data of
+/// others.
 #[test]
 fn an_expression_that_backtracks_too_much_is_an_error() {
     let root = tempfile::tempdir().unwrap();
@@ -193,7 +253,8 @@ fn an_expression_that_backtracks_too_much_is_an_error() {
     let imported = |inputs: &[&str], out: &str| {
         let inputs = inputs.iter().map(|name| at(name));
         let words = ["data", "import", "text"].map(str::to_owned).into_iter().chain(inputs);
-        let to = ["--val-fraction", "0", "--tokenizer", &at("tokenizer.json"), "--out", &at(out)].map(str::to_owned);
+        let to = ["--val-fraction", "0", "--tokenizer", &at("tokenizer.json"), "--out", &at(out)]
+            .map(str::to_owned);
         finish(&mut program(words.chain(to)))
     };
     imported(&["harmless.txt"], "out").succeeded();
@@ -222,7 +283,8 @@ fn documents_of_equal_length_are_read_as_they_are() {
     (spec.tokens, spec.vocabulary) = ("/input_ids".into(), Some(27));
     let mut dataset = Dataset::open(&spec, Split::Train, 4).unwrap();
     assert_eq!((dataset.samples(), dataset.tokens()), (6, 27));
-    let (mut inputs, mut targets) = ([0; 24], [0; 24]);
+    let mut inputs = [0; 24];
+    let mut targets = [0; 24];
     dataset.read_run(0, 6, 0, SampleMut::text(&mut inputs, &mut targets)).unwrap();
     for (sample, (inputs, targets)) in inputs.chunks(4).zip(targets.chunks(4)).enumerate() {
         let first = (sample / 2 * 9 + sample % 2 * 4) as u32;
@@ -230,18 +292,25 @@ fn documents_of_equal_length_are_read_as_they_are() {
         assert_eq!(targets, (first + 1..first + 5).collect::<Vec<_>>());
     }
     // The same alone and out of order.
-    let (mut inputs, mut targets) = ([0; 4], [0; 4]);
+    let mut inputs = [0; 4];
+    let mut targets = [0; 4];
     dataset.read(3, SampleMut::text(&mut inputs, &mut targets)).unwrap();
     assert_eq!((inputs, targets), ([13, 14, 15, 16], [14, 15, 16, 17]));
     let error = Dataset::open(&spec, Split::Train, 9).map(|_| ()).unwrap_err().to_string();
     assert!(
-        error.contains("packed.h5: /input_ids has documents of 9 ids, but one sample takes 9 + 1\nhint: "),
+        error.contains(
+            "packed.h5: /input_ids has documents of 9 ids, but one sample takes 9 + 1\nhint: "
+        ),
         "{error}"
     );
     spec.vocabulary = Some(20);
     let mut dataset = Dataset::open(&spec, Split::Train, 4).unwrap();
-    let error = dataset.read(5, SampleMut::text(&mut inputs, &mut targets)).unwrap_err().to_string();
-    assert!(error.contains("/input_ids[2, 2] is token id 20, outside the vocabulary of 20"), "{error}");
+    let error =
+        dataset.read(5, SampleMut::text(&mut inputs, &mut targets)).unwrap_err().to_string();
+    assert!(
+        error.contains("/input_ids[2, 2] is token id 20, outside the vocabulary of 20"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -251,7 +320,13 @@ fn ids_of_other_programs_become_a_stream() {
     let rows: Vec<u16> = vec![72, 105, 0, 0, 72, 0, 105, 0, 0, 0, 0, 0];
     let header = "{'descr': '<u2', 'fortran_order': False, 'shape': (3, 4), }\n";
     let elements: Vec<u8> = rows.iter().flat_map(|id| id.to_le_bytes()).collect();
-    let npy = [b"\x93NUMPY\x01\x00", &(header.len() as u16).to_le_bytes()[..], header.as_bytes(), &elements].concat();
+    let npy = [
+        b"\x93NUMPY\x01\x00",
+        &(header.len() as u16).to_le_bytes()[..],
+        header.as_bytes(),
+        &elements,
+    ]
+    .concat();
     std::fs::write(at("packed.npy"), npy).unwrap();
     let file = hdf5::File::create(at("packed.h5")).unwrap();
     file.new_dataset::<u16>().shape((3, 4)).create("ids").unwrap().write_raw(&rows).unwrap();
@@ -259,7 +334,8 @@ fn ids_of_other_programs_become_a_stream() {
     file.close().unwrap();
     let import = |name: &str, input: &str, dataset: &str, of: Meaning, pad| {
         let to = StreamShards { val_fraction: 0.0, ..StreamShards::new(at(name)) };
-        import_ids(&ImportIds { input: at(input), dataset: dataset.into(), of, pad, to }).map(|_| at(name))
+        import_ids(&ImportIds { input: at(input), dataset: dataset.into(), of, pad, to })
+            .map(|_| at(name))
     };
     let bytes = || Meaning::Tokenizer(TokenizerKind::Byte);
     for (name, input, dataset) in [("a", "packed.npy", "/tokens"), ("b", "packed.h5", "ids")] {
@@ -276,7 +352,9 @@ fn ids_of_other_programs_become_a_stream() {
     assert_eq!((dataset.tokenizer(), dataset.vocabulary()), (None, 106));
     assert_eq!(ids(&import("d", "packed.npy", "", bytes(), None).unwrap()), all);
 
-    let refused = |input: &str, dataset: &str, of| import("x", input, dataset, of, None).unwrap_err().to_string();
+    let refused = |input: &str, dataset: &str, of| {
+        import("x", input, dataset, of, None).unwrap_err().to_string()
+    };
     for (error, wanted) in [
         (
             refused("packed.h5", "ids", Meaning::Below(100)),
@@ -286,10 +364,16 @@ fn ids_of_other_programs_become_a_stream() {
             refused("packed.npy", "", Meaning::Below(100)),
             "packed.npy: element 1 of document 0 is 105, but there are 100 ids",
         ),
-        (refused("packed.h5", "stream", Meaning::Below(100)), "packed.h5: element 1 is 105, but there are 100 ids"),
+        (
+            refused("packed.h5", "stream", Meaning::Below(100)),
+            "packed.h5: element 1 is 105, but there are 100 ids",
+        ),
         (refused("packed.h5", "other", bytes()), "packed.h5: has neither other nor"),
         (refused("nothing.h5", "ids", bytes()), "nothing.h5 does not exist\nhint: "),
-        (refused("packed.npy", "", Meaning::Tokenizer(TokenizerKind::Char)), "a vocabulary of 0 ids is outside"),
+        (
+            refused("packed.npy", "", Meaning::Tokenizer(TokenizerKind::Char)),
+            "a vocabulary of 0 ids is outside",
+        ),
     ] {
         assert!(error.contains(wanted), "{error}");
     }

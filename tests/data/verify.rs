@@ -4,17 +4,21 @@ use std::path::{Path, PathBuf};
 
 use hdf5::File;
 use hpctrain::data::import::{
-    Categories, ImportCsv, ImportIdx, ImportOptions, ImportText, NotFinite, import_csv, import_idx, import_text,
+    Categories, ImportCsv, ImportIdx, ImportOptions, ImportText, NotFinite, import_csv, import_idx,
+    import_text,
 };
 use hpctrain::data::{
-    DataSpec, Dataset, Ids, SampleMut, SampleSpec, Sampler, Split, Target, TokenizerKind, Verify, inspect, verify,
+    DataSpec, Dataset, Ids, SampleMut, SampleSpec, Sampler, Split, Target, TokenizerKind, Verify,
+    inspect, verify,
 };
 use hpctrain_testkit::shards;
 
 /// Two training shards of 100,000 tokens and a validation shard of 50,000, vocabulary 26.
 fn import(dir: &Path, compress: Option<u8>) -> PathBuf {
-    let (input, out) = (dir.join("input.txt"), dir.join("out"));
-    let text: String = (0..250_000u64).map(|i| char::from(b'a' + (i * i * i % 1009 % 26) as u8)).collect();
+    let input = dir.join("input.txt");
+    let out = dir.join("out");
+    let text: String =
+        (0..250_000u64).map(|i| char::from(b'a' + (i * i * i % 1009 % 26) as u8)).collect();
     std::fs::write(&input, text).unwrap();
     let mut import = ImportText::new(input, TokenizerKind::Char, &out);
     (import.to.shards, import.to.val_fraction, import.to.compress) = (2, 0.2, compress);
@@ -45,7 +49,10 @@ fn sound_data_passes() {
         let dir = tempfile::tempdir().unwrap();
         let out = import(dir.path(), compress);
         let report = verify::verify(&out).unwrap();
-        assert_eq!((report.files, report.ids, report.checksums, report.notes.len()), (3, 250_000, 5, 0));
+        assert_eq!(
+            (report.files, report.ids, report.checksums, report.notes.len()),
+            (3, 250_000, 5, 0)
+        );
         assert_eq!(report.to_string(), "3 files in order: 250000 ids, 5 checksums");
         // A single shard is complete in itself.
         assert_eq!(verify::verify(&out.join("train-00001.h5")).unwrap().files, 1);
@@ -62,7 +69,10 @@ fn a_changed_id_breaks_its_block() {
     set_id(&shard, at, (id + 1) % 26);
     let problems = problems(&out);
     assert_eq!(problems[0], format!("1 problem in 3 files of {}", out.display()));
-    assert!(problems[1].contains("train-00001.h5: /tokens[65536..100000] has checksum"), "{problems:?}");
+    assert!(
+        problems[1].contains("train-00001.h5: /tokens[65536..100000] has checksum"),
+        "{problems:?}"
+    );
     assert_eq!(problems.len(), 2);
 }
 
@@ -75,10 +85,14 @@ fn an_impossible_id_is_located_exactly() {
     let problems = problems(&out).join("\n");
     assert!(problems.contains("val-00000.h5: /tokens[0..50000] has checksum"), "{problems}");
     assert!(
-        problems.contains("val-00000.h5: /tokens[1234] is token id 26, outside the vocabulary of 26"),
+        problems
+            .contains("val-00000.h5: /tokens[1234] is token id 26, outside the vocabulary of 26"),
         "{problems}"
     );
-    assert!(problems.contains("val-00000.h5: /tokens has 2 ids outside the vocabulary in all"), "{problems}");
+    assert!(
+        problems.contains("val-00000.h5: /tokens has 2 ids outside the vocabulary in all"),
+        "{problems}"
+    );
 }
 
 #[test]
@@ -93,7 +107,10 @@ fn a_broken_compressed_block_leaves_the_others_to_be_checked() {
     bytes[chunk.addr as usize..][..20].fill(0xff);
     std::fs::write(&shard, bytes).unwrap();
     let problems = problems(&out);
-    assert!(problems[1].contains("train-00000.h5: /tokens[0..65536] cannot be read: "), "{problems:?}");
+    assert!(
+        problems[1].contains("train-00000.h5: /tokens[0..65536] cannot be read: "),
+        "{problems:?}"
+    );
     assert_eq!(problems.len(), 2);
 }
 
@@ -121,9 +138,11 @@ fn all_problems_are_listed() {
 
 #[test]
 fn shards_of_different_imports_do_not_mix() {
-    let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let a = tempfile::tempdir().unwrap();
+    let b = tempfile::tempdir().unwrap();
     let out = import(a.path(), None);
-    let (input, other) = (b.path().join("other.txt"), b.path().join("out"));
+    let input = b.path().join("other.txt");
+    let other = b.path().join("out");
     std::fs::write(&input, "0123456789").unwrap();
     let mut import = ImportText::new(input, TokenizerKind::Char, &other);
     import.to.val_fraction = 0.2;
@@ -139,25 +158,42 @@ fn missing_and_repeated_shards_are_noticed() {
     let dir = tempfile::tempdir().unwrap();
     let out = import(dir.path(), None);
     std::fs::copy(out.join("train-00000.h5"), out.join("train-00001.h5")).unwrap();
-    let twice = "train-00000.h5 and train-00001.h5 are both number 0 of the 2 train shards of input.txt";
+    let twice =
+        "train-00000.h5 and train-00001.h5 are both number 0 of the 2 train shards of input.txt";
     assert!(problems(&out)[1].contains(twice));
     std::fs::remove_file(out.join("train-00000.h5")).unwrap();
     std::fs::copy(out.join("val-00000.h5"), out.join("extra.h5")).unwrap();
     let problems = problems(&out).join("\n");
     // It has the name of the one that is missing, and the number of the one whose name is missing.
-    assert!(problems.contains("train-00001.h5 is number 0 and not 1 of the 2 train shards"), "{problems}");
-    let twice = "extra.h5 and val-00000.h5 are both number 0 of the only validation shard of input.txt";
+    assert!(
+        problems.contains("train-00001.h5 is number 0 and not 1 of the 2 train shards"),
+        "{problems}"
+    );
+    let twice =
+        "extra.h5 and val-00000.h5 are both number 0 of the only validation shard of input.txt";
     assert!(problems.contains(twice), "{problems}");
 }
 
-/// Two training shards of 400 and one of 200 rows for validation, with two numbers, an id, a class and a weight each.
+/// Two training shards of 400 and one of 200 rows for validation, with two numbers, an id, a class
+/// and a weight each.
 fn import_rows(dir: &Path) -> PathBuf {
-    let (input, out) = (dir.join("table.csv"), dir.join("rows"));
-    let row = |i: u32| format!("{},{},c{},{},{}\n", i * i % 1013, f64::from(i) / 7.0, i % 5, i % 3, 1 + i % 4);
-    std::fs::write(&input, format!("a,b,c,y,w\n{}", (0..1000).map(row).collect::<String>())).unwrap();
-    let kept = ImportOptions { not_finite: NotFinite::Error, every: 5, shards: 2, normalize: true, out: out.clone() };
+    let input = dir.join("table.csv");
+    let out = dir.join("rows");
+    let row = |i: u32| {
+        format!("{},{},c{},{},{}\n", i * i % 1013, f64::from(i) / 7.0, i % 5, i % 3, 1 + i % 4)
+    };
+    std::fs::write(&input, format!("a,b,c,y,w\n{}", (0..1000).map(row).collect::<String>()))
+        .unwrap();
+    let kept = ImportOptions {
+        not_finite: NotFinite::Error,
+        every: 5,
+        shards: 2,
+        normalize: true,
+        out: out.clone(),
+    };
     let categories = Categories::Named { columns: vec!["c".into()], hash: None };
-    let (targets, weight) = (vec!["y".to_owned()], Some("w".to_owned()));
+    let targets = vec!["y".to_owned()];
+    let weight = Some("w".to_owned());
     import_csv(&ImportCsv { targets, weight, categories, ..ImportCsv::new(input, kept) }).unwrap();
     out
 }
@@ -173,11 +209,15 @@ fn rows_have_checksums() {
     assert!(report.notes.iter().all(without_vocabulary), "{report}");
     let told = inspect::inspect(&out).unwrap().to_string();
     assert!(!told.contains("not written by hpctrain") && !told.contains("/checksums"), "{told}");
-    assert!(told.contains("rows, format version 2, split train, num_shards 2, source table.csv\n"), "{told}");
+    assert!(
+        told.contains("rows, format version 2, split train, num_shards 2, source table.csv\n"),
+        "{told}"
+    );
 
-    for (dataset, at, hint) in [("inputs", 5, "/inputs[0..400]"), ("categories", 399, "/categories[0..400]")]
-        .into_iter()
-        .chain([("targets", 0, "/targets[0..400]"), ("weights", 77, "/weights[0..400]")])
+    for (dataset, at, hint) in
+        [("inputs", 5, "/inputs[0..400]"), ("categories", 399, "/categories[0..400]")]
+            .into_iter()
+            .chain([("targets", 0, "/targets[0..400]"), ("weights", 77, "/weights[0..400]")])
     {
         let path = out.join("train-00001.h5");
         let whole = std::fs::read(&path).unwrap();
@@ -187,7 +227,10 @@ fn rows_have_checksums() {
         bytes[offset + 4 * at] ^= 1;
         std::fs::write(&path, bytes).unwrap();
         let problems = problems(&out);
-        assert!(problems[1].contains(&format!("train-00001.h5: {hint} has checksum ")), "{problems:?}");
+        assert!(
+            problems[1].contains(&format!("train-00001.h5: {hint} has checksum ")),
+            "{problems:?}"
+        );
         assert_eq!(problems.len(), 2);
         std::fs::write(&path, whole).unwrap();
     }
@@ -204,8 +247,10 @@ fn samples(spec: &DataSpec, context: usize) -> hpctrain::error::Result<Vec<Vec<u
     let sampler = Sampler::new(dataset.samples(), 3);
     let mut all = vec![Vec::new(); dataset.samples() as usize];
     for sample in (0..dataset.samples()).map(|position| sampler.index(position)) {
-        let (mut ids, mut classes) = (vec![0; sizes.ids], vec![0; sizes.classes]);
-        let (mut features, mut weights) = (vec![0.0; sizes.features], vec![0.0; sizes.weights]);
+        let mut ids = vec![0; sizes.ids];
+        let mut classes = vec![0; sizes.classes];
+        let mut features = vec![0.0; sizes.features];
+        let mut weights = vec![0.0; sizes.weights];
         let into = SampleMut {
             ids: &mut ids,
             features: &mut features,
@@ -223,7 +268,8 @@ fn samples(spec: &DataSpec, context: usize) -> hpctrain::error::Result<Vec<Vec<u
 #[test]
 fn what_is_read_is_compared() {
     let dir = tempfile::tempdir().unwrap();
-    let of_rows = SampleSpec::Rows { input: 2, ids: Ids::Tables([6].into()), target: Target::Class(3) };
+    let of_rows =
+        SampleSpec::Rows { input: 2, ids: Ids::Tables([6].into()), target: Target::Class(3) };
     let rows = DataSpec { samples: of_rows, ..DataSpec::new(import_rows(dir.path())) };
     let plain = DataSpec::new(import(dir.path(), None));
     std::fs::rename(&plain.path, dir.path().join("plain")).unwrap();
@@ -233,10 +279,19 @@ fn what_is_read_is_compared() {
     let file = shards::edit(chunked.path.join("train-00001.h5"));
     let ids: Vec<u8> = file.dataset("tokens").unwrap().read_raw().unwrap();
     file.unlink("tokens").unwrap();
-    file.new_dataset::<u8>().shape(ids.len()).chunk(1000).create("tokens").unwrap().write_raw(&ids).unwrap();
+    file.new_dataset::<u8>()
+        .shape(ids.len())
+        .chunk(1000)
+        .create("tokens")
+        .unwrap()
+        .write_raw(&ids)
+        .unwrap();
     file.close().unwrap();
-    let classes: Vec<u32> =
-        shards::open(rows.path.join("train-00001.h5")).dataset("targets").unwrap().read_raw().unwrap();
+    let classes: Vec<u32> = shards::open(rows.path.join("train-00001.h5"))
+        .dataset("targets")
+        .unwrap()
+        .read_raw()
+        .unwrap();
     // Another class that there is.
     let row = classes.iter().position(|class| *class == 0).unwrap();
     for (spec, dataset, at, place) in [
@@ -265,7 +320,10 @@ fn what_is_read_is_compared() {
             let error = with(verify).unwrap_err();
             assert_eq!(error.exit_code(), 2);
             let error = error.to_string();
-            assert!(error.starts_with(&format!("{}: {place} has checksum ", path.display())), "{error}");
+            assert!(
+                error.starts_with(&format!("{}: {place} has checksum ", path.display())),
+                "{error}"
+            );
             assert!(error.contains("\nhint: copy or import the shard again"), "{error}");
         }
         // It is as good a number as any: nobody sees it who does not look.
@@ -277,7 +335,11 @@ fn what_is_read_is_compared() {
     file.unlink("checksums/targets").unwrap();
     file.close().unwrap();
     let error = samples(&rows, 1).unwrap_err().to_string();
-    assert!(error.contains("train-00001.h5: /targets has no checksums") && error.contains("data.verify"), "{error}");
+    assert!(
+        error.contains("train-00001.h5: /targets has no checksums")
+            && error.contains("data.verify"),
+        "{error}"
+    );
     samples(&DataSpec { verify: Verify::Off, ..rows.clone() }, 1).unwrap();
 }
 
@@ -286,10 +348,12 @@ fn what_is_read_is_compared() {
 fn only_always_compares_twice() {
     let dir = tempfile::tempdir().unwrap();
     let out = import(dir.path(), None);
-    let mut open = [Verify::FirstPass, Verify::Always]
-        .map(|verify| Dataset::open(&DataSpec { verify, ..DataSpec::new(&out) }, Split::Train, 64).unwrap());
+    let mut open = [Verify::FirstPass, Verify::Always].map(|verify| {
+        Dataset::open(&DataSpec { verify, ..DataSpec::new(&out) }, Split::Train, 64).unwrap()
+    });
     let read = |dataset: &mut Dataset, sample| {
-        let (mut ids, mut classes) = ([0; 64], [0; 64]);
+        let mut ids = [0; 64];
+        let mut classes = [0; 64];
         dataset.read(sample, SampleMut::text(&mut ids, &mut classes)).map(|()| ids)
     };
     let before = open.each_mut().map(|dataset| read(dataset, 0).unwrap());
@@ -305,16 +369,26 @@ fn blocks_of_rows_are_small_and_files_the_same_each_time() {
     let dir = tempfile::tempdir().unwrap();
     let idx = |shape: &[u32], elements: &[u8]| {
         let axes = shape.iter().flat_map(|extent| extent.to_be_bytes());
-        [0, 0, 8, shape.len() as u8].into_iter().chain(axes).chain(elements.iter().copied()).collect::<Vec<u8>>()
+        [0, 0, 8, shape.len() as u8]
+            .into_iter()
+            .chain(axes)
+            .chain(elements.iter().copied())
+            .collect::<Vec<u8>>()
     };
-    let (images, labels) = (dir.path().join("images"), dir.path().join("labels"));
+    let images = dir.path().join("images");
+    let labels = dir.path().join("labels");
     let pixels: Vec<u8> = (0..100 * 28 * 28u32).map(|i| (i * 7 % 251) as u8).collect();
     std::fs::write(&images, idx(&[100, 28, 28], &pixels)).unwrap();
     std::fs::write(&labels, idx(&[100], &[3; 100])).unwrap();
     let [first, again] = ["first", "again"].map(|name| {
         let out = dir.path().join(name);
-        let kept =
-            ImportOptions { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: out.clone() };
+        let kept = ImportOptions {
+            not_finite: NotFinite::Error,
+            every: 0,
+            shards: 1,
+            normalize: true,
+            out: out.clone(),
+        };
         import_idx(&ImportIdx { images: images.clone(), labels: labels.clone(), kept }).unwrap();
         // HDF5 stamps whole seconds where it stamps at all.
         std::thread::sleep(std::time::Duration::from_millis(1100));
@@ -358,8 +432,16 @@ fn inspection_shows_layout_and_origin() {
     let report = inspect::inspect(&out).unwrap().to_string();
     let lines: Vec<&str> = report.lines().collect();
     assert!(lines[0].starts_with("file            dataset  shape   type   layout"), "{report}");
-    assert!(lines[1].starts_with("train-00000.h5  /tokens  100000  uint8  chunks of 65536  deflate 1"), "{report}");
-    assert!(lines[3].starts_with("val-00000.h5    /tokens  50000   uint8  chunks of 50000  deflate 1"), "{report}");
-    assert!(report.contains("train-00000.h5, train-00001.h5: format version 1, tokenizer char, vocabulary 26"));
+    assert!(
+        lines[1].starts_with("train-00000.h5  /tokens  100000  uint8  chunks of 65536  deflate 1"),
+        "{report}"
+    );
+    assert!(
+        lines[3].starts_with("val-00000.h5    /tokens  50000   uint8  chunks of 50000  deflate 1"),
+        "{report}"
+    );
+    assert!(report.contains(
+        "train-00000.h5, train-00001.h5: format version 1, tokenizer char, vocabulary 26"
+    ));
     assert!(report.contains("source input.txt (sha256 "), "{report}");
 }

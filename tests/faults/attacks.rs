@@ -1,8 +1,9 @@
-//! Attacks on the ports of a run on servers, by callers that know its secret and by callers that do not. They speak the protocol by
-//! themselves, as docs/servers.md describes it.
+//! Attacks on the ports of a run on servers, by callers that know its secret and by callers that do
+//! not. They speak the protocol by themselves, as docs/servers.md describes it.
 //!
-//! With `HPCTRAIN_ATTACK_STEPS` the run takes as many steps, half of them under attack; `HPCTRAIN_ATTACKS=Silent,Dribbling` are those
-//! attacks only, to measure the price of each: attackers have the same cores.
+//! With `HPCTRAIN_ATTACK_STEPS` the run takes as many steps, half of them under attack;
+//! `HPCTRAIN_ATTACKS=Silent,Dribbling` are those attacks only, to measure the price of each:
+//! attackers have the same cores.
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
@@ -82,7 +83,8 @@ fn connect(address: &str) -> std::io::Result<TcpStream> {
 fn first(secret: &[u8]) -> (Vec<u8>, snow::HandshakeState) {
     let key: [u8; 32] = Sha256::digest(secret).into();
     let builder = snow::Builder::new("Noise_NNpsk0_25519_AESGCM_SHA256".parse().unwrap());
-    let mut noise = builder.prologue(&OPENING).unwrap().psk(0, &key).unwrap().build_initiator().unwrap();
+    let mut noise =
+        builder.prologue(&OPENING).unwrap().psk(0, &key).unwrap().build_initiator().unwrap();
     let mut message = [OPENING.to_vec(), vec![0; 48]].concat();
     noise.write_message(&[], &mut message[12..]).unwrap();
     (message, noise)
@@ -105,7 +107,8 @@ fn shake(stream: &mut TcpStream, secret: &[u8]) -> std::io::Result<TransportStat
     Ok(transport)
 }
 
-/// One attempt, whose connection is kept in `held` if the attack is to hold it. Errors are those of an end that has had enough.
+/// One attempt, whose connection is kept in `held` if the attack is to hold it. Errors are those of
+/// an end that has had enough.
 fn attempt(
     attack: Attack,
     address: &str,
@@ -123,7 +126,8 @@ fn attempt(
     }
     let mut random = |len: usize| (0..len).map(|_| dice.below(256) as u8).collect::<Vec<_>>();
     let mut stream = connect(address)?;
-    let length = |head: u32, body: u64| [&head.to_le_bytes()[..], &body.to_le_bytes(), b"{}"].concat();
+    let length =
+        |head: u32, body: u64| [&head.to_le_bytes()[..], &body.to_le_bytes(), b"{}"].concat();
     let said = match attack {
         Attack::RandomBytes => random(4096),
         Attack::Http => b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".to_vec(),
@@ -169,17 +173,25 @@ struct Attackers {
 
 impl Attackers {
     fn start(addresses: &[String], secret: &[u8]) -> Self {
-        let (over, attempts) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(BTreeMap::new())));
+        let over = Arc::new(AtomicBool::new(false));
+        let attempts = Arc::new(Mutex::new(BTreeMap::new()));
         let chosen = std::env::var("HPCTRAIN_ATTACKS").ok();
         let is_chosen = |attack: &&Attack| {
-            chosen.as_ref().is_none_or(|names| names.split(',').any(|name| name == format!("{attack:?}")))
+            chosen
+                .as_ref()
+                .is_none_or(|names| names.split(',').any(|name| name == format!("{attack:?}")))
         };
-        let all =
-            ALL.iter().filter(is_chosen).flat_map(|attack| addresses.iter().map(|address| (*attack, address.clone())));
+        let all = ALL
+            .iter()
+            .filter(is_chosen)
+            .flat_map(|attack| addresses.iter().map(|address| (*attack, address.clone())));
         let attacker = |(number, (attack, address)): (usize, (Attack, String))| {
-            let (over, attempts, secret) = (over.clone(), attempts.clone(), secret.to_vec());
+            let over = over.clone();
+            let attempts = attempts.clone();
+            let secret = secret.to_vec();
             std::thread::spawn(move || {
-                let (mut dice, mut held) = (Dice(number as u64 + 1), vec![]);
+                let mut dice = Dice(number as u64 + 1);
+                let mut held = vec![];
                 while !over.load(Ordering::Relaxed) {
                     let _ = attempt(attack, &address, &secret, &mut dice, &mut held);
                     *attempts.lock().unwrap().entry(attack).or_default() += 1;
@@ -205,7 +217,9 @@ fn attacks_change_no_bit_and_roll_nothing_back() {
     let root = tempfile::tempdir().unwrap();
     let own = [format!("run.steps={steps}"), "log.level=debug".into()];
     let own: Vec<&str> = own.iter().map(String::as_str).collect();
-    let reference = Run::new(Simulate(2), root.path(), "reference", &[&SETTINGS[..7], &own].concat()).succeeds();
+    let reference =
+        Run::new(Simulate(2), root.path(), "reference", &[&SETTINGS[..7], &own].concat())
+            .succeeds();
     let mut job = Job::begin(root.path(), "attacked", 1, 2, &own);
     job.until_step(5);
     let status = job.beside(program(["status", "--json", "--run"]).arg(job.files().0)).succeeded();
@@ -226,13 +240,24 @@ fn attacks_change_no_bit_and_roll_nothing_back() {
 
     let log = files.text("logs/coordinator.log");
     assert!(!log.contains("a server was lost"), "{log}");
-    let refused: Vec<&str> = log.lines().filter(|line| line.contains("refused a connection from")).collect();
-    let proofs = refused.iter().filter(|line| line.ends_with("does not know this run's secret")).count();
+    let refused: Vec<&str> =
+        log.lines().filter(|line| line.contains("refused a connection from")).collect();
+    let proofs =
+        refused.iter().filter(|line| line.ends_with("does not know this run's secret")).count();
     println!("half of {steps} steps took {quiet:.1?}, the other half under attack {attacked:.1?}");
     println!("attempts on two processes: {attempts:?}");
-    println!("the coordinator refused {} connections, of which {proofs} reached the check of the proof", refused.len());
+    println!(
+        "the coordinator refused {} connections, of which {proofs} reached the check of the proof",
+        refused.len()
+    );
     // Half of the attempts are on the server.
     let without_proof: u64 = WITHOUT_PROOF.iter().filter_map(|attack| attempts.get(attack)).sum();
-    assert!(proofs as u64 >= without_proof / 4 && (proofs > 0) == (without_proof > 0), "{proofs} of {without_proof}");
-    assert!(std::env::var_os("HPCTRAIN_ATTACKS").is_some() || attempts.len() == ALL.len(), "{attempts:?}");
+    assert!(
+        proofs as u64 >= without_proof / 4 && (proofs > 0) == (without_proof > 0),
+        "{proofs} of {without_proof}"
+    );
+    assert!(
+        std::env::var_os("HPCTRAIN_ATTACKS").is_some() || attempts.len() == ALL.len(),
+        "{attempts:?}"
+    );
 }

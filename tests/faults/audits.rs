@@ -11,10 +11,11 @@ use hpctrain_testkit::runs::{Run, json, tensors};
 /// Most bytes that are read at once.
 const PART: usize = 64 << 20;
 
-/// Flips the lowest bit of the second number at every place in a process's own memory where numbers are, to within `tolerance`, these;
-/// returns how many places. None where the system forbids it.
+/// Flips the lowest bit of the second number at every place in a process's own memory where numbers
+/// are, to within `tolerance`, these; returns how many places. None where the system forbids it.
 pub fn flip(process: u32, wanted: &[f32], tolerance: f32) -> Option<usize> {
-    let memory = OpenOptions::new().read(true).write(true).open(format!("/proc/{process}/mem")).ok()?;
+    let memory =
+        OpenOptions::new().read(true).write(true).open(format!("/proc/{process}/mem")).ok()?;
     let maps = std::fs::read_to_string(format!("/proc/{process}/maps")).ok()?;
     let mut found = 0;
     for line in maps.lines().filter(|line| line.contains(" rw-p ")) {
@@ -28,17 +29,25 @@ pub fn flip(process: u32, wanted: &[f32], tolerance: f32) -> Option<usize> {
     Some(found)
 }
 
-fn flip_within(memory: &File, range: std::ops::Range<u64>, wanted: &[f32], tolerance: f32) -> usize {
+fn flip_within(
+    memory: &File,
+    range: std::ops::Range<u64>,
+    wanted: &[f32],
+    tolerance: f32,
+) -> usize {
     let mut bytes = vec![0; (range.end - range.start) as usize];
     // Some regions cannot be read.
     if memory.read_exact_at(&mut bytes, range.start).is_err() {
         return 0;
     }
-    let values: Vec<f32> = bytes.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect();
-    let is_close =
-        |values: &[f32]| values.iter().zip(wanted).all(|(value, wanted)| (value - wanted).abs() <= tolerance);
-    let places: Vec<usize> =
-        (0..=values.len().saturating_sub(wanted.len())).filter(|&at| is_close(&values[at..])).collect();
+    let values: Vec<f32> =
+        bytes.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect();
+    let is_close = |values: &[f32]| {
+        values.iter().zip(wanted).all(|(value, wanted)| (value - wanted).abs() <= tolerance)
+    };
+    let places: Vec<usize> = (0..=values.len().saturating_sub(wanted.len()))
+        .filter(|&at| is_close(&values[at..]))
+        .collect();
     for at in &places {
         let flipped = values[at + 1].to_bits() ^ 1;
         memory.write_all_at(&flipped.to_le_bytes(), range.start + 4 * (*at as u64 + 1)).unwrap();
@@ -47,15 +56,25 @@ fn flip_within(memory: &File, range: std::ops::Range<u64>, wanted: &[f32], toler
 }
 
 /// Parameters that no step changes: their bits are those of any checkpoint.
-const STILL: [&str; 5] =
-    ["optimizer.lr=1e-38", "optimizer.weight_decay=0.0", "schedule.warmup=0", "eval.every=0", "run.audit_every=2"];
+const STILL: [&str; 5] = [
+    "optimizer.lr=1e-38",
+    "optimizer.weight_decay=0.0",
+    "schedule.warmup=0",
+    "eval.every=0",
+    "run.audit_every=2",
+];
 
 #[test]
 fn a_bit_that_changes_in_one_rank_ends_the_run_and_spoils_no_checkpoint() {
     let root = tempfile::tempdir().unwrap();
     for (name, layout) in [("copies", &["parallel.zero=0"][..]), ("shards", &["parallel.zero=1"])] {
-        let settings =
-            [&LARGE[..], &STILL, layout, &["run.steps=100000", "checkpoint.every=7", "checkpoint.keep=9"]].concat();
+        let settings = [
+            &LARGE[..],
+            &STILL,
+            layout,
+            &["run.steps=100000", "checkpoint.every=7", "checkpoint.keep=9"],
+        ]
+        .concat();
         let run = Run::new(Mpirun(2), root.path(), name, &settings);
         let files = run.files();
         let mut job = start(&mut run.command());
@@ -79,13 +98,25 @@ fn a_bit_that_changes_in_one_rank_ends_the_run_and_spoils_no_checkpoint() {
         assert_eq!(ended.code(), 1, "{name}: {ended}");
         let told = format!("embedding on rank {number} on ");
         assert!(ended.stderr.contains(&told), "{name}: {ended}");
-        assert!(ended.stderr.contains("parameters or optimizer state have changed in memory"), "{name}: {ended}");
+        assert!(
+            ended.stderr.contains("parameters or optimizer state have changed in memory"),
+            "{name}: {ended}"
+        );
         // All that is published has the bits of before.
         for entry in files.path("checkpoints").read_dir().unwrap().flatten() {
-            let step = entry.file_name().to_string_lossy().strip_prefix("step-").and_then(|step| step.parse().ok());
+            let step = entry
+                .file_name()
+                .to_string_lossy()
+                .strip_prefix("step-")
+                .and_then(|step| step.parse().ok());
             if let Some(step) = step {
                 assert_eq!(
-                    files.tensors(step).iter().find(|(tensor, _)| tensor.contains("wte.weight")).unwrap().1,
+                    files
+                        .tensors(step)
+                        .iter()
+                        .find(|(tensor, _)| tensor.contains("wte.weight"))
+                        .unwrap()
+                        .1,
                     *bits
                 );
             }
@@ -97,15 +128,20 @@ fn a_bit_that_changes_in_one_rank_ends_the_run_and_spoils_no_checkpoint() {
 fn audits_that_are_rarer_than_kept_checkpoints_are_warned_of() {
     let root = tempfile::tempdir().unwrap();
     let told = |name: &str, more: &[&str]| {
-        let settings = [&["run.steps=2", "eval.every=0", "checkpoint.every=2", "checkpoint.keep=3"], more].concat();
+        let settings =
+            [&["run.steps=2", "eval.every=0", "checkpoint.every=2", "checkpoint.keep=3"], more]
+                .concat();
         Run::new(Simulate(2), root.path(), name, &settings).ends().succeeded().stderr
     };
     let words = "run.audit_every = 7 is more than checkpoint.keep × checkpoint.every = 6: an audit may put all checkpoints in \
                  doubt but one, which is kept for that and may be 9 steps old; hint: run.audit_every=6 or less";
     let rare = told("rare", &["run.audit_every=7"]);
     assert_eq!(rare.matches(words).count(), 1, "{rare}");
-    // As often as they are replaced; and where there is one replica, which nothing is compared with.
-    for (name, more) in [("often", &["run.audit_every=6"][..]), ("one", &["run.audit_every=7", "parallel.zero=3"])] {
+    // As often as they are replaced; and where there is one replica, which nothing is compared
+    // with.
+    for (name, more) in
+        [("often", &["run.audit_every=6"][..]), ("one", &["run.audit_every=7", "parallel.zero=3"])]
+    {
         let often = told(name, more);
         assert!(!often.contains("run.audit_every"), "{often}");
     }
@@ -116,17 +152,23 @@ fn audits_change_no_bit_and_doubtful_checkpoints_are_passed_over() {
     let root = tempfile::tempdir().unwrap();
     let settings = [&LARGE[..], &["run.steps=8", "eval.every=4", "optimizer.ema=0.9"]].concat();
     let plain = Run::new(Simulate(2), root.path(), "plain", &settings).succeeds();
-    for (name, layout) in [("audited", &["parallel.zero=0"][..]), ("shards", &["parallel.shard=2", "parallel.zero=1"])]
-    {
+    for (name, layout) in [
+        ("audited", &["parallel.zero=0"][..]),
+        ("shards", &["parallel.shard=2", "parallel.zero=1"]),
+    ] {
         let audited = [&settings[..], &["run.audit_every=3"], layout].concat();
         let files = Run::new(Simulate(4), root.path(), name, &audited).succeeds();
         files.same_as(&plain, 8, name);
     }
     let files = Run::new(Simulate(2), root.path(), "plain", &settings).files();
-    std::fs::write(files.checkpoint(8).join("doubt"), "step 8: parameters of h.0 differ\n").unwrap();
+    std::fs::write(files.checkpoint(8).join("doubt"), "step 8: parameters of h.0 differ\n")
+        .unwrap();
     let more = Run::new(Simulate(2), root.path(), "plain", &settings).resume("auto");
     let ended = more.ends().succeeded();
-    assert!(ended.stderr.contains("step-00000008 is doubtful: step 8: parameters of h.0 differ"), "{ended}");
+    assert!(
+        ended.stderr.contains("step-00000008 is doubtful: step 8: parameters of h.0 differ"),
+        "{ended}"
+    );
     assert!(!files.checkpoint(8).join("doubt").exists(), "it was written anew");
     assert_eq!(json(&files.path("END"))["step"], 8);
 }

@@ -1,5 +1,6 @@
-//! Limits of containers and users: little room in `/dev/shm`, PID namespaces, nodes with other files, few threads. Skipped, with the
-//! reason, where this user may not make namespaces or become another user.
+//! Limits of containers and users: little room in `/dev/shm`, PID namespaces, nodes with other
+//! files, few threads. Skipped, with the reason, where this user may not make namespaces or become
+//! another user.
 
 use std::process::Command;
 
@@ -42,7 +43,8 @@ fn in_its_environment(command: &Command, program: &str, args: &[&str]) -> Comman
 
 /// Runs a command where `/dev/shm` has 64 KiB.
 fn with_little_shared(command: &Command) -> Ended {
-    let mut outer = in_its_environment(command, "unshare", &["--mount", "sh", "-c", LITTLE_SHARED, "mpirun"]);
+    let mut outer =
+        in_its_environment(command, "unshare", &["--mount", "sh", "-c", LITTLE_SHARED, "mpirun"]);
     finish(outer.args(words(command)))
 }
 
@@ -71,11 +73,19 @@ fn jobs_run_without_room_in_dev_shm() {
     with_little_shared(&eval).succeeded();
 }
 
-/// Runs a rank and, after `before`, another one; each with the same arguments and these options of `mpirun`.
+/// Runs a rank and, after `before`, another one; each with the same arguments and these options of
+/// `mpirun`.
 fn two_ranks(run: &Run, options: [&[&str]; 2], before: &[&str]) -> Ended {
     let one = words(&run.command());
     let mut command = in_its_environment(&mpirun(1), "mpirun", options[0]);
-    command.args(["-np", "1"]).args(&one).arg(":").args(options[1]).args(["-np", "1"]).args(before).args(&one);
+    command
+        .args(["-np", "1"])
+        .args(&one)
+        .arg(":")
+        .args(options[1])
+        .args(["-np", "1"])
+        .args(before)
+        .args(&one);
     finish(&mut command)
 }
 
@@ -84,11 +94,15 @@ fn two_ranks(run: &Run, options: [&[&str]; 2], before: &[&str]) -> Ended {
 fn ranks_of_a_machine_agree_on_the_ranks_of_a_node() {
     let root = tempfile::tempdir().unwrap();
     let run = |name: &str| Run::new(Alone, root.path(), name, &["parallel.lanes=2"]);
-    let ended = two_ranks(&run("agreed"), [&["-x", "HPCTRAIN_RANKS_PER_NODE=1"], &[]], &[]).succeeded();
+    let ended =
+        two_ranks(&run("agreed"), [&["-x", "HPCTRAIN_RANKS_PER_NODE=1"], &[]], &[]).succeeded();
     assert!(!ended.stdout.contains("shared memory inside a node"), "{ended}");
     let ended = two_ranks(&run("refused"), [&[], &["-x", "HPCTRAIN_RANKS_PER_NODE=none"]], &[]);
     assert_ne!(ended.code(), 0, "{ended}");
-    assert!(ended.stderr.contains("HPCTRAIN_RANKS_PER_NODE=none is not a number of ranks"), "{ended}");
+    assert!(
+        ended.stderr.contains("HPCTRAIN_RANKS_PER_NODE=none is not a number of ranks"),
+        "{ended}"
+    );
 }
 
 #[test]
@@ -98,13 +112,18 @@ fn ranks_that_do_not_see_each_other_exchange_by_messages() {
         return;
     }
     let root = tempfile::tempdir().unwrap();
-    let reference = Run::new(Simulate(2), root.path(), "reference", &["parallel.lanes=2"]).succeeds();
+    let reference =
+        Run::new(Simulate(2), root.path(), "reference", &["parallel.lanes=2"]).succeeds();
     let run = Run::new(Alone, root.path(), "apart", &["parallel.lanes=2"]);
     // MPI itself would copy from the memory of a process that it does not see.
     let no_copies = ["--mca", "btl_vader_single_copy_mechanism", "none"];
     let ended = two_ranks(&run, [&no_copies, &[]], &unshare).succeeded();
     assert!(!ended.stdout.contains("shared memory inside a node"), "{ended}");
-    assert_eq!(ended.stderr.matches("the ranks of this node exchange by messages").count(), 1, "{ended}");
+    assert_eq!(
+        ended.stderr.matches("the ranks of this node exchange by messages").count(),
+        1,
+        "{ended}"
+    );
     run.files().same_as(&reference, 6, "apart");
 }
 
@@ -137,7 +156,10 @@ fn a_node_with_other_data_of_the_same_size_is_noticed() {
     };
     train("same").0.succeeded();
     let (ended, files) = train("other");
-    refused(&ended, &["has other content than on the node of rank 0", "copy the same files to every node"]);
+    refused(
+        &ended,
+        &["has other content than on the node of rank 0", "copy the same files to every node"],
+    );
     assert!(!files.path("metrics.jsonl").exists(), "{ended}");
 }
 
@@ -146,7 +168,8 @@ const USER: &str = "54321";
 
 #[test]
 fn a_limit_on_threads_ends_no_run_at_its_first_checkpoint() {
-    let (user, group) = (format!("--reuid={USER}"), format!("--regid={USER}"));
+    let user = format!("--reuid={USER}");
+    let group = format!("--regid={USER}");
     let become_user = ["setpriv", &user, &group, "--clear-groups"];
     if !may(&[&become_user[..], &[&words(&program([] as [&str; 0]))[0], "--version"]].concat()) {
         return;
@@ -157,11 +180,19 @@ fn a_limit_on_threads_ends_no_run_at_its_first_checkpoint() {
     let mut outcomes = [0, 0];
     let mut named = String::new();
     // The last ones: threads that compute, and of communication.
-    let table = (1..=8).map(|limit| (limit, Alone, 1)).chain((1..=8).map(|limit| (limit, Alone, 4)));
-    for (number, (limit, transport, threads)) in table.chain((1..=8).map(|limit| (limit, Simulate(2), 1))).enumerate() {
+    let table =
+        (1..=8).map(|limit| (limit, Alone, 1)).chain((1..=8).map(|limit| (limit, Alone, 4)));
+    for (number, (limit, transport, threads)) in
+        table.chain((1..=8).map(|limit| (limit, Simulate(2), 1))).enumerate()
+    {
         let name = format!("{number}-limit-{limit}");
         let threads = format!("run.threads={threads}");
-        let run = Run::new(transport, root.path(), &name, &["checkpoint.every=2", "parallel.lanes=2", &threads]);
+        let run = Run::new(
+            transport,
+            root.path(),
+            &name,
+            &["checkpoint.every=2", "parallel.lanes=2", &threads],
+        );
         let script = format!("ulimit -u {limit} && exec \"$@\"");
         let inner = run.command();
         let mut command = in_its_environment(&inner, "bash", &["-c", &script, "bash"]);
@@ -173,13 +204,22 @@ fn a_limit_on_threads_ends_no_run_at_its_first_checkpoint() {
             assert!(files.checkpoint(6).exists(), "{ended}");
         } else {
             outcomes[1] += 1;
-            refused(&ended, &["cannot start the thread", &format!("ulimit -u is {limit}"), "lower run.threads"]);
+            refused(
+                &ended,
+                &["cannot start the thread", &format!("ulimit -u is {limit}"), "lower run.threads"],
+            );
             assert_eq!(lines(&files.path("metrics.jsonl")), 0, "{ended}");
             named += &ended.stderr;
         }
     }
     for thread in ["compute-1", "comm-0", "rank-1"] {
-        assert!(named.contains(&format!("cannot start the thread {thread}: ")), "{thread}: {named}");
+        assert!(
+            named.contains(&format!("cannot start the thread {thread}: ")),
+            "{thread}: {named}"
+        );
     }
-    assert!(outcomes.iter().all(|count| *count > 0), "{outcomes:?} runs succeeded and were refused");
+    assert!(
+        outcomes.iter().all(|count| *count > 0),
+        "{outcomes:?} runs succeeded and were refused"
+    );
 }

@@ -1,4 +1,5 @@
-//! Runs that a tool has copied as it follows links: `latest` and `best` are directories, copies of checkpoints.
+//! Runs that a tool has copied as it follows links: `latest` and `best` are directories, copies of
+//! checkpoints.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,7 +9,8 @@ use hpctrain_testkit::launch::Transport::Alone;
 use hpctrain_testkit::launch::{finish, program};
 use hpctrain_testkit::runs::{Run, RunFiles, json};
 
-const SETTINGS: [&str; 4] = ["checkpoint.every=2", "checkpoint.keep=9", "eval.every=2", "checkpoint.tolerate=600"];
+const SETTINGS: [&str; 4] =
+    ["checkpoint.every=2", "checkpoint.keep=9", "eval.every=2", "checkpoint.tolerate=600"];
 
 fn run(root: &Path, name: &str, steps: u64) -> Run {
     Run::new(Alone, root, name, &[&SETTINGS[..], &[&format!("run.steps={steps}")]].concat())
@@ -24,7 +26,8 @@ fn copied(root: &Path) -> RunFiles {
 
 fn entries(files: &RunFiles) -> Vec<String> {
     let entries = files.path("checkpoints").read_dir().unwrap();
-    let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    let mut names: Vec<String> =
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.retain(|name| name != ".leases");
     names.sort();
     names
@@ -37,13 +40,20 @@ fn a_run_that_was_copied_as_links_were_followed_goes_on() {
     assert!(!files.path("checkpoints/latest").is_symlink());
     let ended = run(root.path(), "b", 6).resume("auto").ends().succeeded();
     assert!(ended.stderr.contains("a tool that follows links has copied the run"), "{ended}");
-    assert_eq!(std::fs::read_link(files.path("checkpoints/latest")).unwrap(), PathBuf::from("step-00000006"));
+    assert_eq!(
+        std::fs::read_link(files.path("checkpoints/latest")).unwrap(),
+        PathBuf::from("step-00000006")
+    );
     assert!(files.path("checkpoints/best").is_symlink());
-    assert_eq!(entries(&files), ["best", "latest", "step-00000002", "step-00000004", "step-00000006"]);
+    assert_eq!(
+        entries(&files),
+        ["best", "latest", "step-00000002", "step-00000004", "step-00000006"]
+    );
     assert_eq!(json(&files.path("END"))["status"], "finished");
 }
 
-/// A directory that is not a copy of a checkpoint that is there is refused before training, and nothing is removed.
+/// A directory that is not a copy of a checkpoint that is there is refused before training, and
+/// nothing is removed.
 #[test]
 fn another_directory_under_the_name_of_a_link_is_refused() {
     for name in ["latest", "best"] {
@@ -59,7 +69,8 @@ fn another_directory_under_the_name_of_a_link_is_refused() {
     }
 }
 
-/// A directory `latest` that appeared beside a newer checkpoint does not make readers take an older one.
+/// A directory `latest` that appeared beside a newer checkpoint does not make readers take an older
+/// one.
 #[test]
 fn readers_take_the_newest_checkpoint_where_latest_is_a_directory() {
     let root = tempfile::tempdir().unwrap();

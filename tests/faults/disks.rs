@@ -20,7 +20,10 @@ impl Tmpfs {
         std::fs::create_dir_all(at).unwrap();
         let mut mount = Command::new("mount");
         // By default all may write there, and a run's directory is refused.
-        let output = mount.args(["-t", "tmpfs", "-o", &format!("size={size},mode=755"), "tmpfs"]).arg(at).output();
+        let output = mount
+            .args(["-t", "tmpfs", "-o", &format!("size={size},mode=755"), "tmpfs"])
+            .arg(at)
+            .output();
         if output.is_ok_and(|output| output.status.success()) {
             return Some(Self(at.to_path_buf()));
         }
@@ -31,7 +34,13 @@ impl Tmpfs {
     /// Mounts it again with other options; false if it is in use.
     fn remount(&self, options: &str) -> bool {
         let mut mount = Command::new("mount");
-        mount.args(["-o", &format!("remount,{options}")]).arg(&self.0).output().unwrap().status.success()
+        mount
+            .args(["-o", &format!("remount,{options}")])
+            .arg(&self.0)
+            .output()
+            .unwrap()
+            .status
+            .success()
     }
 }
 
@@ -42,12 +51,16 @@ impl Drop for Tmpfs {
     }
 }
 
-/// Panics unless there is one checkpoint, the one of this step, `latest` points to it, and its last byte is right.
+/// Panics unless there is one checkpoint, the one of this step, `latest` points to it, and its last
+/// byte is right.
 #[track_caller]
 fn only_whole_one(files: &RunFiles, step: u64) {
     let checkpoints = Checkpoints::new(files.path("checkpoints"));
     assert_eq!(checkpoints.steps().unwrap(), [step]);
-    assert_eq!(checkpoints.latest().canonicalize().unwrap(), checkpoints.path(step).canonicalize().unwrap());
+    assert_eq!(
+        checkpoints.latest().canonicalize().unwrap(),
+        checkpoints.path(step).canonicalize().unwrap()
+    );
     let mut reader = Reader::open(&checkpoints.latest()).unwrap();
     let names: Vec<String> = reader.manifest().files.keys().cloned().collect();
     names.iter().for_each(|name| reader.verify(name).unwrap());
@@ -58,8 +71,13 @@ const STEPS: u64 = 6;
 
 /// Saves every second step and keeps one checkpoint.
 fn large(transport: Transport, root: &Path, name: &str, more: &[&str]) -> Run {
-    let settings =
-        ["run.steps=6", "eval.every=2", "checkpoint.keep=1", "checkpoint.keep_best=0", "checkpoint.tolerate=0"];
+    let settings = [
+        "run.steps=6",
+        "eval.every=2",
+        "checkpoint.keep=1",
+        "checkpoint.keep_best=0",
+        "checkpoint.tolerate=0",
+    ];
     Run::new(transport, root, name, &[&LARGE[..], &settings, more].concat())
 }
 
@@ -81,13 +99,20 @@ fn a_full_disk_ends_the_run_and_costs_no_checkpoint() {
         // Room for one checkpoint and a half.
         let Some(disk) = Tmpfs::mount(&files.path("checkpoints"), "14m") else { return };
         let ended = asked.ends();
-        given_up(&ended, &["cannot write", "step-00000004", "/rank-0000", ".h5", "No space left", "step 4"]);
+        given_up(
+            &ended,
+            &["cannot write", "step-00000004", "/rank-0000", ".h5", "No space left", "step 4"],
+        );
         only_whole_one(&files, 2);
         // Nothing has changed: nothing is lost.
         given_up(&asked.clone().resume("auto").ends(), &["No space left"]);
         only_whole_one(&files, 2);
         assert!(disk.remount("size=64m"));
-        asked.clone().resume("auto").succeeds().same_as(&reference, STEPS, &format!("{transport:?} {way:?}"));
+        asked.clone().resume("auto").succeeds().same_as(
+            &reference,
+            STEPS,
+            &format!("{transport:?} {way:?}"),
+        );
     }
 }
 
@@ -105,20 +130,27 @@ fn log(files: &RunFiles) -> String {
     std::fs::read_to_string(files.path("logs/rank-00000.log")).unwrap_or_default()
 }
 
-/// Checkpoints that cannot be written, and records, are written once there is room again, and training goes on meanwhile.
+/// Checkpoints that cannot be written, and records, are written once there is room again, and
+/// training goes on meanwhile.
 #[test]
 fn a_disk_that_is_full_for_a_while_costs_nothing() {
     let root = tempfile::tempdir().unwrap();
     let reference = large(Alone, root.path(), "", &[]).shared();
     for (i, (transport, way)) in WAYS.into_iter().enumerate() {
-        let asked = large(transport, root.path(), &format!("x-{i}"), &[way, &["checkpoint.tolerate=600"]].concat());
+        let asked = large(
+            transport,
+            root.path(),
+            &format!("x-{i}"),
+            &[way, &["checkpoint.tolerate=600"]].concat(),
+        );
         let files = asked.files();
         // Records are on the disk, too: room for one checkpoint and a half.
         let Some(disk) = Tmpfs::mount(&files.0, "14m") else { return };
         let mut job = start(&mut asked.command());
         // At its end the run waits for room.
         job.until("refused at the end", || {
-            files.checkpoint(2).exists() && log(&files).matches("training goes on, and saves again").count() > 1
+            files.checkpoint(2).exists()
+                && log(&files).matches("training goes on, and saves again").count() > 1
         });
         assert!(disk.remount("size=64m"));
         let ended = job.finish(LIMIT).succeeded();
@@ -128,7 +160,8 @@ fn a_disk_that_is_full_for_a_while_costs_nothing() {
     }
 }
 
-/// A run that waits for room for its last checkpoint ends after one more attempt when it is asked to.
+/// A run that waits for room for its last checkpoint ends after one more attempt when it is asked
+/// to.
 #[test]
 fn a_run_that_waits_for_room_ends_when_it_is_asked_to() {
     let root = tempfile::tempdir().unwrap();
@@ -138,7 +171,8 @@ fn a_run_that_waits_for_room_ends_when_it_is_asked_to() {
         let Some(_disk) = Tmpfs::mount(&files.path("checkpoints"), "14m") else { return };
         let mut job = start(&mut asked.command());
         job.until("waits at its end", || {
-            lines(&files.path("metrics.jsonl")) == STEPS as usize && log(&files).matches("saves again").count() > 2
+            lines(&files.path("metrics.jsonl")) == STEPS as usize
+                && log(&files).matches("saves again").count() > 2
         });
         send(ranks(&asked)[0], libc::SIGTERM);
         given_up(&job.finish(LIMIT), &["No space left"]);
@@ -152,7 +186,10 @@ fn a_limit_on_the_size_of_files_is_an_error() {
     let root = tempfile::tempdir().unwrap();
     let limited = |inner: &Command| {
         let mut command = Command::new("sh");
-        command.args(["-c", "ulimit -f 4096; exec \"$0\" \"$@\""]).arg(inner.get_program()).args(inner.get_args());
+        command
+            .args(["-c", "ulimit -f 4096; exec \"$0\" \"$@\""])
+            .arg(inner.get_program())
+            .args(inner.get_args());
         command.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
         finish(&mut command)
     };
@@ -183,7 +220,9 @@ fn points_wait_for_a_full_disk_and_training_does_not() {
     let Some(_disk) = Tmpfs::mount(&files.path("tensorboard"), "32k") else { return };
     let ended = asked.ends().succeeded();
     assert_eq!(ended.stderr.matches("warn: ").count(), 1, "{ended}");
-    for words in ["/tensorboard/events.out.tfevents.", "No space left on device", "training goes on"] {
+    for words in
+        ["/tensorboard/events.out.tfevents.", "No space left on device", "training goes on"]
+    {
         assert!(ended.stderr.contains(words), "{words:?} is missing: {ended}");
     }
     assert_eq!(files.steps().len(), 8);
@@ -230,7 +269,8 @@ fn a_disk_that_turns_read_only_ends_the_run() {
     let reference = large(Alone, root.path(), "", &[]).shared();
     for (i, (transport, way)) in WAYS.into_iter().enumerate() {
         // After the first checkpoint, which one that comes late may have replaced.
-        let asked = large(transport, root.path(), &format!("x-{i}"), &[way, &["run.steps=1000"]].concat());
+        let asked =
+            large(transport, root.path(), &format!("x-{i}"), &[way, &["run.steps=1000"]].concat());
         let files = asked.files();
         let Some(disk) = Tmpfs::mount(&files.path("checkpoints"), "64m") else { return };
         let mut job = start(&mut asked.command());
@@ -259,7 +299,15 @@ fn a_read_only_root_is_refused() {
     assert!(disk.remount("ro"));
     for transport in [Alone, Mpirun(2), Simulate(2)] {
         let ended = Run::new(transport, root.path(), "x", &[]).ends();
-        refused(&ended, &["cannot create", &root.path().display().to_string(), "Read-only file system", "run.root"]);
+        refused(
+            &ended,
+            &[
+                "cannot create",
+                &root.path().display().to_string(),
+                "Read-only file system",
+                "run.root",
+            ],
+        );
     }
 }
 
@@ -275,7 +323,13 @@ pub fn flip(path: &Path, offset: u64) {
 fn a_bit_that_flipped_anywhere_is_found() {
     const STEPS: u64 = 9;
     let root = tempfile::tempdir().unwrap();
-    let settings = ["run.steps=9", "checkpoint.every=3", "eval.every=3", "parallel.lanes=4", "parallel.zero=2"];
+    let settings = [
+        "run.steps=9",
+        "checkpoint.every=3",
+        "eval.every=3",
+        "parallel.lanes=4",
+        "parallel.zero=2",
+    ];
     let run = |transport, name: &str| {
         let settings = if transport == Alone { &settings[..4] } else { &settings };
         Run::new(transport, root.path(), name, &[settings, &["checkpoint.keep=9"]].concat())
@@ -290,9 +344,21 @@ fn a_bit_that_flipped_anywhere_is_found() {
     let mut damages: Vec<(String, Option<u64>)> = Vec::new();
     for entry in whole.checkpoint(6).read_dir().unwrap() {
         let entry = entry.unwrap();
-        let (name, length) = (entry.file_name().into_string().unwrap(), entry.metadata().unwrap().len());
+        let name = entry.file_name().into_string().unwrap();
+        let length = entry.metadata().unwrap().len();
         let offsets = match name.ends_with(".h5") {
-            true => vec![0, 1, 13, 47, 99, length / 5, length / 3, length / 2, length * 7 / 8, length - 1],
+            true => vec![
+                0,
+                1,
+                13,
+                47,
+                99,
+                length / 5,
+                length / 3,
+                length / 2,
+                length * 7 / 8,
+                length - 1,
+            ],
             false => vec![0, 9, length / 2, length - 1],
         };
         damages.extend(offsets.into_iter().map(|offset| (name.clone(), Some(offset))));
@@ -310,8 +376,12 @@ fn a_bit_that_flipped_anywhere_is_found() {
         let transport = [Alone, Simulate(2), Alone, Mpirun(2)][i % 4];
         let ended = run(transport, &format!("x-{i}")).resume("auto").ends().succeeded();
         let what = format!("{name}, byte {offset:?}");
-        let warnings: Vec<_> = ended.stderr.lines().filter(|line| line.starts_with("warn: ")).collect();
-        assert!(warnings[0].contains("passing over") && warnings[0].contains(name), "{what}: {ended}");
+        let warnings: Vec<_> =
+            ended.stderr.lines().filter(|line| line.starts_with("warn: ")).collect();
+        assert!(
+            warnings[0].contains("passing over") && warnings[0].contains(name),
+            "{what}: {ended}"
+        );
         assert!(warnings[0].contains("step-00000006"), "{what}: {ended}");
         assert!(ended.stdout.contains("at step 3 from"), "{what}: {ended}");
         files.same_as(&reference, STEPS, &what);
@@ -332,17 +402,28 @@ fn data_that_does_not_fit_is_not_staged() {
     for name in ["train-0.h5", "train-1.h5", "val-0.h5"] {
         let file = hdf5::File::create(data.join(name)).unwrap();
         let ids: Vec<u8> = (0..400_000u32).map(|i| (i % 5) as u8).collect();
-        file.new_dataset::<u8>().shape(ids.len()).create("tokens").unwrap().write_raw(&ids).unwrap();
+        file.new_dataset::<u8>()
+            .shape(ids.len())
+            .create("tokens")
+            .unwrap()
+            .write_raw(&ids)
+            .unwrap();
         file.new_attr::<u64>().create("vocabulary_size").unwrap().write_scalar(&5u64).unwrap();
     }
     let disk = root.path().join("disk");
     // Two of the three would fit.
     let Some(mounted) = Tmpfs::mount(&disk, "1m") else { return };
-    let settings = [format!("data.path={}", data.display()), format!("data.stage={}", disk.display())];
-    let run = Run::new(Mpirun(2), root.path(), "x", &settings.each_ref().map(|setting| &setting[..]));
-    refused(&run.ends(), &["data.stage = ", " has room for ", " are to be copied", "leave data.stage out"]);
+    let settings =
+        [format!("data.path={}", data.display()), format!("data.stage={}", disk.display())];
+    let run =
+        Run::new(Mpirun(2), root.path(), "x", &settings.each_ref().map(|setting| &setting[..]));
+    refused(
+        &run.ends(),
+        &["data.stage = ", " has room for ", " are to be copied", "leave data.stage out"],
+    );
     let copies = disk.read_dir().unwrap().next().unwrap().unwrap().path();
-    let names = copies.read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let names =
+        copies.read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     assert!(names.into_iter().all(|name| !name.ends_with(".h5")));
     assert!(mounted.remount("size=8m"));
     run.succeeds();

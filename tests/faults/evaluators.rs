@@ -13,14 +13,21 @@ use libc::{SIGTERM, SIGUSR1};
 use crate::disks::flip;
 use crate::{kill, lines, preempted, ranks, until_step};
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun};
-use hpctrain_testkit::launch::{LIMIT, Running, handles, mpirun, program, send, start, start_beside};
+use hpctrain_testkit::launch::{
+    LIMIT, Running, handles, mpirun, program, send, start, start_beside,
+};
 use hpctrain_testkit::program as executable;
 use hpctrain_testkit::runs::{Run, RunFiles, copy, json};
 
 const STEPS: u64 = 12;
 /// Saved every second step; an evaluation takes some hundred milliseconds.
-const SETTINGS: [&str; 5] =
-    ["run.steps=12", "checkpoint.every=2", "checkpoint.keep=20", "parallel.lanes=4", "eval.samples=3000"];
+const SETTINGS: [&str; 5] = [
+    "run.steps=12",
+    "checkpoint.every=2",
+    "checkpoint.keep=20",
+    "parallel.lanes=4",
+    "eval.samples=3000",
+];
 
 /// A trainer that leaves evaluation to others.
 fn trainer(transport: Transport, root: &Path, more: &[&str]) -> Run {
@@ -32,7 +39,8 @@ fn inline_losses() -> &'static BTreeMap<u64, u64> {
     static LOSSES: OnceLock<BTreeMap<u64, u64>> = OnceLock::new();
     LOSSES.get_or_init(|| {
         let root = tempfile::tempdir().unwrap();
-        let files = Run::new(Alone, root.path(), "x", &[&SETTINGS[..], &["eval.every=2"]].concat()).succeeds();
+        let files = Run::new(Alone, root.path(), "x", &[&SETTINGS[..], &["eval.every=2"]].concat())
+            .succeeds();
         let losses = losses(&files);
         assert_eq!(losses.keys().copied().collect::<Vec<_>>(), [2, 4, 6, 8, 10, 12]);
         losses
@@ -64,7 +72,8 @@ fn read(files: &RunFiles) -> Vec<Evaluation> {
 #[track_caller]
 fn losses(files: &RunFiles) -> BTreeMap<u64, u64> {
     let done: Vec<_> = read(files).into_iter().filter(|one| one.status == Status::Done).collect();
-    let losses: BTreeMap<u64, u64> = done.iter().map(|one| (one.step, one.loss.unwrap().to_bits())).collect();
+    let losses: BTreeMap<u64, u64> =
+        done.iter().map(|one| (one.step, one.loss.unwrap().to_bits())).collect();
     assert_eq!(losses.len(), done.len(), "a checkpoint was evaluated twice: {done:#?}");
     losses
 }
@@ -74,7 +83,10 @@ fn losses(files: &RunFiles) -> BTreeMap<u64, u64> {
 fn best_is_best(files: &RunFiles) {
     let checkpoints = Checkpoints::new(files.path("checkpoints"));
     let (best, _) = evaluations::best(&read(files), &checkpoints.steps().unwrap()).unwrap();
-    assert_eq!(checkpoints.best().canonicalize().unwrap(), checkpoints.path(best).canonicalize().unwrap());
+    assert_eq!(
+        checkpoints.best().canonicalize().unwrap(),
+        checkpoints.path(best).canonicalize().unwrap()
+    );
 }
 
 /// The leases on checkpoints of a run.
@@ -87,7 +99,8 @@ fn leases(files: &RunFiles) -> Vec<String> {
 /// Waits until an evaluator has claimed a checkpoint.
 #[track_caller]
 fn until_it_evaluates(evaluator: &mut Running, files: &RunFiles) {
-    evaluator.until("evaluates", || leases(files).iter().any(|name| name.ends_with(".evaluate.lease")));
+    evaluator
+        .until("evaluates", || leases(files).iter().any(|name| name.ends_with(".evaluate.lease")));
 }
 
 /// Starts an evaluator of a run that has not begun, and waits until it says so.
@@ -126,7 +139,11 @@ fn a_killed_evaluator_begins_again_where_it_was() {
         assert_eq!(read(&files).len(), inline.len());
         best_is_best(&files);
         // The killed ones hold no checkpoint any more; their earlier watch concerns nobody.
-        assert!(leases(&files).iter().all(|name| name.starts_with("queue-")), "{:?}", leases(&files));
+        assert!(
+            leases(&files).iter().all(|name| name.starts_with("queue-")),
+            "{:?}",
+            leases(&files)
+        );
     }
 }
 
@@ -134,8 +151,13 @@ fn a_killed_evaluator_begins_again_where_it_was() {
 #[test]
 fn the_latest_is_evaluated_while_others_go() {
     let root = tempfile::tempdir().unwrap();
-    let more =
-        ["run.steps=400", "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_best=0", "eval.samples=30"];
+    let more = [
+        "run.steps=400",
+        "checkpoint.every=1",
+        "checkpoint.keep=1",
+        "checkpoint.keep_best=0",
+        "eval.samples=30",
+    ];
     let run = trainer(Mpirun(2), root.path(), &more);
     let files = run.files();
     let evaluator = waiting_evaluator(1, &files, &["--watch"]);
@@ -200,7 +222,8 @@ fn the_best_of_those_that_are_left() {
         let fast = ["optimizer.lr=0.5", "eval.every=1", "checkpoint.every=1", "checkpoint.keep=1"];
         let more = [format!("run.steps={steps}"), format!("checkpoint.keep_best={keep_best}")];
         let settings = [&fast[..], &[&more[0], &more[1]]].concat();
-        let files = Run::new(Alone, root.path(), &format!("{steps}-{keep_best}"), &settings).succeeds();
+        let files =
+            Run::new(Alone, root.path(), &format!("{steps}-{keep_best}"), &settings).succeeds();
         best_is_best(&files);
     }
 }
@@ -215,11 +238,14 @@ fn the_dead_keep_nothing_from_being_removed_or_evaluated() {
     let folder = files.path("checkpoints/.leases");
     std::fs::create_dir_all(&folder).unwrap();
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
-    let named = |name: &str| std::fs::read_link(format!("/proc/self/ns/{name}")).unwrap_or_default();
+    let named =
+        |name: &str| std::fs::read_link(format!("/proc/self/ns/{name}")).unwrap_or_default();
     let space = format!("{} {}{}", boot.trim(), named("pid").display(), named("time").display());
     // More than the kernel gives out.
     let holder = format!("{{\"host\":\"here\",\"space\":{space:?},\"pid\":4194305,\"started\":1}}");
-    for name in ["queue-dead", "step-00000002.dead", "step-00000004.evaluate", "step-00000012.evaluate"] {
+    for name in
+        ["queue-dead", "step-00000002.dead", "step-00000004.evaluate", "step-00000012.evaluate"]
+    {
         std::fs::write(folder.join(format!("{name}.lease")), &holder).unwrap();
     }
     run.succeeds();
@@ -237,8 +263,15 @@ fn an_evaluator_ends_when_nobody_comes() {
     // Without the mark the run may go on at any time.
     std::fs::remove_file(files.path("END")).unwrap();
     let ended = start(&mut evaluator(1, &files, &["--watch", "--timeout", "1s"])).finish(LIMIT);
-    assert!(ended.code() == 1 && ended.stdout.contains("waiting for the next checkpoint"), "{ended}");
-    assert!(ended.stderr.contains("no trainer has held ") && ended.stderr.contains(" for 1s (--timeout)"), "{ended}");
+    assert!(
+        ended.code() == 1 && ended.stdout.contains("waiting for the next checkpoint"),
+        "{ended}"
+    );
+    assert!(
+        ended.stderr.contains("no trainer has held ")
+            && ended.stderr.contains(" for 1s (--timeout)"),
+        "{ended}"
+    );
     assert_eq!(losses(&files).len(), 1);
     // An evaluator that does not watch does not wait.
     let ended = start(&mut evaluator(2, &files, &["--policy", "every"])).finish(LIMIT).succeeded();
@@ -248,7 +281,10 @@ fn an_evaluator_ends_when_nobody_comes() {
     let none = RunFiles(root.path().join("none"));
     let waiting = waiting_evaluator(1, &none, &["--watch", "--timeout", "1s"]);
     let ended = waiting.finish(LIMIT);
-    assert!(ended.code() == 1 && ended.stderr.contains("(--timeout): none has saved anything"), "{ended}");
+    assert!(
+        ended.code() == 1 && ended.stderr.contains("(--timeout): none has saved anything"),
+        "{ended}"
+    );
 }
 
 #[test]
@@ -266,12 +302,19 @@ fn a_damaged_checkpoint_is_given_up_and_the_next_evaluated() {
     for (step, file) in [(4, "rank-00001.h5"), (6, "rank-00000.h5")] {
         let of_it: Vec<_> = all.iter().filter(|one| one.step == step).collect();
         let statuses: Vec<Status> = of_it.iter().map(|one| one.status).collect();
-        assert_eq!(statuses, [Status::Retried, Status::Retried, Status::Failed], "step {step}: {ended}");
+        assert_eq!(
+            statuses,
+            [Status::Retried, Status::Retried, Status::Failed],
+            "step {step}: {ended}"
+        );
         assert!(of_it.iter().all(|one| one.error.as_ref().unwrap().contains(file)), "{of_it:#?}");
     }
     // A checkpoint without a name cannot be recorded.
     assert!(all.iter().all(|one| one.step != 8), "{ended}");
-    assert!(ended.stderr.contains("cannot evaluate") && ended.stderr.contains("step-00000008"), "{ended}");
+    assert!(
+        ended.stderr.contains("cannot evaluate") && ended.stderr.contains("step-00000008"),
+        "{ended}"
+    );
     best_is_best(&files);
 }
 
@@ -304,9 +347,20 @@ fn an_interrupted_evaluator_asks_to_be_started_again() {
 fn an_evaluator_outlives_an_interrupted_trainer() {
     const STEPS: u64 = 40;
     let root = tempfile::tempdir().unwrap();
-    let more = ["run.steps=40", "checkpoint.every=10", "eval.samples=30", "model.width=128", "model.layers=4"];
-    let reference =
-        Run::new(Alone, root.path(), "reference", &[&SETTINGS[..], &["eval.every=10"], &more].concat()).succeeds();
+    let more = [
+        "run.steps=40",
+        "checkpoint.every=10",
+        "eval.samples=30",
+        "model.width=128",
+        "model.layers=4",
+    ];
+    let reference = Run::new(
+        Alone,
+        root.path(),
+        "reference",
+        &[&SETTINGS[..], &["eval.every=10"], &more].concat(),
+    )
+    .succeeds();
     let run = trainer(Mpirun(2), root.path(), &more);
     let files = run.files();
     let mut evaluator = waiting_evaluator(1, &files, &EVERY);
@@ -339,7 +393,13 @@ fn trainers_and_evaluators_share_a_job() {
     let run = trainer(Mpirun(2), root.path(), &[]);
     let files = run.files();
     let mut command = run.command();
-    command.args([":", "-np", "1"]).arg(executable()).arg("eval").arg("--run").arg(&files.0).args(EVERY);
+    command
+        .args([":", "-np", "1"])
+        .arg(executable())
+        .arg("eval")
+        .arg("--run")
+        .arg(&files.0)
+        .args(EVERY);
     start(&mut command).finish(LIMIT).succeeded();
     assert_eq!(losses(&files), *inline);
     assert_eq!(json(&files.path("END"))["status"], "finished");
@@ -358,17 +418,23 @@ fn trainers_and_evaluators_share_a_job() {
 fn training_stops_when_it_no_longer_helps() {
     let root = tempfile::tempdir().unwrap();
     // So fast that losses jump.
-    let settings = ["optimizer.lr=0.5", "eval.patience=1", "run.steps=100000000", "checkpoint.every=5"];
+    let settings =
+        ["optimizer.lr=0.5", "eval.patience=1", "run.steps=100000000", "checkpoint.every=5"];
     let stopped = |files: &RunFiles| {
         let end = json(&files.path("END"));
         assert_eq!(end["status"], "finished", "{end}");
         assert!(end["why"].as_str().unwrap().contains("no validation loss lower than"), "{end}");
         assert_eq!(end["step"].as_u64().unwrap(), files.steps().len() as u64);
-        assert!(files.checkpoint(files.steps().len() as u64).exists() && files.path("run.json").exists());
+        assert!(
+            files.checkpoint(files.steps().len() as u64).exists()
+                && files.path("run.json").exists()
+        );
     };
     for transport in [Alone, Mpirun(2)] {
         let name = format!("{transport:?}");
-        let files = Run::new(transport, root.path(), &name, &[&settings[..], &["eval.every=5"]].concat()).succeeds();
+        let files =
+            Run::new(transport, root.path(), &name, &[&settings[..], &["eval.every=5"]].concat())
+                .succeeds();
         stopped(&files);
         best_is_best(&files);
     }
@@ -382,7 +448,8 @@ fn training_stops_when_it_no_longer_helps() {
     assert!(losses(&files).contains_key(&(files.steps().len() as u64)));
 }
 
-/// The loss spikes after step 4, and the run goes back to it: neither patience nor `best` is decided by the saves since.
+/// The loss spikes after step 4, and the run goes back to it: neither patience nor `best` is
+/// decided by the saves since.
 #[test]
 fn a_run_that_went_back_is_not_judged_by_later_saves() {
     let root = tempfile::tempdir().unwrap();
@@ -395,9 +462,17 @@ fn a_run_that_went_back_is_not_judged_by_later_saves() {
     evaluate();
     let spiked = losses(&files);
     let loss_of = |step: u64| f64::from_bits(spiked[&step]);
-    assert!([6, 8, 10, 12].into_iter().all(|step| loss_of(step) > loss_of(4)), "no spike: {spiked:?}");
+    assert!(
+        [6, 8, 10, 12].into_iter().all(|step| loss_of(step) > loss_of(4)),
+        "no spike: {spiked:?}"
+    );
     let lowest = |losses: &BTreeMap<u64, u64>| {
-        losses.iter().map(|(step, bits)| (*step, f64::from_bits(*bits))).min_by(|a, b| a.1.total_cmp(&b.1)).unwrap().0
+        losses
+            .iter()
+            .map(|(step, bits)| (*step, f64::from_bits(*bits)))
+            .min_by(|a, b| a.1.total_cmp(&b.1))
+            .unwrap()
+            .0
     };
     let before = root.path().join("before");
     copy(&files.0, &before);
@@ -407,11 +482,19 @@ fn a_run_that_went_back_is_not_judged_by_later_saves() {
         copy(&before, &files.0);
         for step in [6, 8, 10, 12] {
             let save = files.checkpoint(step);
-            if damaged { flip(&save.join("rank-00000.h5"), 4321) } else { std::fs::remove_dir_all(save).unwrap() }
+            if damaged {
+                flip(&save.join("rank-00000.h5"), 4321)
+            } else {
+                std::fs::remove_dir_all(save).unwrap()
+            }
         }
         trainer(&[]).resume("auto").succeeds();
         let end = json(&files.path("END"));
-        assert_eq!((end["status"].as_str(), end["step"].as_u64()), (Some("finished"), Some(STEPS)), "{end}");
+        assert_eq!(
+            (end["status"].as_str(), end["step"].as_u64()),
+            (Some("finished"), Some(STEPS)),
+            "{end}"
+        );
         assert!(read(&files).iter().all(|one| one.step <= 4), "{:?}", read(&files));
         evaluate();
         let again = losses(&files);
@@ -429,9 +512,20 @@ fn a_run_that_went_back_is_not_judged_by_later_saves() {
 fn a_shared_job_is_interrupted_and_goes_on() {
     const STEPS: u64 = 30;
     let root = tempfile::tempdir().unwrap();
-    let more = ["run.steps=30", "checkpoint.every=10", "eval.samples=30", "model.width=128", "model.layers=4"];
-    let reference =
-        Run::new(Alone, root.path(), "reference", &[&SETTINGS[..], &["eval.every=10"], &more].concat()).succeeds();
+    let more = [
+        "run.steps=30",
+        "checkpoint.every=10",
+        "eval.samples=30",
+        "model.width=128",
+        "model.layers=4",
+    ];
+    let reference = Run::new(
+        Alone,
+        root.path(),
+        "reference",
+        &[&SETTINGS[..], &["eval.every=10"], &more].concat(),
+    )
+    .succeeds();
     // To all of the job, or to one who trains.
     for signal in [SIGUSR1, SIGTERM] {
         let run = trainer(Mpirun(3), root.path(), &more);

@@ -24,8 +24,14 @@ fn an_evaluator_of_nonsense_ends_with_a_hint() {
         for command in [alone.args(watch), two.args(watch)] {
             let ended = finish(command);
             assert_eq!(ended.code(), 2, "{ended}");
-            assert!(ended.stderr.contains(words) && ended.stderr.contains("hint: give the directory"), "{ended}");
-            assert!(ended.stderr.contains(place) && ended.stderr.matches("error:").count() == 1, "{ended}");
+            assert!(
+                ended.stderr.contains(words) && ended.stderr.contains("hint: give the directory"),
+                "{ended}"
+            );
+            assert!(
+                ended.stderr.contains(place) && ended.stderr.matches("error:").count() == 1,
+                "{ended}"
+            );
         }
     }
 }

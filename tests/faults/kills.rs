@@ -49,9 +49,11 @@ struct Tally {
     all: u64,
     /// Runs that were killed again and again, and came to their end.
     runs: u64,
-    /// Kills after which a checkpoint was not there any more that had been published, and nothing newer.
+    /// Kills after which a checkpoint was not there any more that had been published, and nothing
+    /// newer.
     lost: u64,
-    /// Steps of the runs that came to their end, and those of them whose loss is not the undisturbed run's.
+    /// Steps of the runs that came to their end, and those of them whose loss is not the
+    /// undisturbed run's.
     steps: u64,
     differing: u64,
 }
@@ -95,7 +97,8 @@ fn killed_runs_equal_undisturbed_ones() {
         let (transport, settings) = LAYOUTS[dice.below(LAYOUTS.len() as u64) as usize];
         let last = killed(transport, root.path(), &name, settings).resume("auto");
         start(&mut last.command()).finish(limit()).succeeded();
-        let (found, wanted) = (files.steps(), reference.steps());
+        let found = files.steps();
+        let wanted = reference.steps();
         tally.steps += wanted.len() as u64;
         let equal = found.iter().zip(&wanted).filter(|(found, wanted)| found == wanted).count();
         tally.differing += (wanted.len().max(found.len()) - equal) as u64;
@@ -132,7 +135,8 @@ fn a_kill_between_averages_ends_the_job() {
     cut.resume("auto").succeeds().same_as(&whole, 24, "killed between averages");
 }
 
-/// The step of the newest checkpoint that is whole to its last byte; 0 if there is none. Nobody writes.
+/// The step of the newest checkpoint that is whole to its last byte; 0 if there is none. Nobody
+/// writes.
 fn newest_whole(files: &RunFiles) -> u64 {
     let checkpoints = Checkpoints::new(files.path("checkpoints"));
     let is_whole = |step: &u64| {
@@ -146,11 +150,12 @@ fn newest_whole(files: &RunFiles) -> u64 {
 
 /// Limit of a job's time: on a machine that has other things to do `HPCTRAIN_FAULT_LIMIT` seconds.
 pub fn limit() -> Duration {
-    std::env::var("HPCTRAIN_FAULT_LIMIT").map_or(LIMIT, |seconds| Duration::from_secs(seconds.parse().unwrap()))
+    std::env::var("HPCTRAIN_FAULT_LIMIT")
+        .map_or(LIMIT, |seconds| Duration::from_secs(seconds.parse().unwrap()))
 }
 
-/// Starts a run and kills it: in the middle of a save, or at a moment between its first instruction and its last. False
-/// if it had ended before.
+/// Starts a run and kills it: in the middle of a save, or at a moment between its first instruction
+/// and its last. False if it had ended before.
 fn disturb(run: &Run, number: u64, dice: &mut Dice, tally: &mut Tally) -> bool {
     let files = run.files();
     let done = lines(&files.path("metrics.jsonl"));
@@ -191,7 +196,8 @@ fn disturb(run: &Run, number: u64, dice: &mut Dice, tally: &mut Tally) -> bool {
     }
     let ended = job.finish(limit());
     assert!(!ended.status.success() || files.path("run.json").exists(), "{ended}");
-    // Without their launcher some may live on for a while. A scheduler would end them before it starts the job again.
+    // Without their launcher some may live on for a while. A scheduler would end them before it
+    // starts the job again.
     let of_run = format!("run.root={}", run.root.display());
     while let left = processes(&of_run)
         && !left.is_empty()

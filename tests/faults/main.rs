@@ -1,5 +1,6 @@
-//! Faults: jobs that are killed, interrupted, short of disk, or left with damaged files. Whatever happens, what is
-//! published is whole, and the run that is continued leaves what the undisturbed one leaves, bit by bit.
+//! Faults: jobs that are killed, interrupted, short of disk, or left with damaged files. Whatever
+//! happens, what is published is whole, and the run that is continued leaves what the undisturbed
+//! one leaves, bit by bit.
 //!
 //! `HPCTRAIN_FAULT_RUNS` is the number of kills, 20 without.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
@@ -26,8 +27,8 @@ use std::path::Path;
 use hpctrain_testkit::launch::{Ended, Running, Transport, processes, rank_of, send};
 use hpctrain_testkit::runs::{Run, RunFiles, json};
 
-/// A network whose checkpoint takes 9 MB, so that a save takes a while, and a step some 50 ms. Four lanes: the same
-/// bits on up to four ranks.
+/// A network whose checkpoint takes 9 MB, so that a save takes a while, and a step some 50 ms. Four
+/// lanes: the same bits on up to four ranks.
 const LARGE: [&str; 8] = [
     "model.layers=4",
     "model.width=128",
@@ -73,7 +74,8 @@ fn ranks(run: &Run) -> Vec<u32> {
     match run.transport {
         Transport::Alone | Transport::Simulate(_) => all,
         Transport::Mpirun(_) | Transport::Spawn(_) => {
-            let mut ranks: Vec<(usize, u32)> = all.iter().filter_map(|pid| Some((rank_of(*pid)?, *pid))).collect();
+            let mut ranks: Vec<(usize, u32)> =
+                all.iter().filter_map(|pid| Some((rank_of(*pid)?, *pid))).collect();
             ranks.sort_unstable();
             ranks.into_iter().map(|(_, pid)| pid).collect()
         }

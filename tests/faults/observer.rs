@@ -60,7 +60,9 @@ fn look(checkpoints: &Path, seen: &mut Seen) {
     let latest = checkpoints.join("latest");
     if let Ok(target) = std::fs::read_link(&latest) {
         seen.latest += 1;
-        check(&checkpoints.join(&target), seen, || std::fs::read_link(&latest).is_ok_and(|now| now == target));
+        check(&checkpoints.join(&target), seen, || {
+            std::fs::read_link(&latest).is_ok_and(|now| now == target)
+        });
     } else if seen.latest > 0 {
         seen.wrong.push("latest is gone".into());
     }
@@ -68,7 +70,8 @@ fn look(checkpoints: &Path, seen: &mut Seen) {
     let paths = entries.flatten().map(|entry| entry.path());
     let complete = |path: &PathBuf| {
         let name = path.file_name().unwrap().to_string_lossy();
-        name.strip_prefix("step-").is_some_and(|step| step.len() == 8 && step.bytes().all(|byte| byte.is_ascii_digit()))
+        name.strip_prefix("step-")
+            .is_some_and(|step| step.len() == 8 && step.bytes().all(|byte| byte.is_ascii_digit()))
     };
     for path in paths.filter(complete) {
         let inode = || std::fs::metadata(&path).map(|of| of.ino()).ok();

@@ -59,8 +59,11 @@ fn a_directory_of_another_user_is_refused_and_nothing_is_written_through_its_lin
         lchown(path, Some(OTHER), Some(OTHER)).unwrap();
     }
     let before = (entries(root.path()), entries(&run_of_other));
-    for run in [run(&shared, &[]), run(&shared, &[]).resume("auto"), Run { transport: Mpirun(2), ..run(&shared, &[]) }]
-    {
+    for run in [
+        run(&shared, &[]),
+        run(&shared, &[]).resume("auto"),
+        Run { transport: Mpirun(2), ..run(&shared, &[]) },
+    ] {
         refused(&run.ends(), &["x belongs to user 12345, not to you (user 0)", "run.group"]);
     }
     assert_eq!(fs::read(&victim).unwrap(), b"precious");
@@ -89,7 +92,8 @@ fn a_link_of_another_user_is_not_followed() {
 #[test]
 fn links_of_this_user_lead_where_they_should() {
     let root = tempfile::tempdir().unwrap();
-    let [scratch, runs, checkpoints] = ["scratch", "runs", "checkpoints"].map(|name| root.path().join(name));
+    let [scratch, runs, checkpoints] =
+        ["scratch", "runs", "checkpoints"].map(|name| root.path().join(name));
     for path in [&scratch, &runs, &checkpoints] {
         fs::create_dir(path).unwrap();
     }
@@ -116,8 +120,8 @@ fn a_directory_that_all_may_write_to_is_refused() {
     run(root.path(), &[]).succeeds();
 }
 
-/// Prepares the run `x` in `root` by a thread whose files belong to [`SQUASHED`], as on a file server that gives all files of
-/// root that owner; returns the error.
+/// Prepares the run `x` in `root` by a thread whose files belong to [`SQUASHED`], as on a file
+/// server that gives all files of root that owner; returns the error.
 fn prepared_under_another_owner(root: &Path, resume: Resume) -> Option<String> {
     let mut config = Config::default();
     config.run.root = root.display().to_string();
@@ -164,7 +168,10 @@ fn a_group_shares_a_run() {
     chown(&path, Some(OTHER), Some(OTHER)).unwrap();
     fs::set_permissions(&path, Permissions::from_mode(0o2775)).unwrap();
     refused(&run(root.path(), &[]).ends(), &["belongs to user 12345"]);
-    refused(&run(root.path(), &["run.group='no-such-group'"]).ends(), &["run.group = no-such-group"]);
+    refused(
+        &run(root.path(), &["run.group='no-such-group'"]).ends(),
+        &["run.group = no-such-group"],
+    );
     let shared = ["run.group='12345'"];
     run(root.path(), &shared).succeeds();
     run(root.path(), &[&shared[..], &["run.steps=3"]].concat()).resume("auto").succeeds();

@@ -1,4 +1,5 @@
-//! Faults of runs on parameter servers: workers, servers and the coordinator that are killed, stopped, or asked to leave, and strangers.
+//! Faults of runs on parameter servers: workers, servers and the coordinator that are killed,
+//! stopped, or asked to leave, and strangers.
 
 use std::fs::Permissions;
 use std::io::{Read as _, Write as _};
@@ -20,7 +21,8 @@ use hpctrain_testkit::launch::Transport::{Alone, Simulate};
 use hpctrain_testkit::launch::{Ended, LIMIT, Running, finish, program, send, start, start_beside};
 use hpctrain_testkit::runs::{Run, RunFiles, json};
 
-/// Steps of some milliseconds, whose bits do not depend on the workers; a process that is gone is noticed soon.
+/// Steps of some milliseconds, whose bits do not depend on the workers; a process that is gone is
+/// noticed soon.
 pub const SETTINGS: [&str; 8] = [
     "model.width=64",
     "parallel.lanes=4",
@@ -43,7 +45,13 @@ pub struct Job {
 
 impl Job {
     /// The coordinator, so many servers, so many workers.
-    pub fn begin(root: &Path, name: &str, servers: usize, workers: usize, settings: &[&str]) -> Self {
+    pub fn begin(
+        root: &Path,
+        name: &str,
+        servers: usize,
+        workers: usize,
+        settings: &[&str],
+    ) -> Self {
         let run = Run::new(Alone, root, name, &[&SETTINGS[..], settings].concat());
         let coordinator = start(&mut Self::coordinate(&run, servers, workers));
         let mut job = Self { run, servers, workers, coordinator, others: vec![] };
@@ -54,7 +62,8 @@ impl Job {
 
     fn coordinate(run: &Run, servers: usize, workers: usize) -> Command {
         let arguments = run.command();
-        let counts = ["--servers", &servers.to_string(), "--workers", &workers.max(1).to_string()].map(String::from);
+        let counts = ["--servers", &servers.to_string(), "--workers", &workers.max(1).to_string()]
+            .map(String::from);
         let mut command = program(["coordinate"]);
         command.args(arguments.get_args().skip(1)).args(counts);
         command
@@ -63,7 +72,8 @@ impl Job {
     /// One more process of a role; its number is that in `others`.
     fn join(&mut self, role: &str) {
         let run = self.files().0;
-        let process = start_beside(&self.coordinator, program([role, "--timeout", "10", "--run"]).arg(run));
+        let process =
+            start_beside(&self.coordinator, program([role, "--timeout", "10", "--run"]).arg(run));
         self.others.push(process);
     }
 
@@ -74,7 +84,8 @@ impl Job {
             std::thread::sleep(Duration::from_millis(5));
         }
         let run = self.run.clone().resume("auto");
-        let again = start_beside(&self.others[0], &mut Self::coordinate(&run, self.servers, self.workers));
+        let again =
+            start_beside(&self.others[0], &mut Self::coordinate(&run, self.servers, self.workers));
         self.coordinator = again;
     }
 
@@ -88,7 +99,8 @@ impl Job {
         self.others[number..=last].rotate_right(1);
     }
 
-    /// Runs another program to its end: on no core of its own, for which another test might wait that waits for this one's.
+    /// Runs another program to its end: on no core of its own, for which another test might wait
+    /// that waits for this one's.
     #[track_caller]
     pub fn beside(&self, command: &mut Command) -> Ended {
         start_beside(&self.coordinator, command).finish(LIMIT)
@@ -114,8 +126,8 @@ impl Job {
     }
 }
 
-/// Cuts all connections of a process, in the middle of any message; returns how many. The process lives on, and what listens goes
-/// on listening. None where the system forbids it.
+/// Cuts all connections of a process, in the middle of any message; returns how many. The process
+/// lives on, and what listens goes on listening. None where the system forbids it.
 fn cut(process: u32) -> Option<usize> {
     let pid = Pid::from_raw(process.cast_signed()).unwrap();
     let descriptor = pidfd_open(pid, PidfdFlags::empty()).ok()?;
@@ -128,7 +140,9 @@ fn cut(process: u32) -> Option<usize> {
             match pidfd_getfd(&descriptor, number, PidfdGetfdFlags::empty()) {
                 Ok(socket) => {
                     let stream = TcpStream::from(socket);
-                    count += usize::from(stream.peer_addr().is_ok() && stream.shutdown(Shutdown::Both).is_ok());
+                    count += usize::from(
+                        stream.peer_addr().is_ok() && stream.shutdown(Shutdown::Both).is_ok(),
+                    );
                 }
                 Err(Errno::PERM | Errno::NOSYS) => return None,
                 Err(_) => {}
@@ -143,7 +157,8 @@ fn reference() -> RunFiles {
     Run::new(Simulate(2), Path::new(""), "", &SETTINGS[..7]).shared()
 }
 
-/// A job that is asked to end before its servers have come is to be started again, as one that has saved.
+/// A job that is asked to end before its servers have come is to be started again, as one that has
+/// saved.
 #[test]
 fn a_coordinator_without_servers_ends_when_it_is_asked_to() {
     let root = tempfile::tempdir().unwrap();
@@ -172,7 +187,8 @@ fn deaths_change_no_bit() {
     job.join("worker");
 
     job.until_step(30);
-    // Its lanes go to another one; when it goes on it hears that it counts as gone, and joins again.
+    // Its lanes go to another one; when it goes on it hears that it counts as gone, and joins
+    // again.
     let stopped = job.others[2].id();
     send(stopped, libc::SIGSTOP);
     job.until_step(40);
@@ -220,7 +236,8 @@ fn workers_that_wait_for_nobody_come_and_go() {
 fn connections_that_are_cut_are_made_again() {
     let root = tempfile::tempdir().unwrap();
     let reference = reference();
-    let mut job = Job::begin(root.path(), "cut", 2, 2, &["checkpoint.every=0", "servers.timeout=20"]);
+    let mut job =
+        Job::begin(root.path(), "cut", 2, 2, &["checkpoint.every=0", "servers.timeout=20"]);
     for at in (10..110).step_by(10) {
         job.until_step(at);
         let process = job.others.get(at / 10 % 5).map_or(job.coordinator.id(), Running::id);
@@ -242,7 +259,8 @@ fn a_coordinator_that_is_started_again_goes_on_where_it_was() {
     let root = tempfile::tempdir().unwrap();
     let reference = reference();
     // There is no checkpoint to go back to.
-    let mut job = Job::begin(root.path(), "restarted", 2, 2, &["checkpoint.every=0", "servers.timeout=20"]);
+    let mut job =
+        Job::begin(root.path(), "restarted", 2, 2, &["checkpoint.every=0", "servers.timeout=20"]);
     for at in [1, 37, 80] {
         job.until_step(at);
         job.restart();
@@ -270,7 +288,13 @@ fn went_on(files: &RunFiles) -> usize {
 #[test]
 fn workers_that_wait_for_nobody_outlive_a_coordinator() {
     let root = tempfile::tempdir().unwrap();
-    let apart = ["servers.staleness='none'", "servers.lease=8", "run.steps=150", "checkpoint.every=0", "eval.every=0"];
+    let apart = [
+        "servers.staleness='none'",
+        "servers.lease=8",
+        "run.steps=150",
+        "checkpoint.every=0",
+        "eval.every=0",
+    ];
     let mut job = Job::begin(root.path(), "apart", 2, 2, &apart);
     for at in [20, 70] {
         job.until_step(at);
@@ -314,7 +338,13 @@ fn a_run_that_is_asked_to_end_saves_and_goes_on() {
 fn strangers_do_not_disturb_a_run() {
     let root = tempfile::tempdir().unwrap();
     let reference = reference();
-    let mut job = Job::begin(root.path(), "visited", 1, 1, &["servers.address='127.0.0.1'", "servers.timeout=60"]);
+    let mut job = Job::begin(
+        root.path(),
+        "visited",
+        1,
+        1,
+        &["servers.address='127.0.0.1'", "servers.timeout=60"],
+    );
     job.until_step(5);
     // The run takes as long as the visits.
     let worker = job.others[1].id();
@@ -353,11 +383,13 @@ struct Dribblers {
 impl Dribblers {
     fn start(addresses: &[String], of_each: usize) -> Self {
         let over = Arc::new(AtomicBool::new(false));
-        let (ends, addresses) = (over.clone(), addresses.to_vec());
+        let ends = over.clone();
+        let addresses = addresses.to_vec();
         let dribble = move || {
             let all = addresses.iter().flat_map(|address| std::iter::repeat_n(address, of_each));
             let connect = |address: &String| TcpStream::connect(address).ok();
-            let mut streams: Vec<(&String, Option<TcpStream>)> = all.map(|address| (address, None)).collect();
+            let mut streams: Vec<(&String, Option<TcpStream>)> =
+                all.map(|address| (address, None)).collect();
             let mut byte = b"hpctrain".iter().cycle();
             while !ends.load(Ordering::Relaxed) {
                 let byte = *byte.next().unwrap();
@@ -409,7 +441,11 @@ fn connections_that_dribble_do_not_roll_a_run_back() {
 
 /// Addresses of servers, as the coordinator prints them at each start of theirs.
 fn seated(printed: &str) -> Vec<&str> {
-    printed.lines().filter_map(|line| line.strip_prefix("servers ")?.rsplit_once(" on ")).map(|(_, on)| on).collect()
+    printed
+        .lines()
+        .filter_map(|line| line.strip_prefix("servers ")?.rsplit_once(" on "))
+        .map(|(_, on)| on)
+        .collect()
 }
 
 #[test]
@@ -447,16 +483,20 @@ fn without_the_secret_nobody_is_let_in() {
     let other = root.path().join("copy/servers");
     std::fs::create_dir_all(&other).unwrap();
     std::fs::copy(files.path("servers/coordinator"), other.join("coordinator")).unwrap();
-    let without = job.beside(program(["worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
+    let without =
+        job.beside(program(["worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
     refused(&without, &["cannot read", "secret"]);
     std::fs::write(other.join("secret"), [7; 32]).unwrap();
-    let open = job.beside(program(["worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
+    let open =
+        job.beside(program(["worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
     refused(&open, &["servers/secret has mode 644", "chmod 600"]);
     std::fs::set_permissions(other.join("secret"), Permissions::from_mode(0o600)).unwrap();
-    let wrong = job.beside(program(["worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
+    let wrong =
+        job.beside(program(["worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
     assert_eq!(wrong.code(), 1, "{wrong}");
     assert!(wrong.stderr.contains("does not know this run's secret"), "{wrong}");
-    let nobody = job.beside(program(["server", "--timeout", "1", "--run"]).arg(root.path().join("nothing")));
+    let nobody =
+        job.beside(program(["server", "--timeout", "1", "--run"]).arg(root.path().join("nothing")));
     assert!(nobody.stderr.contains("hpctrain coordinate"), "{nobody}");
     send(worker, libc::SIGCONT);
     job.ends();
@@ -476,7 +516,8 @@ fn a_worker_with_other_data_is_sent_away() {
     };
     finish(&mut import("to be or not to be")).succeeded();
     let path = format!("data.path={}", data.display());
-    let settings = [path.as_str(), "servers.timeout=10", "run.steps=8", "eval.every=0", "checkpoint.every=0"];
+    let settings =
+        [path.as_str(), "servers.timeout=10", "run.steps=8", "eval.every=0", "checkpoint.every=0"];
     let mut job = Job::begin(root.path(), "picky", 1, 0, &settings);
     let address = job.files().path("servers/coordinator");
     job.coordinator.until("there", || address.exists());
@@ -492,20 +533,30 @@ fn a_worker_with_other_data_is_sent_away() {
 fn roles_by_variables_make_a_run() {
     let root = tempfile::tempdir().unwrap();
     let reference = reference();
-    let port = || std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
-    let (chief, ps) = (port(), port());
+    let port =
+        || std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let chief = port();
+    let ps = port();
     let cluster = format!(r#"{{"chief": ["{chief}"], "ps": ["{ps}"], "worker": ["a:1", "b:1"]}}"#);
     let tf = |kind: &str, index: usize| {
-        vec![("TF_CONFIG", format!(r#"{{"cluster": {cluster}, "task": {{"type": "{kind}", "index": {index}}}}}"#))]
+        vec![(
+            "TF_CONFIG",
+            format!(r#"{{"cluster": {cluster}, "task": {{"type": "{kind}", "index": {index}}}}}"#),
+        )]
     };
     let torch = |rank: usize| {
-        let numbers = [("RANK", rank.to_string()), ("WORLD_SIZE", "4".into()), ("MASTER_ADDR", "127.0.0.1".into())];
+        let numbers = [
+            ("RANK", rank.to_string()),
+            ("WORLD_SIZE", "4".into()),
+            ("MASTER_ADDR", "127.0.0.1".into()),
+        ];
         numbers.to_vec()
     };
     let of_torch = (0..4).map(torch).collect();
-    for (name, tasks) in
-        [("tf", vec![tf("chief", 0), tf("ps", 0), tf("worker", 0), tf("worker", 1)]), ("torch", of_torch)]
-    {
+    for (name, tasks) in [
+        ("tf", vec![tf("chief", 0), tf("ps", 0), tf("worker", 0), tf("worker", 1)]),
+        ("torch", of_torch),
+    ] {
         let run = Run::new(Alone, root.path(), name, &SETTINGS);
         let command = |variables: &Vec<(&str, String)>| {
             let mut command = program(["role", "--servers", "1"]);
@@ -530,7 +581,8 @@ fn faults_again_and_again_change_no_bit() {
     let faults = std::env::var("HPCTRAIN_FAULT_RUNS").map_or(6, |number| number.parse().unwrap());
     let root = tempfile::tempdir().unwrap();
     let steps = ["run.steps=240", "checkpoint.every=20", "eval.every=80"];
-    let whole = Run::new(Simulate(2), root.path(), "whole", &[&SETTINGS[..7], &steps].concat()).succeeds();
+    let whole =
+        Run::new(Simulate(2), root.path(), "whole", &[&SETTINGS[..7], &steps].concat()).succeeds();
     let mut dice = Dice(0x5eed5);
     let mut done = 0;
     while done < faults {
@@ -551,7 +603,10 @@ fn faults_again_and_again_change_no_bit() {
                 2 | 3 => job.replace(fault as usize, "worker"),
                 4 => job.restart(),
                 7 => {
-                    let process = job.others.get(dice.below(5) as usize).map_or(job.coordinator.id(), Running::id);
+                    let process = job
+                        .others
+                        .get(dice.below(5) as usize)
+                        .map_or(job.coordinator.id(), Running::id);
                     let _ = cut(process);
                 }
                 5 => {

@@ -1,4 +1,5 @@
-//! Requests to end: signals at every moment, and clocks. The job saves, exits with code 75, and goes on from there.
+//! Requests to end: signals at every moment, and clocks. The job saves, exits with code 75, and
+//! goes on from there.
 
 use std::process::Command;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -15,7 +16,8 @@ use hpctrain_testkit::runs::{Run, RunFiles, json};
 enum To {
     /// A rank of the job; under simulate they are one process.
     Rank(usize),
-    /// mpirun, which passes SIGUSR1 on, or the program that has started its ranks, which passes all on.
+    /// mpirun, which passes SIGUSR1 on, or the program that has started its ranks, which passes all
+    /// on.
     Launcher,
 }
 
@@ -50,7 +52,9 @@ fn interrupt(run: &Run, signal: i32, to: To, during: During) -> Ended {
     match during {
         During::Start(delay) => std::thread::sleep(Duration::from_millis(delay)),
         During::Training => until_step(&mut job, &files, 7),
-        During::Save => job.until("saves", || lines(&files.path("metrics.jsonl")) >= 4 && saves(&files)),
+        During::Save => {
+            job.until("saves", || lines(&files.path("metrics.jsonl")) >= 4 && saves(&files))
+        }
     }
     let target = match to {
         To::Rank(rank) => ranks[rank],
@@ -103,7 +107,10 @@ fn interrupted_runs_go_on_as_if_nothing_was() {
         assert!(!saves(&files), "{what}: leftovers");
         // All that was trained is saved.
         let at = files.steps().len() as u64;
-        assert!(at < STEPS && (at == 0 || files.checkpoint(at).exists()), "{what}: at step {at}: {ended}");
+        assert!(
+            at < STEPS && (at == 0 || files.checkpoint(at).exists()),
+            "{what}: at step {at}: {ended}"
+        );
         assert_eq!(json(&files.path("END"))["step"], at, "{what}");
         run(after, &asked.name, &[]).resume("auto").succeeds().same_as(&reference, STEPS, &what);
     }
@@ -114,7 +121,8 @@ fn interrupted_runs_go_on_as_if_nothing_was() {
 fn a_signal_ends_an_evaluation() {
     const STEPS: u64 = 4;
     let root = tempfile::tempdir().unwrap();
-    let slow = ["model.layers=4", "model.width=96", "run.steps=4", "eval.every=2", "eval.samples=1200"];
+    let slow =
+        ["model.layers=4", "model.width=96", "run.steps=4", "eval.every=2", "eval.samples=1200"];
     let run = |transport: Transport, name: &str| {
         let more = ["parallel.lanes=4", "parallel.zero=3"];
         let more = if transport == Alone { &more[..1] } else { &more };
@@ -140,7 +148,8 @@ fn a_signal_ends_an_evaluation() {
         // It was given up rather than waited for.
         assert_eq!((lines(&files.path("eval.jsonl")), files.steps().len()), (0, 2), "{ended}");
         assert!(files.checkpoint(2).exists(), "{ended}");
-        let resumed = run(if i % 2 == 0 { Mpirun(2) } else { Alone }, &asked.name).resume("auto").succeeds();
+        let resumed =
+            run(if i % 2 == 0 { Mpirun(2) } else { Alone }, &asked.name).resume("auto").succeeds();
         resumed.same_as(&reference, STEPS, &format!("{transport:?}, signal {signal}"));
     }
 }
@@ -173,8 +182,8 @@ fn endless(transport: Transport, root: &std::path::Path, more: &[&str]) -> Run {
     Run::new(transport, root, "endless", &[&settings, more].concat())
 }
 
-/// Panics unless a run that is started on a share of the cores has ended before the time was over, has saved, and can be
-/// continued.
+/// Panics unless a run that is started on a share of the cores has ended before the time was over,
+/// has saved, and can be continued.
 fn ends_in_time(run: &Run, share: Share, command: &mut Command, limit: Duration) {
     let begun = Instant::now();
     let ended = start_on(share, command).finish(LIMIT);
@@ -214,9 +223,11 @@ fn the_end_that_slurm_sets_is_kept() {
 #[test]
 fn the_clock_asks_for_checkpoints() {
     let root = tempfile::tempdir().unwrap();
-    let run = endless(Mpirun(2), root.path(), &["checkpoint.every_seconds=1", "checkpoint.keep=100"]);
+    let run =
+        endless(Mpirun(2), root.path(), &["checkpoint.every_seconds=1", "checkpoint.keep=100"]);
     let files = run.files();
-    let steps = || hpctrain::checkpoint::Checkpoints::new(files.path("checkpoints")).steps().unwrap();
+    let steps =
+        || hpctrain::checkpoint::Checkpoints::new(files.path("checkpoints")).steps().unwrap();
     let mut job = start(&mut run.command());
     job.until("saved twice", || steps().len() >= 2);
     send(job.id(), SIGUSR1);

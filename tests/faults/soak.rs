@@ -1,4 +1,5 @@
-//! One supervised run after another, to which all kinds of faults happen: each ends with the bits of an undisturbed one.
+//! One supervised run after another, to which all kinds of faults happen: each ends with the bits
+//! of an undisturbed one.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt as _;
@@ -97,7 +98,10 @@ impl Job {
             }
             5 => {
                 let mut second = self.run.clone().resume("auto").command();
-                refused(&start_beside(&self.job, &mut second).finish(limit()), &["is being trained by process"]);
+                refused(
+                    &start_beside(&self.job, &mut second).finish(limit()),
+                    &["is being trained by process"],
+                );
             }
             6 => {
                 // There is another one to go back to.
@@ -105,18 +109,26 @@ impl Job {
                 self.job.until("saved twice", || newest(&files) > 3);
                 let checkpoint = self.files().path("checkpoints/latest").canonicalize().unwrap();
                 let file = checkpoint.read_dir().unwrap().flatten().map(|entry| entry.path());
-                let mut files: Vec<_> = file.filter(|path| path.extension().is_some_and(|end| end == "h5")).collect();
+                let mut files: Vec<_> =
+                    file.filter(|path| path.extension().is_some_and(|end| end == "h5")).collect();
                 files.sort();
                 let file = OpenOptions::new().read(true).write(true).open(&files[0]).unwrap();
-                let (mut byte, at) = ([0], file.metadata().unwrap().len() / 2);
+                let mut byte = [0];
+                let at = file.metadata().unwrap().len() / 2;
                 file.read_exact_at(&mut byte, at).unwrap();
                 file.write_all_at(&[byte[0] ^ 4], at).unwrap();
                 self.ends_a_start(|job| job.kill(2));
             }
             7 => return self.forgets(rank),
-            8 => self.while_the_disk_fails("eio", root, |_| std::thread::sleep(Duration::from_millis(1200))),
-            9 => self.while_the_disk_fails("estale", root, |_| std::thread::sleep(Duration::from_millis(1200))),
-            _ => self.while_the_disk_fails("stale", root, |job| job.ends_a_start(|job| job.kill(2))),
+            8 => self.while_the_disk_fails("eio", root, |_| {
+                std::thread::sleep(Duration::from_millis(1200))
+            }),
+            9 => self.while_the_disk_fails("estale", root, |_| {
+                std::thread::sleep(Duration::from_millis(1200))
+            }),
+            _ => {
+                self.while_the_disk_fails("stale", root, |job| job.ends_a_start(|job| job.kill(2)))
+            }
         }
         true
     }
@@ -133,7 +145,8 @@ impl Job {
                 continue;
             }
             let tensors = tensors(&files.checkpoint(newest(&files)));
-            let (_, bits) = tensors.iter().find(|(tensor, _)| tensor.contains("wte.weight")).unwrap();
+            let (_, bits) =
+                tensors.iter().find(|(tensor, _)| tensor.contains("wte.weight")).unwrap();
             let wanted: Vec<f32> = bits[..64].iter().map(|&bits| f32::from_bits(bits)).collect();
             send(rank, libc::SIGSTOP);
             let flipped = if saves(&files) { Some(0) } else { flip(rank, &wanted, 0.008) };
@@ -169,7 +182,8 @@ impl Job {
 /// As many faults as `HPCTRAIN_FAULT_RUNS` says, one of each kind without.
 #[test]
 fn supervised_runs_survive_all_kinds_of_faults() {
-    let faults = std::env::var("HPCTRAIN_FAULT_RUNS").map_or(KINDS.len(), |number| number.parse().unwrap());
+    let faults =
+        std::env::var("HPCTRAIN_FAULT_RUNS").map_or(KINDS.len(), |number| number.parse().unwrap());
     let root = tempfile::tempdir().unwrap();
     let steps = format!("run.steps={STEPS}");
     let settings = [
@@ -188,7 +202,8 @@ fn supervised_runs_survive_all_kinds_of_faults() {
     let reference = Run::new(Alone, root.path(), "reference", &settings).succeeds();
     let library = failing_disk(root.path());
     let mut dice = Dice(0xfa17);
-    let (mut done, mut counts) = (0, [0; KINDS.len()]);
+    let mut done = 0;
+    let mut counts = [0; KINDS.len()];
     for number in 0.. {
         if done == faults {
             break;
@@ -210,7 +225,8 @@ fn supervised_runs_survive_all_kinds_of_faults() {
                 break;
             }
             // The first of each kind in turn.
-            let kind = if done < KINDS.len() { done } else { dice.below(KINDS.len() as u64) as usize };
+            let kind =
+                if done < KINDS.len() { done } else { dice.below(KINDS.len() as u64) as usize };
             if job.suffers(kind, &mut dice, root.path()) {
                 counts[kind] += 1;
             } else {

@@ -41,10 +41,13 @@ fn a_run_that_is_killed_ten_times_has_the_same_bits() {
         let before = newest(&files);
         job.until("saved", || newest(&files) > before && files.path("metrics.jsonl").exists());
         std::thread::sleep(Duration::from_millis(dice.below(150)));
-        let ranks: Vec<u32> = processes(&words).into_iter().filter(|pid| rank_of(*pid).is_some()).collect();
+        let ranks: Vec<u32> =
+            processes(&words).into_iter().filter(|pid| rank_of(*pid).is_some()).collect();
         let victims = if number % 3 == 0 { &ranks[..] } else { &ranks[..ranks.len().min(1)] };
         victims.iter().for_each(|pid| send(*pid, libc::SIGKILL));
-        job.until("counted", || lines(&files.path("restarts.jsonl")) > number || newest(&files) == STEPS);
+        job.until("counted", || {
+            lines(&files.path("restarts.jsonl")) > number || newest(&files) == STEPS
+        });
     }
     let ended = job.finish(LIMIT).succeeded();
     let seconds = begun.elapsed().as_secs_f64();
@@ -63,10 +66,15 @@ fn a_run_that_is_killed_ten_times_has_the_same_bits() {
     assert_eq!(goodput["starts"], restarts.len(), "{goodput}");
     let useful = files.numbers("metrics.jsonl", "step_ms").iter().sum::<f64>() * 1e-3;
     let share = goodput["share"].as_f64().unwrap();
-    assert!((share - useful / seconds).abs() <= 0.01 * share, "{share}, not {}: {goodput}", useful / seconds);
+    assert!(
+        (share - useful / seconds).abs() <= 0.01 * share,
+        "{share}, not {}: {goodput}",
+        useful / seconds
+    );
 }
 
-/// A supervisor that is killed leaves its job behind; the next one waits for it, and goes on where it ended.
+/// A supervisor that is killed leaves its job behind; the next one waits for it, and goes on where
+/// it ended.
 #[test]
 fn a_job_that_outlives_its_supervisor_is_found() {
     let root = tempfile::tempdir().unwrap();
@@ -81,7 +89,11 @@ fn a_job_that_outlives_its_supervisor_is_found() {
     assert!(ended.stderr.contains("by a job that has outlived its supervisor"), "{ended}");
     assert_eq!(json(&files.path("END"))["status"], "finished");
     assert_eq!(files.steps().len(), 400);
-    let names = root.path().read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let names = root
+        .path()
+        .read_dir()
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap());
     assert!(names.into_iter().all(|name| !name.starts_with(".hpctrain-supervised")), "leftovers");
 }
 
@@ -94,13 +106,19 @@ pub fn newest(files: &RunFiles) -> u64 {
 fn faults_of_the_input_are_not_tried_again() {
     let root = tempfile::tempdir().unwrap();
     for transport in [Alone, Mpirun(2)] {
-        let ended = finish(&mut supervised(&Run::new(transport, root.path(), "x", &["model.heads=7"]), &[]));
+        let ended = finish(&mut supervised(
+            &Run::new(transport, root.path(), "x", &["model.heads=7"]),
+            &[],
+        ));
         assert_eq!((ended.code(), ended.stderr.matches("error:").count()), (2, 1), "{ended}");
         assert!(!ended.stderr.contains("starting again"), "{ended}");
     }
     let ended = finish(program(["supervise", "--", "/no/such/program"]).current_dir(root.path()));
     assert_eq!(ended.code(), 2, "{ended}");
-    assert!(ended.stderr.contains("cannot start /no/such/program") && ended.stderr.contains("\nhint: "), "{ended}");
+    assert!(
+        ended.stderr.contains("cannot start /no/such/program") && ended.stderr.contains("\nhint: "),
+        "{ended}"
+    );
     assert_eq!(finish(program(["supervise"]).current_dir(root.path())).code(), 2);
     assert_eq!(root.path().read_dir().unwrap().count(), 0, "leftovers");
 }
@@ -108,7 +126,8 @@ fn faults_of_the_input_are_not_tried_again() {
 #[test]
 fn starts_that_gain_nothing_are_counted() {
     let root = tempfile::tempdir().unwrap();
-    let mut command = program(["supervise", "--retries", "1", "--", "sh", "-c", "echo once >> count; exit 74"]);
+    let mut command =
+        program(["supervise", "--retries", "1", "--", "sh", "-c", "echo once >> count; exit 74"]);
     let ended = finish(command.current_dir(root.path()));
     assert_eq!(ended.code(), 74, "{ended}");
     assert_eq!(lines(&root.path().join("count")), 2, "{ended}");
@@ -118,12 +137,21 @@ fn starts_that_gain_nothing_are_counted() {
 #[test]
 fn a_signal_preempts_the_whole() {
     let root = tempfile::tempdir().unwrap();
-    for (number, (transport, signal)) in
-        [(Alone, libc::SIGTERM), (Mpirun(2), libc::SIGTERM), (Spawn(2), libc::SIGINT), (Mpirun(2), libc::SIGUSR1)]
-            .into_iter()
-            .enumerate()
+    for (number, (transport, signal)) in [
+        (Alone, libc::SIGTERM),
+        (Mpirun(2), libc::SIGTERM),
+        (Spawn(2), libc::SIGINT),
+        (Mpirun(2), libc::SIGUSR1),
+    ]
+    .into_iter()
+    .enumerate()
     {
-        let run = Run::new(transport, root.path(), &format!("x{number}"), &["run.steps=100000", "checkpoint.keep=1"]);
+        let run = Run::new(
+            transport,
+            root.path(),
+            &format!("x{number}"),
+            &["run.steps=100000", "checkpoint.keep=1"],
+        );
         let files = run.files();
         let mut job = start(&mut supervised(&run, &[]));
         job.until("under way", || lines(&files.path("metrics.jsonl")) > 5);
@@ -143,8 +171,7 @@ fn a_launcher_that_outlives_its_ranks_is_ended() {
     let reference = Run::new(Alone, root.path(), "reference", &["checkpoint.every=2"]).succeeds();
     let inner = run.command();
     // The first start never ends after its rank; the second one does.
-    let script =
-        "if [ -e again ]; then exec \"$@\"; fi; touch again; \"$@\"; while :; do read -t 1 line < /dev/zero; done";
+    let script = "if [ -e again ]; then exec \"$@\"; fi; touch again; \"$@\"; while :; do read -t 1 line < /dev/zero; done";
     let mut command = program(["supervise", "--", "bash", "-c", script, "bash"]);
     command.arg(inner.get_program()).args(inner.get_args()).current_dir(root.path());
     let ended = finish(&mut command).succeeded();

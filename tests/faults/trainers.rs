@@ -20,7 +20,8 @@ fn long(transport: Transport, root: &Path, name: &str) -> Run {
     Run::new(transport, root, name, &[&LARGE[..], &["run.steps=5000", "eval.every=0"]].concat())
 }
 
-/// Everything in a directory of which no trainer but the holder of the lease may change anything, by name, with its inode.
+/// Everything in a directory of which no trainer but the holder of the lease may change anything,
+/// by name, with its inode.
 fn inventory(files: &RunFiles) -> Vec<(String, u64)> {
     use std::os::unix::fs::MetadataExt as _;
     let mut all = Vec::new();
@@ -45,22 +46,29 @@ fn a_second_trainer_is_refused_and_changes_nothing() {
     let holder = json(&lease(&files))["pid"].as_u64().unwrap() as u32;
     assert_eq!(holder, ranks(&first)[0]);
     let words = format!("x is being trained by process {holder} on ");
-    for (transport, more) in
-        [(Alone, &[][..]), (Mpirun(2), &[]), (Simulate(2), &[]), (Mpirun(3), &["--evaluators", "1"])]
-    {
+    for (transport, more) in [
+        (Alone, &[][..]),
+        (Mpirun(2), &[]),
+        (Simulate(2), &[]),
+        (Mpirun(3), &["--evaluators", "1"]),
+    ] {
         let mut command = long(transport, root.path(), "x").resume("auto").command();
         let ended = start_beside(&job, command.args(more)).finish(LIMIT);
         refused(&ended, &[&words, ", since ", "run.name="]);
     }
     // Not to be continued, it is refused for the same reason.
-    refused(&start_beside(&job, &mut long(Alone, root.path(), "x").command()).finish(LIMIT), &[&words]);
+    refused(
+        &start_beside(&job, &mut long(Alone, root.path(), "x").command()).finish(LIMIT),
+        &[&words],
+    );
     assert!(job.runs(), "it ended too early: {}", job.printed());
     // Its own end is far away, however long the refusals took.
     send(holder, SIGTERM);
     preempted(&job.finish(LIMIT), &files, Mpirun(2));
     assert!(!lease(&files).exists());
 
-    // Undisturbed and as far, the same bits. It keeps every second checkpoint; the other kept its last two.
+    // Undisturbed and as far, the same bits. It keeps every second checkpoint; the other kept its
+    // last two.
     let steps = files.steps();
     let mut reference = long(Alone, root.path(), "reference");
     reference.settings.push("checkpoint.keep=5000".into());
@@ -71,7 +79,10 @@ fn a_second_trainer_is_refused_and_changes_nothing() {
     preempted(&job.finish(LIMIT), &undisturbed, Alone);
     assert_eq!(undisturbed.steps()[..steps.len()], steps, "beside others that were refused");
     let saved = steps.len() as u64 & !1;
-    assert!(files.tensors(saved) == undisturbed.tensors(saved), "beside others that were refused, step {saved}");
+    assert!(
+        files.tensors(saved) == undisturbed.tensors(saved),
+        "beside others that were refused, step {saved}"
+    );
 }
 
 /// The next one need not wait for the lease to grow old.
@@ -91,7 +102,9 @@ fn a_killed_trainer_is_followed_at_once() {
         assert!(lease(&files).exists());
         let resumed = long(next, root.path(), &run.name).resume("auto");
         let mut job = start(&mut resumed.command());
-        job.until("goes on", || json(&lease(&files))["pid"] != 0 && files.path("metrics.jsonl").exists());
+        job.until("goes on", || {
+            json(&lease(&files))["pid"] != 0 && files.path("metrics.jsonl").exists()
+        });
         until_step(&mut job, &files, files.steps().len() + 1);
         assert!(job.printed().contains("which is gone: removed"), "{}", job.printed());
         send(ranks(&resumed)[0], SIGTERM);
@@ -104,7 +117,9 @@ fn a_killed_trainer_is_followed_at_once() {
 #[test]
 fn a_trainer_that_was_replaced_stops_and_changes_nothing() {
     let root = tempfile::tempdir().unwrap();
-    for (transport, asynchronous) in [(Alone, true), (Mpirun(2), true), (Mpirun(2), false), (Simulate(2), true)] {
+    for (transport, asynchronous) in
+        [(Alone, true), (Mpirun(2), true), (Mpirun(2), false), (Simulate(2), true)]
+    {
         let way = format!("checkpoint.asynchronous={asynchronous}");
         let mut run = long(transport, root.path(), &format!("{transport:?}-{asynchronous}"));
         run.settings.push(way);
@@ -128,8 +143,12 @@ fn a_trainer_that_was_replaced_stops_and_changes_nothing() {
         let ended = job.finish(LIMIT);
         refused(&ended, &["trainer.lease was taken by process 4711 on far"]);
         // It may have begun to write a checkpoint under a name of its own.
-        let after = inventory(&files).into_iter().filter(|(name, _)| !name.contains(".tmp-")).collect::<Vec<_>>();
-        let before = before.into_iter().filter(|(name, _)| !name.contains(".tmp-")).collect::<Vec<_>>();
+        let after = inventory(&files)
+            .into_iter()
+            .filter(|(name, _)| !name.contains(".tmp-"))
+            .collect::<Vec<_>>();
+        let before =
+            before.into_iter().filter(|(name, _)| !name.contains(".tmp-")).collect::<Vec<_>>();
         assert_eq!(after, before, "{transport:?} {ended}");
         assert_eq!(json(&lease(&files)), held);
         assert_eq!(files.text("metrics.jsonl"), "");
@@ -145,8 +164,9 @@ fn a_trainer_of_another_node_is_seen_by_its_beats() {
     let files = run.files();
     std::fs::create_dir_all(files.path(".leases")).unwrap();
     let beat = |beats: u64| {
-        let text =
-            format!("{{\"host\":\"far\",\"space\":\"a b\",\"pid\":7,\"started\":1,\"token\":\"t\",\"beats\":{beats}}}");
+        let text = format!(
+            "{{\"host\":\"far\",\"space\":\"a b\",\"pid\":7,\"started\":1,\"token\":\"t\",\"beats\":{beats}}}"
+        );
         std::fs::write(lease(&files), text).unwrap();
     };
     beat(0);
@@ -173,7 +193,8 @@ fn a_signal_ends_the_wait_for_a_trainer_of_another_node() {
     let run = long(Mpirun(2), root.path(), "x").resume("auto");
     let files = run.files();
     std::fs::create_dir_all(files.path(".leases")).unwrap();
-    let held = "{\"host\":\"far\",\"space\":\"a b\",\"pid\":7,\"started\":1,\"token\":\"t\",\"beats\":0}";
+    let held =
+        "{\"host\":\"far\",\"space\":\"a b\",\"pid\":7,\"started\":1,\"token\":\"t\",\"beats\":0}";
     std::fs::write(lease(&files), held).unwrap();
     let mut job = start(&mut run.command());
     while !job.printed().contains("for a sign of life of process 7 on far") {
@@ -201,8 +222,11 @@ fn unnamed(root: &Path, more: &[&str]) -> std::process::Command {
 }
 
 fn names(root: &Path) -> Vec<String> {
-    let mut names: Vec<String> =
-        root.read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    let mut names: Vec<String> = root
+        .read_dir()
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
     names.sort();
     names
 }
@@ -213,7 +237,8 @@ fn unnamed_runs_have_directories_of_their_own_and_resume_their_own() {
     let slow = ["--set", "model.width=64", "--set", "run.steps=40"];
     let jobs: Vec<Running> = {
         let first = start(&mut unnamed(root.path(), &slow));
-        let others: Vec<Running> = (0..2).map(|_| start_beside(&first, &mut unnamed(root.path(), &slow))).collect();
+        let others: Vec<Running> =
+            (0..2).map(|_| start_beside(&first, &mut unnamed(root.path(), &slow))).collect();
         std::iter::once(first).chain(others).collect()
     };
     jobs.into_iter().for_each(|job| drop(job.finish(LIMIT).succeeded()));
@@ -240,11 +265,16 @@ fn unnamed_runs_have_directories_of_their_own_and_resume_their_own() {
     // Another configuration is another run.
     let other = [&auto[..], &["--set", "model.dropout=0.5"]].concat();
     let ended = start(&mut unnamed(root.path(), &other)).finish(LIMIT).succeeded();
-    assert!(ended.stderr.contains("no run of this configuration") && ended.stderr.contains("model.dropout"), "{ended}");
+    assert!(
+        ended.stderr.contains("no run of this configuration")
+            && ended.stderr.contains("model.dropout"),
+        "{ended}"
+    );
     assert_eq!(names(root.path()), ["gpt-char", "gpt-char-2", "gpt-char-3"]);
 }
 
-/// One byte in `eval.jsonl` that is no text, and one checkpoint kept: the best one and its link stay.
+/// One byte in `eval.jsonl` that is no text, and one checkpoint kept: the best one and its link
+/// stay.
 #[test]
 fn a_damaged_record_of_evaluations_costs_no_checkpoint() {
     let root = tempfile::tempdir().unwrap();
@@ -256,7 +286,9 @@ fn a_damaged_record_of_evaluations_costs_no_checkpoint() {
     let loss = files.numbers("eval.jsonl", "loss")[0];
     let best = text.replacen(&format!("\"loss\":{loss}"), "\"loss\":0.001", 1);
     assert_ne!(best, text);
-    for (i, damage) in [&b"\xff"[..], b"{\"step\":2,\"lo\xffss\"}\n", b"\0\0\0\0\0\0\0\0"].into_iter().enumerate() {
+    for (i, damage) in
+        [&b"\xff"[..], b"{\"step\":2,\"lo\xffss\"}\n", b"\0\0\0\0\0\0\0\0"].into_iter().enumerate()
+    {
         std::fs::remove_dir_all(&files.0).unwrap();
         run(&["checkpoint.keep=9"]).succeeds();
         std::fs::write(files.path("eval.jsonl"), [best.as_bytes(), damage].concat()).unwrap();
@@ -271,11 +303,15 @@ fn a_damaged_record_of_evaluations_costs_no_checkpoint() {
         // Repaired, what need not be kept goes.
         let repaired: Vec<u8> = std::fs::read(files.path("eval.jsonl")).unwrap();
         let lines = repaired.split_inclusive(|byte| *byte == b'\n');
-        let good: Vec<u8> =
-            lines.filter(|line| serde_json::from_slice::<Value>(line).is_ok()).flatten().copied().collect();
+        let good: Vec<u8> = lines
+            .filter(|line| serde_json::from_slice::<Value>(line).is_ok())
+            .flatten()
+            .copied()
+            .collect();
         std::fs::write(files.path("eval.jsonl"), good).unwrap();
         run(&["run.steps=12"]).resume("auto").succeeds();
-        let left = hpctrain::checkpoint::Checkpoints::new(files.path("checkpoints")).steps().unwrap();
+        let left =
+            hpctrain::checkpoint::Checkpoints::new(files.path("checkpoints")).steps().unwrap();
         assert_eq!(left, [2, 12], "{i}");
     }
 }

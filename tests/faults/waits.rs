@@ -1,5 +1,5 @@
-//! No wait without a watch: a rank that is stopped ends every command that runs on ranks, from its start to its end, and
-//! an evaluator does not wait for a trainer that will not come.
+//! No wait without a watch: a rank that is stopped ends every command that runs on ranks, from its
+//! start to its end, and an evaluator does not wait for a trainer that will not come.
 
 use std::process::Command;
 
@@ -20,16 +20,20 @@ impl Drop for Stopped {
     }
 }
 
-/// The processes of the ranks that have met in a directory below a run's logs; none before all have.
+/// The processes of the ranks that have met in a directory below a run's logs; none before all
+/// have.
 fn met(run: &RunFiles, ranks: usize) -> Option<Vec<u32>> {
     let folders = run.path("logs").read_dir().ok()?.flatten().map(|entry| entry.path());
-    let folder = folders.into_iter().find(|path| path.file_name().unwrap().to_string_lossy().starts_with("watch-"))?;
+    let folder = folders
+        .into_iter()
+        .find(|path| path.file_name().unwrap().to_string_lossy().starts_with("watch-"))?;
     let text = std::fs::read_to_string(folder.join("heartbeat-00000")).ok()?;
     let heartbeats = text.lines().map(|line| serde_json::from_str(line).ok());
     let heartbeats: Vec<Value> = heartbeats.collect::<Option<_>>()?;
     // Not in the middle of a start, but in a collective of the work.
     let works = |one: &Value| one["finished"]["number"].as_u64() > Some(40);
-    let pids = heartbeats.iter().filter(|one| works(one)).map(|one| one["pid"].as_u64().unwrap() as u32);
+    let pids =
+        heartbeats.iter().filter(|one| works(one)).map(|one| one["pid"].as_u64().unwrap() as u32);
     let pids: Vec<u32> = pids.collect();
     (pids.len() == ranks).then_some(pids)
 }
@@ -71,7 +75,8 @@ fn on_two(arguments: &[&str], settings: &[&str]) -> Command {
 #[test]
 fn a_stopped_rank_ends_evaluations_and_samples() {
     let root = tempfile::tempdir().unwrap();
-    let files = Run::new(Alone, root.path(), "x", &["eval.inline=false", "eval.samples=1000000"]).succeeds();
+    let files = Run::new(Alone, root.path(), "x", &["eval.inline=false", "eval.samples=1000000"])
+        .succeeds();
     let at = files.0.to_str().unwrap();
     // Each would take minutes.
     let slow = ["eval.batch=1"];
@@ -94,8 +99,18 @@ fn a_stopped_rank_ends_predictions() {
     let rows = |name: &str, rows: usize| {
         let path = root.path().join(name);
         let file = hdf5::File::create(&path).unwrap();
-        file.new_dataset::<f32>().shape([rows, 2]).create("inputs").unwrap().write_raw(&vec![0.5; 2 * rows]).unwrap();
-        file.new_dataset::<f32>().shape([rows, 1]).create("targets").unwrap().write_raw(&vec![1.0; rows]).unwrap();
+        file.new_dataset::<f32>()
+            .shape([rows, 2])
+            .create("inputs")
+            .unwrap()
+            .write_raw(&vec![0.5; 2 * rows])
+            .unwrap();
+        file.new_dataset::<f32>()
+            .shape([rows, 1])
+            .create("targets")
+            .unwrap()
+            .write_raw(&vec![1.0; rows])
+            .unwrap();
         path
     };
     let data = rows("train.h5", 64);
@@ -110,7 +125,8 @@ fn a_stopped_rank_ends_predictions() {
     let files = Run::new(Alone, root.path(), "x", &settings).succeeds();
     let many = rows("many.h5", 4_000_000);
     let [many, out] = [many, root.path().join("out.h5")].map(|path| path.display().to_string());
-    let arguments = ["predict", "--checkpoint", files.0.to_str().unwrap(), "--data", &many, "--out", &out];
+    let arguments =
+        ["predict", "--checkpoint", files.0.to_str().unwrap(), "--data", &many, "--out", &out];
     names_the_stopped(on_two(&arguments, &["eval.batch=1"]), &files);
 }
 
@@ -120,15 +136,21 @@ fn a_rank_that_does_not_start_ends_the_others() {
     let root = tempfile::tempdir().unwrap();
     let run = Run::new(Mpirun(1), root.path(), "x", &["comm.timeout=2"]);
     let mut command = run.command();
-    command.args([":", "-np", "1", "sh", "-c", "kill -STOP $$"]).arg(format!("# {}", root.path().display()));
+    command
+        .args([":", "-np", "1", "sh", "-c", "kill -STOP $$"])
+        .arg(format!("# {}", root.path().display()));
     let ended = start(&mut command).finish(LIMIT);
     processes(root.path().to_str().unwrap()).into_iter().for_each(kill);
     assert_ne!(ended.code(), 0, "{ended}");
-    assert!(ended.stderr.contains("the job stands still: MPI_Init has not returned for"), "{ended}");
+    assert!(
+        ended.stderr.contains("the job stands still: MPI_Init has not returned for"),
+        "{ended}"
+    );
     assert!(ended.stderr.contains("comm.timeout = 2 seconds"), "{ended}");
 }
 
-/// Trainers that are done wait for an evaluator that is not, for longer than they would wait for each other.
+/// Trainers that are done wait for an evaluator that is not, for longer than they would wait for
+/// each other.
 #[test]
 fn a_rank_with_other_work_is_waited_for() {
     let root = tempfile::tempdir().unwrap();
@@ -141,15 +163,26 @@ fn a_rank_with_other_work_is_waited_for() {
         "comm.timeout=1",
     ];
     let run = Run::new(Mpirun(3), root.path(), "x", &settings);
-    let ended = start(run.command().args(["--evaluators", "1", "--policy", "every"])).finish(LIMIT).succeeded();
+    let ended = start(run.command().args(["--evaluators", "1", "--policy", "every"]))
+        .finish(LIMIT)
+        .succeeded();
     assert_eq!(lines(&run.files().path("eval.jsonl")), 4, "{ended}");
-    let left: Vec<_> = run.files().path("logs").read_dir().unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let left: Vec<_> = run
+        .files()
+        .path("logs")
+        .read_dir()
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name())
+        .collect();
     assert!(left.iter().all(|name| name.to_string_lossy().ends_with(".log")), "{left:?}");
 }
 
 fn watching(files: &RunFiles, ranks: usize, timeout: &str) -> Running {
     let mut command = mpirun(ranks);
-    command.arg(executable()).args(["eval", "--watch", "--timeout", timeout, "--run"]).arg(&files.0);
+    command
+        .arg(executable())
+        .args(["eval", "--watch", "--timeout", timeout, "--run"])
+        .arg(&files.0);
     start(&mut command)
 }
 
@@ -167,10 +200,18 @@ fn an_evaluator_gives_up_a_run_without_a_trainer() {
         drop(job.finish(LIMIT));
         let ended = watching(&files, count, "2s").finish(LIMIT);
         assert_eq!(ended.code(), 1, "{ended}");
-        let words =
-            format!("no trainer has held {} for 2s (--timeout): the last one ended without a word", files.0.display());
-        assert!(ended.stderr.contains(&words) && ended.stderr.matches("error:").count() == 1, "{ended}");
-        assert!(ended.stderr.contains("hint: start the trainer again with --resume auto"), "{ended}");
+        let words = format!(
+            "no trainer has held {} for 2s (--timeout): the last one ended without a word",
+            files.0.display()
+        );
+        assert!(
+            ended.stderr.contains(&words) && ended.stderr.matches("error:").count() == 1,
+            "{ended}"
+        );
+        assert!(
+            ended.stderr.contains("hint: start the trainer again with --resume auto"),
+            "{ended}"
+        );
         // The checkpoints that were there are evaluated.
         assert!(lines(&files.path("eval.jsonl")) > 0, "{ended}");
     }
@@ -187,7 +228,8 @@ fn an_evaluator_waits_for_a_trainer_that_lives() {
     until_step(&mut job, &files, 2);
     let mut evaluator = hpctrain_testkit::launch::start_beside(
         &job,
-        hpctrain_testkit::launch::program(["eval", "--watch", "--timeout", "1s", "--run"]).arg(&files.0),
+        hpctrain_testkit::launch::program(["eval", "--watch", "--timeout", "1s", "--run"])
+            .arg(&files.0),
     );
     let log = files.path("logs/evaluator-00000.log");
     evaluator.until("waits", || log.exists());

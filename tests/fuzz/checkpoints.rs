@@ -22,7 +22,12 @@ fn look(dir: &Path, checkpoints: &Checkpoints) -> bool {
     let Ok(mut reader) = opened else { return false };
     let told = describe::describe(dir, reader.manifest());
     assert!(!told.contains('\u{1b}'), "{told:?}");
-    let first = reader.manifest().tensors.iter().next().map(|(name, entry)| (name.clone(), entry.shape.clone()));
+    let first = reader
+        .manifest()
+        .tensors
+        .iter()
+        .next()
+        .map(|(name, entry)| (name.clone(), entry.shape.clone()));
     if let Some((name, shape)) = first
         && let Some(len) = shape.iter().try_fold(1usize, |len, extent| len.checked_mul(*extent))
         && len < 1 << 20
@@ -51,7 +56,11 @@ fn manifests_are_read() {
         std::fs::write(dir.join("manifest.json"), input).unwrap();
         // Mostly as one who wants harm does it: with a seal that fits.
         let is_sealed = !number.is_multiple_of(8);
-        std::fs::write(dir.join("manifest.crc32"), if is_sealed { seal(input) } else { broken.clone() }).unwrap();
+        std::fs::write(
+            dir.join("manifest.crc32"),
+            if is_sealed { seal(input) } else { broken.clone() },
+        )
+        .unwrap();
         look(&dir, &checkpoints)
     });
     let seed = seal(&std::fs::read(sample().run.checkpoint(4).join("manifest.json")).unwrap());

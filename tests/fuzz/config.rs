@@ -22,7 +22,11 @@ fn configurations_are_read() {
                 for (ranks, on_gpu) in [(1, false), (4, true)] {
                     let facts = Environment { ranks, threads: 2, vocabulary: Some(65), on_gpu };
                     if let Ok(plan) = resolve(config.clone(), &facts) {
-                        let _ = (plan.tokens_per_step(), plan.network.summary(), plan.network.work(true));
+                        let _ = (
+                            plan.tokens_per_step(),
+                            plan.network.summary(),
+                            plan.network.work(true),
+                        );
                         let _ = serde_json::to_vec(&plan.config).unwrap();
                     }
                 }

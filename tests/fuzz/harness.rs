@@ -9,11 +9,12 @@ use std::time::{Duration, Instant};
 use super::memory;
 use super::mutate::{Form, Rng, mutated};
 
-/// Time after which an input counts as one that hangs: far more than any takes on a busy machine. A lease that tells of old views is
-/// waited for 125 s.
+/// Time after which an input counts as one that hangs: far more than any takes on a busy machine. A
+/// lease that tells of old views is waited for 125 s.
 const HANG: Duration = Duration::from_secs(300);
 
-/// Bytes that any input may take, however short: buffers, networks, and what a bound for all files allows.
+/// Bytes that any input may take, however short: buffers, networks, and what a bound for all files
+/// allows.
 const ROOM: usize = 96 << 20;
 
 /// Bytes for each byte of an input.
@@ -47,7 +48,8 @@ impl Failure {
         let Self { reader, seed, round, input } = self;
         let name = format!("fuzz-{reader}-{seed}-{round}").replace(' ', "-");
         let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
-        let kept = std::fs::write(&path, input).map_or_else(|e| e.to_string(), |()| path.display().to_string());
+        let kept = std::fs::write(&path, input)
+            .map_or_else(|e| e.to_string(), |()| path.display().to_string());
         let hex: String = input.iter().take(64).map(|byte| format!("{byte:02x}")).collect();
         let more = if input.len() > 64 { "…" } else { "" };
         let again = format!("HPCTRAIN_FUZZ_SEED={seed} HPCTRAIN_FUZZ_ROUND={round}");
@@ -67,7 +69,9 @@ pub fn end(why: &str) {
 }
 
 fn variable<T: FromStr>(name: &str) -> Option<T> {
-    std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
+    std::env::var(name)
+        .ok()
+        .map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
 }
 
 /// Hears of the panics of all threads, and ends the process when an input hangs.
@@ -87,7 +91,8 @@ fn watch() {
         std::thread::spawn(|| {
             loop {
                 std::thread::sleep(Duration::from_secs(1));
-                let hangs = lock(&UNDER_WAY).as_ref().is_some_and(|(since, _)| since.elapsed() > HANG);
+                let hangs =
+                    lock(&UNDER_WAY).as_ref().is_some_and(|(since, _)| since.elapsed() > HANG);
                 if hangs {
                     end(&format!("it has not ended after {} s", HANG.as_secs()));
                 }
@@ -115,14 +120,21 @@ impl Terms {
     }
 }
 
-/// Gives a reader mutated inputs for a while. `read` says whether it took an input; the `seeds` themselves must be taken.
+/// Gives a reader mutated inputs for a while. `read` says whether it took an input; the `seeds`
+/// themselves must be taken.
 pub fn fuzz(reader: &str, form: Form, seeds: &[Vec<u8>], read: impl FnMut(&[u8]) -> bool) {
     fuzz_on(Terms::USUAL, reader, form, seeds, read);
 }
 
 /// As [`fuzz`], on other terms.
 #[track_caller]
-pub fn fuzz_on(terms: Terms, reader: &str, form: Form, seeds: &[Vec<u8>], mut read: impl FnMut(&[u8]) -> bool) {
+pub fn fuzz_on(
+    terms: Terms,
+    reader: &str,
+    form: Form,
+    seeds: &[Vec<u8>],
+    mut read: impl FnMut(&[u8]) -> bool,
+) {
     let Terms { room, kinds } = terms;
     let _turn = lock(&TURN);
     watch();
@@ -132,7 +144,10 @@ pub fn fuzz_on(terms: Terms, reader: &str, form: Form, seeds: &[Vec<u8>], mut re
     let seed = variable("HPCTRAIN_FUZZ_SEED").unwrap_or(20);
     let budget = Duration::from_secs(variable("HPCTRAIN_FUZZ_SECONDS").unwrap_or(3)) / kinds;
     let only: Option<u64> = variable("HPCTRAIN_FUZZ_ROUND");
-    let (started, mut round, mut taken, mut largest) = (Instant::now(), only.unwrap_or(0), 0, 0);
+    let started = Instant::now();
+    let mut round = only.unwrap_or(0);
+    let mut taken = 0;
+    let mut largest = 0;
     loop {
         let input = mutated(&mut Rng::of(&[seed, round], reader), form, seeds);
         let failure = Failure { reader: reader.into(), seed, round, input };
@@ -145,7 +160,11 @@ pub fn fuzz_on(terms: Terms, reader: &str, form: Form, seeds: &[Vec<u8>], mut re
             panic!("{}", failure.told(&panic));
         }
         let most = room + PER_BYTE * failure.input.len();
-        assert!(took <= most, "{}", failure.told(&format!("it took {took} bytes of memory, more than {most}")));
+        assert!(
+            took <= most,
+            "{}",
+            failure.told(&format!("it took {took} bytes of memory, more than {most}"))
+        );
         taken += u64::from(read.unwrap_or(false));
         (largest, round) = (largest.max(took), round + 1);
         if only.is_some() || started.elapsed() >= budget {
@@ -153,5 +172,9 @@ pub fn fuzz_on(terms: Terms, reader: &str, form: Form, seeds: &[Vec<u8>], mut re
         }
     }
     let first = only.unwrap_or(0);
-    println!("{reader}: {} inputs from seed {seed}, {taken} taken, {} KiB at most", round - first, largest >> 10);
+    println!(
+        "{reader}: {} inputs from seed {seed}, {taken} taken, {} KiB at most",
+        round - first,
+        largest >> 10
+    );
 }

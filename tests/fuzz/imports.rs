@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use hpctrain::data::import::{
-    Arrays, Categories, ImportCsv, ImportIdx, ImportImages, ImportNumpy, ImportOptions, ImportedSamples, Missing,
-    NotFinite, TableFormat, import_csv, import_idx, import_images, import_numpy,
+    Arrays, Categories, ImportCsv, ImportIdx, ImportImages, ImportNumpy, ImportOptions,
+    ImportedSamples, Missing, NotFinite, TableFormat, import_csv, import_idx, import_images,
+    import_numpy,
 };
 use hpctrain::error::Result;
 use image::{ImageFormat, RgbImage};
@@ -41,7 +42,8 @@ fn npy(descr: &str, fortran: bool, shape: &str, elements: &[u8]) -> Vec<u8> {
     let order = if fortran { "True" } else { "False" };
     let header = format!("{{'descr': '{descr}', 'fortran_order': {order}, 'shape': {shape}, }}");
     let header = format!("{header:<117}\n");
-    [b"\x93NUMPY\x01\x00", &(header.len() as u16).to_le_bytes()[..], header.as_bytes(), elements].concat()
+    [b"\x93NUMPY\x01\x00", &(header.len() as u16).to_le_bytes()[..], header.as_bytes(), elements]
+        .concat()
 }
 
 /// Arrays as NumPy writes them.
@@ -58,7 +60,9 @@ fn arrays() -> Vec<Vec<u8>> {
 #[test]
 fn arrays_are_read() {
     let root = tempfile::tempdir().unwrap();
-    let (x, y, out) = (root.path().join("x.npy"), root.path().join("y.npy"), root.path().join("out"));
+    let x = root.path().join("x.npy");
+    let y = root.path().join("y.npy");
+    let out = root.path().join("out");
     std::fs::write(&y, npy("|u1", false, "(6,)", &[0, 1, 2, 0, 1, 2])).unwrap();
     fuzz("npy", Form::Bytes, &arrays(), |input| {
         std::fs::write(&x, input).unwrap();
@@ -71,7 +75,9 @@ fn arrays_are_read() {
 fn archive(method: CompressionMethod, x: &[u8]) -> Vec<u8> {
     let mut zip = ZipWriter::new(Cursor::new(Vec::new()));
     let options = SimpleFileOptions::default().compression_method(method);
-    for (name, content) in [("x.npy", x), ("y.npy", &npy("|u1", false, "(6,)", &[0, 1, 2, 0, 1, 2])[..])] {
+    for (name, content) in
+        [("x.npy", x), ("y.npy", &npy("|u1", false, "(6,)", &[0, 1, 2, 0, 1, 2])[..])]
+    {
         zip.start_file(name, options).unwrap();
         zip.write_all(content).unwrap();
     }
@@ -85,15 +91,20 @@ fn archives_are_read() {
     let import = |content: &[u8]| {
         std::fs::write(&path, content).unwrap();
         let labels = Some("y".to_string());
-        let arrays = Arrays::Archive { path: path.clone(), features: "x".into(), labels, weights: None };
+        let arrays =
+            Arrays::Archive { path: path.clone(), features: "x".into(), labels, weights: None };
         let kept = kept(&out, NotFinite::Skip);
         taken(&out, import_numpy(&ImportNumpy { arrays, regression: false, kept }))
     };
-    let (stored, deflated) = (CompressionMethod::Stored, CompressionMethod::Deflated);
-    let seeds: Vec<_> = arrays().iter().flat_map(|x| [archive(stored, x), archive(deflated, x)]).collect();
+    let stored = CompressionMethod::Stored;
+    let deflated = CompressionMethod::Deflated;
+    let seeds: Vec<_> =
+        arrays().iter().flat_map(|x| [archive(stored, x), archive(deflated, x)]).collect();
     fuzz_on(Terms::one_of(2), "npz", Form::Bytes, &seeds, import);
     // Past the archive's checksums.
-    fuzz_on(Terms::one_of(2), "npy in npz", Form::Bytes, &arrays(), |input| import(&archive(deflated, input)));
+    fuzz_on(Terms::one_of(2), "npy in npz", Form::Bytes, &arrays(), |input| {
+        import(&archive(deflated, input))
+    });
 }
 
 fn gzip(content: &[u8]) -> Vec<u8> {
@@ -105,7 +116,9 @@ fn gzip(content: &[u8]) -> Vec<u8> {
 #[test]
 fn idx_files_are_read() {
     let root = tempfile::tempdir().unwrap();
-    let (images, labels, out) = (root.path().join("images"), root.path().join("labels"), root.path().join("out"));
+    let images = root.path().join("images");
+    let labels = root.path().join("labels");
+    let out = root.path().join("out");
     let idx = |shape: &[u32], elements: usize| {
         let mut bytes = vec![0, 0, 8, shape.len() as u8];
         bytes.extend(shape.iter().flat_map(|extent| extent.to_be_bytes()));
@@ -115,7 +128,8 @@ fn idx_files_are_read() {
     std::fs::write(&labels, idx(&[6], 6)).unwrap();
     let import = |content: &[u8]| {
         std::fs::write(&images, content).unwrap();
-        let (images, labels) = (images.clone(), labels.clone());
+        let images = images.clone();
+        let labels = labels.clone();
         taken(&out, import_idx(&ImportIdx { images, labels, kept: kept(&out, NotFinite::Error) }))
     };
     let plain = [idx(&[6, 4, 4], 96), idx(&[6, 2, 3, 2], 72)];
@@ -127,24 +141,36 @@ fn idx_files_are_read() {
 #[test]
 fn tables_are_read() {
     let root = tempfile::tempdir().unwrap();
-    let (input, out, first) = (root.path().join("x.csv"), root.path().join("out"), root.path().join("first"));
+    let input = root.path().join("x.csv");
+    let out = root.path().join("out");
+    let first = root.path().join("first");
     let seed =
         b"width,height,\"site, if any\",weight,kind\n1,2.5,a,1,0\n-3,1e3,\"b\"\"b\",0.5,1\n4,5,,1,0\n6,7,a,2,1\n";
     let import = |content: &[u8], like: bool, into: PathBuf| {
         std::fs::write(&input, content).unwrap();
         let columns = vec!["site, if any".to_string()];
-        let categories =
-            if like { Categories::Like(first.clone()) } else { Categories::Named { columns, hash: Some(7) } };
+        let categories = if like {
+            Categories::Like(first.clone())
+        } else {
+            Categories::Named { columns, hash: Some(7) }
+        };
         let kept = kept(&into, NotFinite::Skip);
-        let (targets, weight) = (vec!["kind".into()], Some("weight".into()));
-        import_csv(&ImportCsv { targets, weight, categories, ..ImportCsv::new(input.clone(), kept) })
+        let targets = vec!["kind".into()];
+        let weight = Some("weight".into());
+        import_csv(&ImportCsv {
+            targets,
+            weight,
+            categories,
+            ..ImportCsv::new(input.clone(), kept)
+        })
     };
     import(seed, false, first.clone()).unwrap();
     let spreadsheet = b"a;b;kind\n1,5;NA;oak\n;2,25;\"elm;\"\n3;4;oak\n";
     let filled = |content: &[u8]| {
         std::fs::write(&input, content).unwrap();
         let format = TableFormat { decimal_comma: true, ..TableFormat::default() };
-        let (targets, missing) = (vec!["kind".into()], Some(Missing::Mean));
+        let targets = vec!["kind".into()];
+        let missing = Some(Missing::Mean);
         let kept = kept(&out, NotFinite::Error);
         import_csv(&ImportCsv { targets, format, missing, ..ImportCsv::new(input.clone(), kept) })
     };
@@ -158,9 +184,11 @@ fn tables_are_read() {
 #[test]
 fn images_are_read() {
     let root = tempfile::tempdir().unwrap();
-    let (folder, out) = (root.path().join("photos"), root.path().join("out"));
+    let folder = root.path().join("photos");
+    let out = root.path().join("out");
     std::fs::create_dir_all(folder.join("cat")).unwrap();
-    let picture = RgbImage::from_fn(24, 16, |x, y| image::Rgb([x as u8 * 9, y as u8 * 15, (x * y) as u8]));
+    let picture =
+        RgbImage::from_fn(24, 16, |x, y| image::Rgb([x as u8 * 9, y as u8 * 15, (x * y) as u8]));
     let seeds = [ImageFormat::Png, ImageFormat::Jpeg].map(|format| {
         let mut bytes = Cursor::new(Vec::new());
         picture.write_to(&mut bytes, format).unwrap();
@@ -169,7 +197,13 @@ fn images_are_read() {
     fuzz("images", Form::Bytes, &seeds, |input| {
         std::fs::write(folder.join("cat/1"), input).unwrap();
         let kept = ImportOptions { every: 0, ..kept(&out, NotFinite::Error) };
-        let import = ImportImages { folder: folder.clone(), no_target: false, size: Some([8, 8]), grey: false, kept };
+        let import = ImportImages {
+            folder: folder.clone(),
+            no_target: false,
+            size: Some([8, 8]),
+            grey: false,
+            kept,
+        };
         taken(&out, import_images(&import))
     });
 }

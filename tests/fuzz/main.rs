@@ -1,7 +1,8 @@
-//! Fuzzing: every reader of files and messages gets mutated real ones. It may refuse them, but not panic, not hang, and not take
-//! memory out of proportion.
+//! Fuzzing: every reader of files and messages gets mutated real ones. It may refuse them, but not
+//! panic, not hang, and not take memory out of proportion.
 //!
-//! Inputs follow from a seed and the number of a round, and both are printed with a failure; the input is kept in a file.
+//! Inputs follow from a seed and the number of a round, and both are printed with a failure; the
+//! input is kept in a file.
 //!
 //! | variable | is |
 //! |---|---|

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::{Backend as _, MemoryKind};
 use hpctrain::comm::{
-    Algorithm, Comm, Connection, Credentials, HANDSHAKE_TIMEOUT, Handshake, PeerId, Secret, TcpRendezvous, call,
-    start_tcp, write_secret,
+    Algorithm, Comm, Connection, Credentials, HANDSHAKE_TIMEOUT, Handshake, PeerId, Secret,
+    TcpRendezvous, call, start_tcp, write_secret,
 };
 use hpctrain::error::Result;
 use serde_json::{Value, json};
@@ -43,7 +43,8 @@ fn credentials(secret: Secret) -> Credentials {
 /// The program of a process that the coordinator takes, which computes on `device`.
 fn program_on(device: &Value) -> Value {
     // By pieces: a test beside this one counts memory.
-    let mut file = std::io::BufReader::new(std::fs::File::open(env!("CARGO_BIN_EXE_hpctrain")).unwrap());
+    let mut file =
+        std::io::BufReader::new(std::fs::File::open(env!("CARGO_BIN_EXE_hpctrain")).unwrap());
     let mut sum = crc32fast::Hasher::new();
     loop {
         let piece = file.fill_buf().unwrap();
@@ -80,7 +81,8 @@ fn together(comm: &Comm<Cpu>) -> Result<()> {
 
 /// Rank 0 of two, that meets in `dir`.
 fn rank_0(dir: &Path) -> Result<()> {
-    let comm: Comm<Cpu> = start_tcp(&TcpRendezvous { dir: dir.into(), rank: 0, ranks: 2 }, Algorithm::Tree)?;
+    let comm: Comm<Cpu> =
+        start_tcp(&TcpRendezvous { dir: dir.into(), rank: 0, ranks: 2 }, Algorithm::Tree)?;
     let done = together(&comm);
     comm.shutdown();
     done
@@ -102,12 +104,15 @@ fn recorded() -> Vec<u8> {
     let place_0 = meeting_place(None);
     let place_1 = meeting_place(Some(place_0.path()));
     let proxy = TcpListener::bind("127.0.0.1:0").unwrap();
-    std::fs::write(place_1.path().join("rank-0"), format!("{} host", proxy.local_addr().unwrap())).unwrap();
+    std::fs::write(place_1.path().join("rank-0"), format!("{} host", proxy.local_addr().unwrap()))
+        .unwrap();
     std::fs::write(place_0.path().join("rank-1"), "127.0.0.1:1 host").unwrap();
-    let (dir_0, dir_1) = (place_0.path().to_path_buf(), place_1.path().to_path_buf());
+    let dir_0 = place_0.path().to_path_buf();
+    let dir_1 = place_1.path().to_path_buf();
     let first = std::thread::spawn(move || rank_0(&dir_0));
     let second = std::thread::spawn(move || {
-        let comm: Comm<Cpu> = start_tcp(&TcpRendezvous { dir: dir_1, rank: 1, ranks: 2 }, Algorithm::Tree)?;
+        let comm: Comm<Cpu> =
+            start_tcp(&TcpRendezvous { dir: dir_1, rank: 1, ranks: 2 }, Algorithm::Tree)?;
         let done = together(&comm);
         comm.shutdown();
         done
@@ -118,14 +123,16 @@ fn recorded() -> Vec<u8> {
     for lane in 0..2 {
         let (mut caller, _) = proxy.accept().unwrap();
         let mut rank = TcpStream::connect(&address).unwrap();
-        let (mut back_from, mut back_to) = (rank.try_clone().unwrap(), caller.try_clone().unwrap());
+        let mut back_from = rank.try_clone().unwrap();
+        let mut back_to = caller.try_clone().unwrap();
         std::thread::spawn(move || {
             let _ = std::io::copy(&mut back_from, &mut back_to);
             let _ = back_to.shutdown(Shutdown::Write);
         });
         let tell = tell.clone();
         std::thread::spawn(move || {
-            let (mut said, mut piece) = (Vec::new(), vec![0; 1 << 16]);
+            let mut said = Vec::new();
+            let mut piece = vec![0; 1 << 16];
             while let Ok(len @ 1..) = caller.read(&mut piece) {
                 said.extend_from_slice(&piece[..len]);
                 rank.write_all(&piece[..len]).unwrap();
@@ -170,12 +177,19 @@ fn ranks_hear_each_other() {
         assert!(!read(&said));
     }
     // The bytes of one rank for all may be 1 GiB.
-    fuzz_on(Terms { room: 5 << 28, ..Terms::USUAL }, "TCP between ranks", Form::Bytes, &[seed], read);
+    fuzz_on(
+        Terms { room: 5 << 28, ..Terms::USUAL },
+        "TCP between ranks",
+        Form::Bytes,
+        &[seed],
+        read,
+    );
 }
 
 /// Places of the messages in what was said, without their headers.
 fn frames(said: &[u8]) -> Vec<Range<usize>> {
-    let (mut found, mut at) = (vec![], 0);
+    let mut found = vec![];
+    let mut at = 0;
     while let Some(header) = said.get(at..).and_then(|rest| rest.first_chunk::<16>()) {
         let len = u64::from_le_bytes(*header.last_chunk().unwrap()) as usize;
         found.push(at + 16..at + 16 + len);
@@ -234,13 +248,15 @@ struct Served {
 impl Served {
     fn start() -> Self {
         let root = tempfile::tempdir().unwrap();
-        let settings = ["model.width=16", "run.steps=1000", "parallel.lanes=2", "servers.timeout=600"];
+        let settings =
+            ["model.width=16", "run.steps=1000", "parallel.lanes=2", "servers.timeout=600"];
         let run = Run::new(Alone, root.path(), "x", &settings);
         let mut command = program(["coordinate"]);
         command.args(run.command().get_args().skip(1)).args(["--servers", "1", "--workers", "1"]);
         let coordinator = start(&mut command);
         let run = run.files().0;
-        let server = start_beside(&coordinator, program(["server", "--timeout", "600", "--run"]).arg(&run));
+        let server =
+            start_beside(&coordinator, program(["server", "--timeout", "600", "--run"]).arg(&run));
         let told = run.join("servers/coordinator");
         let mut served = Self {
             secret: Secret::new(vec![0; 32]).unwrap(),
@@ -288,12 +304,19 @@ impl Served {
 
     /// Panics if a process has ended, has panicked, or takes too much memory.
     fn is_well(&mut self) {
-        for (name, process) in [("coordinator", &mut self.coordinator), ("server", &mut self.server)] {
+        for (name, process) in
+            [("coordinator", &mut self.coordinator), ("server", &mut self.server)]
+        {
             let printed = process.printed();
             assert!(process.runs(), "the {name} has ended: {printed}");
-            assert!(!printed.contains("panicked") && !printed.contains("internal error"), "the {name}: {printed}");
+            assert!(
+                !printed.contains("panicked") && !printed.contains("internal error"),
+                "the {name}: {printed}"
+            );
             let status = std::fs::read_to_string(format!("/proc/{}/status", process.id())).unwrap();
-            let most = status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB"));
+            let most = status
+                .lines()
+                .find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB"));
             let most: usize = most.unwrap().trim().parse().unwrap();
             assert!(most < MEMORY, "the {name} took {most} KiB");
         }
@@ -313,7 +336,8 @@ fn message(head: &Value, body: &[u8]) -> Vec<u8> {
 #[test]
 fn coordinators_hear_workers_and_servers() {
     let mut served = Served::start();
-    let (address, generation) = (served.coordinator_address(), served.terms["generation"].clone());
+    let address = served.coordinator_address();
+    let generation = served.terms["generation"].clone();
     let status = served.ask(&address, &message(&json!("Status"), &[])).unwrap();
     let device = status["Ok"]["Status"]["devices"]["server"].clone();
     let seconds = json!({"compute": 0.5, "loader": 0.0, "pull": 0.1, "push": 0.1});
@@ -352,14 +376,16 @@ fn coordinators_hear_workers_and_servers() {
 #[test]
 fn servers_hear_workers_and_coordinators() {
     let mut served = Served::start();
-    let (address, generation) = (served.server_address(), served.terms["generation"].clone());
+    let address = served.server_address();
+    let generation = served.terms["generation"].clone();
     let pieces: Vec<Value> = served.terms["pieces"][0].as_array().unwrap().clone();
     let extent = |piece: &Value| {
         let [start, end] = ["start", "end"].map(|end| piece["range"][end].as_u64().unwrap());
         (end - start) as usize
     };
     let elements: usize = pieces.iter().map(extent).sum();
-    let (all, known) = (json!({"start": 0, "end": pieces.len()}), vec![Value::Null; pieces.len()]);
+    let all = json!({"start": 0, "end": pieces.len()});
+    let known = vec![Value::Null; pieces.len()];
     let step = served.terms["start"]["step"].clone();
     let lanes = json!({"Lanes": {"step": step, "lanes": {"start": 0, "end": 1}}});
     let batch = json!({"Batch": {"ticket": 1, "scale": 1.0f32.to_bits(), "versions": vec![0; pieces.len()]}});
@@ -367,14 +393,26 @@ fn servers_hear_workers_and_coordinators() {
     let body: Vec<u8> = (0..elements).flat_map(|i| (i as f32 * 1e-6).to_le_bytes()).collect();
     let push = |of: &Value| json!({"Push": {"generation": generation, "member": 1, "line": 0, "number": 1, "of": of, "pieces": all}});
     let seeds = [
-        (json!({"Pull": {"generation": generation, "of": "Live", "pieces": all, "known": known}}), &[][..]),
-        (json!({"Pull": {"generation": generation, "of": {"Cut": 1}, "pieces": all, "known": known}}), &[]),
+        (
+            json!({"Pull": {"generation": generation, "of": "Live", "pieces": all, "known": known}}),
+            &[][..],
+        ),
+        (
+            json!({"Pull": {"generation": generation, "of": {"Cut": 1}, "pieces": all, "known": known}}),
+            &[],
+        ),
         (push(&lanes), &body),
         (push(&batch), &body),
         (json!({"Squares": {"generation": generation, "step": step}}), &[]),
         (json!({"Norms": {"generation": generation, "hyper": hyper}}), &[]),
-        (json!({"Update": {"generation": generation, "step": step, "hyper": hyper, "trust": []}}), &[]),
-        (json!({"Update": {"generation": generation, "step": step, "hyper": null, "trust": [[1, 2], [3]]}}), &[]),
+        (
+            json!({"Update": {"generation": generation, "step": step, "hyper": hyper, "trust": []}}),
+            &[],
+        ),
+        (
+            json!({"Update": {"generation": generation, "step": step, "hyper": null, "trust": [[1, 2], [3]]}}),
+            &[],
+        ),
         (json!({"Revoke": {"generation": generation, "ticket": 1}}), &[]),
         (json!({"Cut": {"generation": generation, "cut": 1}}), &[]),
         (json!("Load"), &[]),
@@ -391,7 +429,8 @@ fn servers_hear_workers_and_coordinators() {
         // Some of the seeds are refused for the state of the run, by an answer.
         answer.is_some_and(|answer| answer.get("Ok").is_some() || plain)
     });
-    // A part of the terms that a server takes as they are; a network of any size is memory that it is asked for.
+    // A part of the terms that a server takes as they are; a network of any size is memory that it
+    // is asked for.
     let mut terms = served.terms.clone();
     let kept = ["config", "vocabulary", "workers", "preprocessing"]
         .map(|key| (key, terms.as_object_mut().unwrap().remove(key).unwrap()));

@@ -12,7 +12,8 @@ use hpctrain_testkit::runs::copy;
 fn import(reader: &str, file: &str, form: Form, seed: Vec<u8>) {
     let root = tempfile::tempdir().unwrap();
     copy(&sample().model, root.path());
-    let (from, out) = (root.path().join("model"), root.path().join("out"));
+    let from = root.path().join("model");
+    let out = root.path().join("out");
     fuzz(reader, form, &[seed], |input| {
         std::fs::write(from.join(file), input).unwrap();
         let imported = huggingface::import(&from, &out, None);
@@ -30,7 +31,8 @@ fn import(reader: &str, file: &str, form: Form, seed: Vec<u8>) {
 #[test]
 fn tokenizers_are_read() {
     let root = tempfile::tempdir().unwrap();
-    let mut file: serde_json::Value = serde_json::from_str(&Tokenizer::Byte.file().unwrap()).unwrap();
+    let mut file: serde_json::Value =
+        serde_json::from_str(&Tokenizer::Byte.file().unwrap()).unwrap();
     file["normalizer"] = serde_json::json!({ "type": "NFC" });
     file["model"]["vocab"].as_object_mut().unwrap().retain(|token, _| token.is_ascii());
     let settings = serde_json::json!({ "eos_token": { "content": "a" }, "bos_token": "b", "eos_token_id": [5, 6] });
@@ -40,7 +42,9 @@ fn tokenizers_are_read() {
         fuzz(reader, Form::Json, &[seed.into_bytes()], |input| {
             std::fs::write(root.path().join(name), input).unwrap();
             let read = huggingface::tokenizer(root.path());
-            let read = read.and_then(|tokenizer| tokenizer.map(|tokenizer| tokenizer.encode("a text")).transpose());
+            let read = read.and_then(|tokenizer| {
+                tokenizer.map(|tokenizer| tokenizer.encode("a text")).transpose()
+            });
             read.map_err(|e| assert_eq!(e.exit_code(), 2, "{e}")).is_ok()
         });
     }

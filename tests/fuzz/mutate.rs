@@ -15,7 +15,8 @@ pub enum Form {
     Toml,
     /// A header in JSON behind its length in eight bytes, little-endian, then bytes.
     JsonHeader,
-    /// Messages: lengths of a head and a body in four and eight bytes, little-endian, the head in JSON, the body.
+    /// Messages: lengths of a head and a body in four and eight bytes, little-endian, the head in
+    /// JSON, the body.
     Message,
 }
 
@@ -74,8 +75,20 @@ pub fn mutated(rng: &mut Rng, form: Form, seeds: &[Vec<u8>]) -> Vec<u8> {
 }
 
 /// Numbers at which something may overflow.
-const NUMBERS: [u64; 12] =
-    [0, 1, 0x7f, 0xff, 0x7fff, 0xffff, 0x7fff_ffff, 0xffff_ffff, 1 << 40, i64::MAX as u64, u64::MAX - 1, u64::MAX];
+const NUMBERS: [u64; 12] = [
+    0,
+    1,
+    0x7f,
+    0xff,
+    0x7fff,
+    0xffff,
+    0x7fff_ffff,
+    0xffff_ffff,
+    1 << 40,
+    i64::MAX as u64,
+    u64::MAX - 1,
+    u64::MAX,
+];
 
 fn bytes(rng: &mut Rng, mut input: Vec<u8>, seeds: &[Vec<u8>]) -> Vec<u8> {
     let len = input.len();
@@ -85,12 +98,18 @@ fn bytes(rng: &mut Rng, mut input: Vec<u8>, seeds: &[Vec<u8>]) -> Vec<u8> {
     match rng.below(10) {
         // A bit, a byte.
         0 | 1 if len > 0 => input[from.min(len - 1)] ^= 1 << rng.below(8),
-        2 if len > 0 => input[from.min(len - 1)] = *rng.pick(&[0, 1, 0x7f, 0x80, 0xff, b'\n', b'"', b'[', b'9']),
+        2 if len > 0 => {
+            input[from.min(len - 1)] = *rng.pick(&[0, 1, 0x7f, 0x80, 0xff, b'\n', b'"', b'[', b'9'])
+        }
         // A length field, of either byte order.
         3 | 4 => {
             let number = *rng.pick(&NUMBERS);
             let width = *rng.pick(&[1, 2, 4, 8]);
-            let number = if rng.is(0.5) { number.to_le_bytes() } else { (number << (64 - 8 * width)).to_be_bytes() };
+            let number = if rng.is(0.5) {
+                number.to_le_bytes()
+            } else {
+                (number << (64 - 8 * width)).to_be_bytes()
+            };
             // Where fields lie: near the start, mostly.
             let at = if rng.is(0.5) { rng.below(len.min(128)) } else { from };
             input.iter_mut().skip(at).zip(&number[..width]).for_each(|(byte, new)| *byte = *new);
@@ -159,8 +178,12 @@ fn other(rng: &mut Rng, value: &Value) -> Value {
         (8, _) => json!([]),
         (9, _) => json!({}),
         (10, _) => (0..1 + rng.below(100)).fold(json!(0), |inner, _| json!([inner])),
-        (11, Value::Number(number)) => number.as_u64().map_or(json!(1), |number| json!(number.wrapping_add(1))),
-        (12, Value::Number(number)) => number.as_u64().map_or(json!(0), |number| json!(number.wrapping_sub(1))),
+        (11, Value::Number(number)) => {
+            number.as_u64().map_or(json!(1), |number| json!(number.wrapping_add(1)))
+        }
+        (12, Value::Number(number)) => {
+            number.as_u64().map_or(json!(0), |number| json!(number.wrapping_sub(1)))
+        }
         (11, Value::String(text)) => json!(format!("{text}{text}")),
         (_, Value::Array(all)) => {
             let mut all = all.clone();
@@ -255,7 +278,8 @@ fn toml_of(rng: &mut Rng, input: &[u8]) -> Vec<u8> {
         let repeated = rng.pick(&["[", "{a = ", ".a"]);
         return [begin, repeated.repeat(depth).as_bytes()].concat();
     }
-    let table = std::str::from_utf8(input).ok().and_then(|text| toml::from_str::<toml::Table>(text).ok());
+    let table =
+        std::str::from_utf8(input).ok().and_then(|text| toml::from_str::<toml::Table>(text).ok());
     let value = table.and_then(|table| serde_json::to_value(table).ok());
     let written = value.and_then(|value| {
         let value = tree(rng, value);
@@ -269,14 +293,17 @@ fn without_null(value: Value) -> Value {
     match value {
         Value::Null => json!("null"),
         Value::Array(all) => all.into_iter().map(without_null).collect(),
-        Value::Object(all) => all.into_iter().map(|(key, value)| (key, without_null(value))).collect(),
+        Value::Object(all) => {
+            all.into_iter().map(|(key, value)| (key, without_null(value))).collect()
+        }
         other => other,
     }
 }
 
 fn header(rng: &mut Rng, input: &[u8]) -> Vec<u8> {
     let length = input.first_chunk::<8>().map(|length| u64::from_le_bytes(*length) as usize);
-    let Some((header, rest)) = length.and_then(|length| input.get(8..)?.split_at_checked(length)) else {
+    let Some((header, rest)) = length.and_then(|length| input.get(8..)?.split_at_checked(length))
+    else {
         return bytes(rng, input.to_vec(), &[input.to_vec()]);
     };
     let header = json_of(rng, header);
@@ -290,11 +317,13 @@ fn message(rng: &mut Rng, input: &[u8]) -> Vec<u8> {
         return bytes(rng, input.to_vec(), &[input.to_vec()]);
     };
     let head = json_of(rng, head);
-    let body = if rng.is(0.3) { bytes(rng, body.to_vec(), &[body.to_vec()]) } else { body.to_vec() };
+    let body =
+        if rng.is(0.3) { bytes(rng, body.to_vec(), &[body.to_vec()]) } else { body.to_vec() };
     framed(&head, &body)
 }
 
 /// A message of this head and body.
 pub fn framed(head: &[u8], body: &[u8]) -> Vec<u8> {
-    [&(head.len() as u32).to_le_bytes()[..], &(body.len() as u64).to_le_bytes(), head, body].concat()
+    [&(head.len() as u32).to_le_bytes()[..], &(body.len() as u64).to_le_bytes(), head, body]
+        .concat()
 }

@@ -51,7 +51,8 @@ fn metrics_are_read_by_a_run_that_goes_on() {
         lines.write(&Step { step: 4, ..Step::default() }).unwrap();
         // The line that was added reads back, whatever was before it.
         let bytes = std::fs::read(&path).unwrap();
-        let lines: Vec<&[u8]> = bytes.strip_suffix(b"\n").unwrap().split(|byte| *byte == b'\n').collect();
+        let lines: Vec<&[u8]> =
+            bytes.strip_suffix(b"\n").unwrap().split(|byte| *byte == b'\n').collect();
         let last: Step = serde_json::from_slice(lines.last().unwrap()).unwrap();
         assert_eq!(last.step, 4);
         lines.len() > 1
@@ -76,7 +77,8 @@ fn reports_are_made_of_any_run() {
             let is_whole = run.notes.is_empty();
             let runs = [run];
             assert!(
-                report::page(&runs).unwrap().ends_with("</html>\n") && report::svg::losses(&runs).ends_with("</svg>\n")
+                report::page(&runs).unwrap().ends_with("</html>\n")
+                    && report::svg::losses(&runs).ends_with("</svg>\n")
             );
             report::csv::write(&runs, std::io::sink()).unwrap();
             is_whole

@@ -12,11 +12,13 @@ fn tf_config_is_read() {
         format!(r#"{{"cluster": {cluster}, "task": {{"type": "{kind}", "index": 0}}, "environment": "cloud"}}"#)
             .into_bytes()
     });
-    fuzz("TF_CONFIG", Form::Json, &seeds, |input| match of_tf_config(&String::from_utf8_lossy(input)) {
-        Ok(_) => true,
-        Err(e) => {
-            assert!(e.to_string().contains("TF_CONFIG: ") && e.advice().is_some(), "{e}");
-            false
+    fuzz("TF_CONFIG", Form::Json, &seeds, |input| {
+        match of_tf_config(&String::from_utf8_lossy(input)) {
+            Ok(_) => true,
+            Err(e) => {
+                assert!(e.to_string().contains("TF_CONFIG: ") && e.advice().is_some(), "{e}");
+                false
+            }
         }
     });
 }

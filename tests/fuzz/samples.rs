@@ -7,7 +7,8 @@ use hpctrain_testkit::launch::Transport::Alone;
 use hpctrain_testkit::launch::{finish, program};
 use hpctrain_testkit::runs::{Run, RunFiles};
 
-/// A run of four steps with evaluations of its own and of its checkpoints, and its network as Hugging Face has it.
+/// A run of four steps with evaluations of its own and of its checkpoints, and its network as
+/// Hugging Face has it.
 pub struct Sample {
     _root: tempfile::TempDir,
     pub run: RunFiles,

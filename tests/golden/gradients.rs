@@ -26,7 +26,15 @@ fn sign(i: usize) -> f32 {
 #[test]
 fn backward_is_the_derivative_of_forward() {
     let gpt = |bias, dropout| {
-        Network::Gpt(Gpt { layers: 2, heads: 2, width: 10, context: TIME, vocabulary: 13, bias, dropout })
+        Network::Gpt(Gpt {
+            layers: 2,
+            heads: 2,
+            width: 10,
+            context: TIME,
+            vocabulary: 13,
+            bias,
+            dropout,
+        })
     };
     let llama = |kv_heads, tied, dropout| {
         Network::Llama(Llama {
@@ -45,7 +53,9 @@ fn backward_is_the_derivative_of_forward() {
         })
     };
     let gpts = [gpt(true, 0.0), gpt(false, 0.3), gpt(true, 0.3)];
-    for network in gpts.into_iter().chain([llama(2, false, 0.0), llama(1, true, 0.3), llama(4, true, 0.0)]) {
+    for network in
+        gpts.into_iter().chain([llama(2, false, 0.0), llama(1, true, 0.3), llama(4, true, 0.0)])
+    {
         let predictions = (SEQUENCES * TIME) as u64;
         let tokens: Vec<u32> = (0..predictions as u32).map(|i| i * 5 % 13).collect();
         let targets: Vec<u32> = (0..predictions as u32).map(|i| (i * i + 3) % 13).collect();
@@ -53,7 +63,8 @@ fn backward_is_the_derivative_of_forward() {
     }
 }
 
-/// Every kind of layer, on smooth paths: at a kink of a rectifier or a maximum there is no derivative.
+/// Every kind of layer, on smooth paths: at a kink of a rectifier or a maximum there is no
+/// derivative.
 #[test]
 fn backward_of_layers_is_the_derivative_of_their_forward() {
     let layers = "[{kind='conv2d', filters=4, kernel=3, padding=1, groups=2}, {kind='silu'}, {kind='avg_pool2d', kernel=2}, \
@@ -65,10 +76,13 @@ fn backward_of_layers_is_the_derivative_of_their_forward() {
     let layers: Vec<Layer> = layers["layers"].clone().try_into().unwrap();
     let network = Network::Layers(Layers::new(&[6, 5, 2], &layers).unwrap());
     check(&network, 7, &|backend| {
-        let features: Vec<f32> = (0..7 * 60).map(|i| sign(i) * (0.3 + (i % 7) as f32 * 0.2)).collect();
+        let features: Vec<f32> =
+            (0..7 * 60).map(|i| sign(i) * (0.3 + (i % 7) as f32 * 0.2)).collect();
         // The weighted loss has the weighted gradient.
-        let (classes, weights) = (&[0, 1, 2, 3, 4, 0, 2][..], &[1.0, 0.5, 2.0, 0.0, 1.5, 3.0, 1.0][..]);
-        let parts = SampleFields { features: &*features, classes, weights, ..SampleFields::default() };
+        let classes = &[0, 1, 2, 3, 4, 0, 2][..];
+        let weights = &[1.0, 0.5, 2.0, 0.0, 1.5, 3.0, 1.0][..];
+        let parts =
+            SampleFields { features: &*features, classes, weights, ..SampleFields::default() };
         MicroBatch::upload(backend, parts, 7, 1, 0).unwrap()
     });
 }
@@ -83,11 +97,16 @@ fn backward_of_tables_is_the_derivative_of_their_forward() {
     let layers: Vec<Layer> = layers["layers"].clone().try_into().unwrap();
     let network = Network::Layers(Layers::new(&[5], &layers).unwrap());
     check(&network, 6, &|backend| {
-        let features: Vec<f32> = (0..6 * 5).map(|i| sign(i) * (0.3 + (i % 7) as f32 * 0.2)).collect();
+        let features: Vec<f32> =
+            (0..6 * 5).map(|i| sign(i) * (0.3 + (i % 7) as f32 * 0.2)).collect();
         // Rows of all tables: below 3, from 3 below 10, from 10 below 12.
         let ids: Vec<u32> = (0..6).flat_map(|i| [i % 2, 3 + i * 5 % 7, 10 + i / 3]).collect();
-        let parts =
-            SampleFields { ids: &*ids, features: &*features, classes: &[0, 1, 2, 0, 2, 1], ..SampleFields::default() };
+        let parts = SampleFields {
+            ids: &*ids,
+            features: &*features,
+            classes: &[0, 1, 2, 0, 2, 1],
+            ..SampleFields::default()
+        };
         MicroBatch::upload(backend, parts, 6, 1, 0).unwrap()
     });
 }
@@ -96,7 +115,8 @@ fn backward_of_tables_is_the_derivative_of_their_forward() {
 fn check(network: &Network, predictions: u64, micro: &dyn Fn(&Cpu) -> MicroBatch<Cpu>) {
     let mesh = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
     let rule = UpdateRule::Sgd { momentum: 0.0, nesterov: false };
-    let mut engine = engine(&comm::single(), network, mesh, Zero::Zero, rule, Cut::WHOLE, predictions);
+    let mut engine =
+        engine(&comm::single(), network, mesh, Zero::Zero, rule, Cut::WHOLE, predictions);
     // Larger weights than the initial ones, and biases and norms off their special values.
     let tensors: Vec<Named> = parameters(&mut engine)
         .into_iter()

@@ -1,4 +1,5 @@
-//! GPT-2 and Llama as Hugging Face's transformers saves it: its logits, its bytes, and files that are something else.
+//! GPT-2 and Llama as Hugging Face's transformers saves it: its logits, its bytes, and files that
+//! are something else.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -62,10 +63,11 @@ fn logits(dir: &Path, tokens: &[u32]) -> Vec<f32> {
     let one = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
     let rule = UpdateRule::Sgd { momentum: 0.0, nesterov: false };
     let mut engine = engine(&comm::single(), &network, one, Zero::Zero, rule, Cut::WHOLE, 1);
-    let parameters = |name: &str, part, columns: Option<&Range<usize>>, range, out: &mut [f32]| match part {
-        0 => reader.read(name, part, columns, range, out),
-        _ => Ok(()),
-    };
+    let parameters =
+        |name: &str, part, columns: Option<&Range<usize>>, range, out: &mut [f32]| match part {
+            0 => reader.read(name, part, columns, range, out),
+            _ => Ok(()),
+        };
     engine.model.sharded.restore(parameters).unwrap();
     let micro = micro(&engine.model.backend, tokens, &[], network.context(), 0);
     let logits = engine.model.output(&micro).unwrap().unwrap();
@@ -83,7 +85,11 @@ fn an_imported_model_computes_what_transformers_computes() {
         let want = flat(&golden["logits"]);
         let got = logits(&dir, &tokens);
         assert_eq!(got.len(), want.len());
-        let off = got.iter().zip(&want).map(|(got, want)| (f64::from(*got) - want).abs()).fold(0.0, f64::max);
+        let off = got
+            .iter()
+            .zip(&want)
+            .map(|(got, want)| (f64::from(*got) - want).abs())
+            .fold(0.0, f64::max);
         let size = want.iter().map(|logit| logit.abs()).fold(0.0, f64::max);
         assert!(off < 1e-5 && size > 1.0, "{}: {off:e} of {size}", there.display());
     }
@@ -100,17 +106,21 @@ fn an_imported_model_is_exported_as_it_was() {
         (tiny_linear(), llama),
     ] {
         let root = tempfile::tempdir().unwrap();
-        let (dir, out) = (root.path().join("tiny"), root.path().join("out"));
+        let dir = root.path().join("tiny");
+        let out = root.path().join("out");
         import(&there, &dir, None).unwrap();
         export(&mut Reader::open(&dir).unwrap(), &out).unwrap();
-        let [before, after] = [&there, &out].map(|dir| std::fs::read(dir.join("model.safetensors")).unwrap());
+        let [before, after] =
+            [&there, &out].map(|dir| std::fs::read(dir.join("model.safetensors")).unwrap());
         let [before, after] = [&before, &after].map(|file| SafeTensors::deserialize(file).unwrap());
         assert_eq!(before.len(), after.len());
         for (name, tensor) in before.iter() {
             assert_eq!(after.tensor(name).unwrap(), tensor, "{name}");
         }
         let [before, after] = [&there, &out].map(|dir| json(&dir.join("config.json")));
-        for (key, value) in after.as_object().unwrap().iter().filter(|(key, _)| !ours.contains(&key.as_str())) {
+        for (key, value) in
+            after.as_object().unwrap().iter().filter(|(key, _)| !ours.contains(&key.as_str()))
+        {
             assert_eq!(before[key], *value, "{key}");
         }
     }
@@ -120,7 +130,9 @@ fn an_imported_model_is_exported_as_it_was() {
 #[test]
 fn a_llama_may_be_in_several_files() {
     let root = tempfile::tempdir().unwrap();
-    let (there, dir, whole) = (root.path().join("there"), root.path().join("dir"), root.path().join("whole"));
+    let there = root.path().join("there");
+    let dir = root.path().join("dir");
+    let whole = root.path().join("whole");
     let mut model = Model::of(&tiny_llama());
     model.config["tie_word_embeddings"] = true.into();
     model.tensors.remove("lm_head.weight").unwrap();
@@ -148,20 +160,31 @@ fn a_llama_may_be_in_several_files() {
     let (name, tensor) = parts["model-00001-of-00003.safetensors"].clone().pop_first().unwrap();
     let other = parts.get_mut("model-00003-of-00003.safetensors").unwrap();
     other.insert(name.clone(), Raw(tensor.0, tensor.1.clone(), vec![0; tensor.2.len()]));
-    safetensors::serialize_to_file(&*other, None, &there.join("model-00003-of-00003.safetensors")).unwrap();
+    safetensors::serialize_to_file(&*other, None, &there.join("model-00003-of-00003.safetensors"))
+        .unwrap();
     import(&there, &root.path().join("copied"), None).unwrap();
-    assert_eq!(logits(&root.path().join("copied"), &tokens), logits(&root.path().join("reference"), &tokens));
+    assert_eq!(
+        logits(&root.path().join("copied"), &tokens),
+        logits(&root.path().join("reference"), &tokens)
+    );
     map[&name] = "model-00002-of-00003.safetensors".into();
     std::fs::write(&index, serde_json::json!({ "weight_map": map }).to_string()).unwrap();
     let error = import(&there, &root.path().join("x"), None).unwrap_err().to_string();
-    assert!(error.contains(&format!("model-00002-of-00003.safetensors has no tensor {name}\nhint: ")), "{error}");
+    assert!(
+        error.contains(&format!("model-00002-of-00003.safetensors has no tensor {name}\nhint: ")),
+        "{error}"
+    );
 
     std::fs::remove_file(there.join("model-00002-of-00003.safetensors")).unwrap();
     let error = import(&there, &root.path().join("x"), None).unwrap_err().to_string();
-    assert!(error.contains("there is no file model-00002-of-00003.safetensors\nhint: copy all files"), "{error}");
+    assert!(
+        error.contains("there is no file model-00002-of-00003.safetensors\nhint: copy all files"),
+        "{error}"
+    );
 }
 
-/// `save_pretrained` into a directory of a larger model leaves the index of that, with its files or without.
+/// `save_pretrained` into a directory of a larger model leaves the index of that, with its files or
+/// without.
 #[test]
 fn one_file_comes_before_an_index() {
     let root = tempfile::tempdir().unwrap();
@@ -171,11 +194,15 @@ fn one_file_comes_before_an_index() {
     for name in ["model-00001-of-00002.safetensors", "other.safetensors"] {
         let mut stale = Model::tiny();
         stale.tensors.values_mut().for_each(|tensor| tensor.2.fill(0));
-        safetensors::serialize_to_file(&stale.tensors, None, &there.join("other.safetensors")).unwrap();
-        let map: BTreeMap<&String, &str> = stale.tensors.keys().map(|tensor| (tensor, name)).collect();
+        safetensors::serialize_to_file(&stale.tensors, None, &there.join("other.safetensors"))
+            .unwrap();
+        let map: BTreeMap<&String, &str> =
+            stale.tensors.keys().map(|tensor| (tensor, name)).collect();
         std::fs::write(&index, serde_json::json!({ "weight_map": map }).to_string()).unwrap();
-        let (out, reference) = (root.path().join(name), root.path().join(format!("{name}-reference")));
-        let imported = finish(program(["checkpoint", "import"]).arg(&there).arg("--out").arg(&out)).succeeded();
+        let out = root.path().join(name);
+        let reference = root.path().join(format!("{name}-reference"));
+        let imported = finish(program(["checkpoint", "import"]).arg(&there).arg("--out").arg(&out))
+            .succeeded();
         let warning = "model.safetensors.index.json is not used: model.safetensors is there, too";
         assert!(imported.stderr.contains(warning), "{imported}");
         import(&tiny(), &reference, None).unwrap();
@@ -229,15 +256,19 @@ impl Model {
     fn write(&self, dir: &Path) {
         std::fs::create_dir_all(dir).unwrap();
         std::fs::write(dir.join("config.json"), self.config.to_string()).unwrap();
-        safetensors::serialize_to_file(&self.tensors, None, &dir.join("model.safetensors")).unwrap();
+        safetensors::serialize_to_file(&self.tensors, None, &dir.join("model.safetensors"))
+            .unwrap();
     }
 }
 
-/// As files of 2019 have it: names without `transformer.`, buffers, the output matrix once more; and in bfloat16.
+/// As files of 2019 have it: names without `transformer.`, buffers, the output matrix once more;
+/// and in bfloat16.
 #[test]
 fn other_spellings_are_understood() {
     let root = tempfile::tempdir().unwrap();
-    let (there, dir, reference) = (root.path().join("there"), root.path().join("dir"), root.path().join("reference"));
+    let there = root.path().join("there");
+    let dir = root.path().join("dir");
+    let reference = root.path().join("reference");
     let mut model = Model::tiny();
     let narrow = |bytes: &[u8]| -> Vec<u8> {
         let wide = bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
@@ -246,7 +277,10 @@ fn other_spellings_are_understood() {
     model.tensors = std::mem::take(&mut model.tensors)
         .into_iter()
         .map(|(name, Raw(_, shape, bytes))| {
-            (name.strip_prefix("transformer.").unwrap().to_owned(), Raw(Dtype::BF16, shape, narrow(&bytes)))
+            (
+                name.strip_prefix("transformer.").unwrap().to_owned(),
+                Raw(Dtype::BF16, shape, narrow(&bytes)),
+            )
         })
         .collect();
     model.tensors.insert("lm_head.weight".into(), model.tensors["wte.weight"].clone());
@@ -257,11 +291,15 @@ fn other_spellings_are_understood() {
     import(&tiny(), &reference, None).unwrap();
     let [mut narrow, mut wide] = [&dir, &reference].map(|dir| Reader::open(dir).unwrap());
     for (name, entry) in wide.manifest().tensors.clone() {
-        let mut values = [vec![0.0; entry.shape.iter().product()], vec![0.0; entry.shape.iter().product()]];
+        let mut values =
+            [vec![0.0; entry.shape.iter().product()], vec![0.0; entry.shape.iter().product()]];
         narrow.read(&name, 0, None, 0..values[0].len(), &mut values[0]).unwrap();
         wide.read(&name, 0, None, 0..values[1].len(), &mut values[1]).unwrap();
         let [narrow, wide] = values;
-        assert!(narrow.iter().zip(wide).all(|(narrow, wide)| *narrow == bf16::from_f32(wide).to_f32()), "{name}");
+        assert!(
+            narrow.iter().zip(wide).all(|(narrow, wide)| *narrow == bf16::from_f32(wide).to_f32()),
+            "{name}"
+        );
     }
 }
 
@@ -270,13 +308,17 @@ fn other_models_are_refused() {
     type Change = fn(&mut Model);
     let cases: [(Change, &[&str]); 17] = [
         (
-            |m| m.config["quantization_config"] = serde_json::json!({ "quant_method": "gptq", "bits": 4 }),
+            |m| {
+                m.config["quantization_config"] =
+                    serde_json::json!({ "quant_method": "gptq", "bits": 4 })
+            },
             &["config.json: quantization_config is gptq: weights are quantized"],
         ),
         (
             |m| {
                 let wrapped = std::mem::take(&mut m.tensors).into_iter();
-                m.tensors = wrapped.map(|(name, tensor)| (format!("_orig_mod.{name}"), tensor)).collect();
+                m.tensors =
+                    wrapped.map(|(name, tensor)| (format!("_orig_mod.{name}"), tensor)).collect();
             },
             &[
                 "there is no tensor h.0.attn.c_attn.bias, h.0.attn.c_attn.weight, h.0.attn.c_proj.bias and 25 more",
@@ -288,17 +330,31 @@ fn other_models_are_refused() {
                 let bias = m.tensors.get_mut("transformer.h.1.ln_1.bias").unwrap();
                 bias.2[20..24].copy_from_slice(&f32::NAN.to_le_bytes());
             },
-            &["transformer.h.1.ln_1.bias has 1 of 24 values that are not finite, the first of them NaN at 5"],
+            &[
+                "transformer.h.1.ln_1.bias has 1 of 24 values that are not finite, the first of them NaN at 5",
+            ],
         ),
         (
             |m| m.config["model_type"] = "bert".into(),
             &["config.json", "model_type is \"bert\", not \"gpt2\" or \"llama\""],
         ),
-        (|m| drop(m.config.as_object_mut().unwrap().remove("model_type")), &["model_type is missing"]),
-        (|m| drop(m.config.as_object_mut().unwrap().remove("n_layer")), &["config.json", "n_layer"]),
+        (
+            |m| drop(m.config.as_object_mut().unwrap().remove("model_type")),
+            &["model_type is missing"],
+        ),
+        (
+            |m| drop(m.config.as_object_mut().unwrap().remove("n_layer")),
+            &["config.json", "n_layer"],
+        ),
         (|m| m.config["activation_function"] = "relu".into(), &["activation_function is \"relu\""]),
-        (|m| m.config["layer_norm_epsilon"] = 1e-6.into(), &["layer_norm_epsilon is 0.000001, here it is 0.00001"]),
-        (|m| m.config["n_inner"] = 100.into(), &["n_inner is 100, here it is four times n_embd = 24"]),
+        (
+            |m| m.config["layer_norm_epsilon"] = 1e-6.into(),
+            &["layer_norm_epsilon is 0.000001, here it is 0.00001"],
+        ),
+        (
+            |m| m.config["n_inner"] = 100.into(),
+            &["n_inner is 100, here it is four times n_embd = 24"],
+        ),
         (|m| m.config["tie_word_embeddings"] = false.into(), &["tie_word_embeddings is false"]),
         (|m| m.config["n_head"] = 5.into(), &["config.json", "24", "5"]),
         (
@@ -310,7 +366,12 @@ fn other_models_are_refused() {
             &["model.safetensors: there is no tensor transformer.h.1.ln_1.bias"],
         ),
         (
-            |m| drop(m.tensors.insert("transformer.h.2.ln_1.bias".into(), Raw(Dtype::F32, vec![1], vec![0; 4]))),
+            |m| {
+                drop(m.tensors.insert(
+                    "transformer.h.2.ln_1.bias".into(),
+                    Raw(Dtype::F32, vec![1], vec![0; 4]),
+                ))
+            },
             &["GPT-2 has no tensor transformer.h.2.ln_1.bias"],
         ),
         (
@@ -326,7 +387,11 @@ fn other_models_are_refused() {
             ],
         ),
         (
-            |m| drop(m.tensors.insert("lm_head.weight".into(), Raw(Dtype::F32, vec![1], vec![0; 4]))),
+            |m| {
+                drop(
+                    m.tensors.insert("lm_head.weight".into(), Raw(Dtype::F32, vec![1], vec![0; 4])),
+                )
+            },
             &["lm_head.weight is not transformer.wte.weight again"],
         ),
         (
@@ -364,7 +429,9 @@ fn other_models_are_refused() {
     refused(&dir, &["model.safetensors does not exist"]);
     refused(&root.path().join("nowhere"), &["nowhere/config.json"]);
     // Nothing half written is left.
-    let left = std::fs::read_dir(root.path()).unwrap().filter(|entry| entry.as_ref().unwrap().file_name() != "cut");
+    let left = std::fs::read_dir(root.path())
+        .unwrap()
+        .filter(|entry| entry.as_ref().unwrap().file_name() != "cut");
     assert_eq!(left.count(), 17);
 }
 
@@ -374,7 +441,10 @@ fn other_llamas_are_refused() {
     let cases: [(Change, &str); 16] = [
         (|c| c["hidden_act"] = "gelu".into(), "hidden_act is \"gelu\", here it is \"silu\""),
         (|c| c["attention_bias"] = true.into(), "attention_bias is true, here it is false"),
-        (|c| c["head_dim"] = 8.into(), "head_dim is 8, here it is hidden_size / num_attention_heads"),
+        (
+            |c| c["head_dim"] = 8.into(),
+            "head_dim is 8, here it is hidden_size / num_attention_heads",
+        ),
         (
             |c| c["rope_parameters"]["rope_type"] = "yarn".into(),
             "rope_parameters: rope_type is \"yarn\", here it is one of \"default\", \"linear\", \"llama3\"",
@@ -384,7 +454,9 @@ fn other_llamas_are_refused() {
             "rope_scaling: rope_type is \"dynamic\"",
         ),
         (
-            |c| c["rope_scaling"] = serde_json::json!({ "type": "longrope", "rope_type": "longrope", "factor": 2.0 }),
+            |c| {
+                c["rope_scaling"] = serde_json::json!({ "type": "longrope", "rope_type": "longrope", "factor": 2.0 })
+            },
             "rope_scaling: rope_type is \"longrope\"",
         ),
         (
@@ -427,16 +499,24 @@ fn other_llamas_are_refused() {
         (
             |c| {
                 c["rope_parameters"]["rope_theta"] = 10000.0.into();
-                c["rope_scaling"] = serde_json::json!({ "rope_type": "default", "rope_theta": 500000.0 });
+                c["rope_scaling"] =
+                    serde_json::json!({ "rope_type": "default", "rope_theta": 500000.0 });
             },
             "rope_theta is 500000 in rope_scaling and 10000 in rope_parameters",
         ),
-        (|c| c["num_key_value_heads"] = 3.into(), "model.kv_heads = 3 does not divide model.heads = 4"),
-        (|c| c["tie_word_embeddings"] = true.into(), "lm_head.weight is not model.embed_tokens.weight again"),
+        (
+            |c| c["num_key_value_heads"] = 3.into(),
+            "model.kv_heads = 3 does not divide model.heads = 4",
+        ),
+        (
+            |c| c["tie_word_embeddings"] = true.into(),
+            "lm_head.weight is not model.embed_tokens.weight again",
+        ),
     ];
     let root = tempfile::tempdir().unwrap();
     for (i, (change, wanted)) in cases.into_iter().enumerate() {
-        let (dir, out) = (root.path().join(i.to_string()), root.path().join("out"));
+        let dir = root.path().join(i.to_string());
+        let out = root.path().join("out");
         let mut model = Model::of(&tiny_llama());
         change(&mut model.config);
         model.write(&dir);
@@ -455,22 +535,36 @@ fn the_base_of_angles_is_read_where_it_is_given() {
         (
             |c| {
                 c.insert("rope_theta".into(), 20000.0.into());
-                c.insert("rope_scaling".into(), serde_json::json!({ "rope_type": "default", "rope_theta": 500000.0 }));
+                c.insert(
+                    "rope_scaling".into(),
+                    serde_json::json!({ "rope_type": "default", "rope_theta": 500000.0 }),
+                );
             },
             500_000.0,
         ),
         (
-            |c| drop(c.insert("rope_scaling".into(), serde_json::json!({ "type": "default", "rope_theta": 30000.0 }))),
+            |c| {
+                drop(c.insert(
+                    "rope_scaling".into(),
+                    serde_json::json!({ "type": "default", "rope_theta": 30000.0 }),
+                ))
+            },
             30000.0,
         ),
         (
-            |c| drop(c.insert("rope_parameters".into(), serde_json::json!({ "rope_theta": 40000.0, "factor": null }))),
+            |c| {
+                drop(c.insert(
+                    "rope_parameters".into(),
+                    serde_json::json!({ "rope_theta": 40000.0, "factor": null }),
+                ))
+            },
             40000.0,
         ),
     ];
     let root = tempfile::tempdir().unwrap();
     for (i, (change, theta)) in cases.into_iter().enumerate() {
-        let (dir, out) = (root.path().join(i.to_string()), root.path().join(format!("out-{i}")));
+        let dir = root.path().join(i.to_string());
+        let out = root.path().join(format!("out-{i}"));
         let mut model = Model::of(&tiny_llama());
         let config = model.config.as_object_mut().unwrap();
         for key in ["rope_theta", "rope_scaling", "rope_parameters"] {
@@ -483,7 +577,8 @@ fn the_base_of_angles_is_read_where_it_is_given() {
     }
 }
 
-/// As files of `transformers` 4 have it, with the old name of the type or the new one; and as our exports have it, in both spellings.
+/// As files of `transformers` 4 have it, with the old name of the type or the new one; and as our
+/// exports have it, in both spellings.
 #[test]
 fn scaled_positions_are_read_where_they_are_given() {
     type Change = fn(&mut Value, Value);
@@ -506,11 +601,15 @@ fn scaled_positions_are_read_where_they_are_given() {
         let reference = import(&there, &root.path().join(name), None).unwrap().config.model;
         assert_eq!(reference.rope_scaling.rope_type.name(), name);
         for (i, change) in cases.into_iter().enumerate() {
-            let (dir, out) = (root.path().join(format!("{name}-{i}")), root.path().join(format!("{name}-out-{i}")));
+            let dir = root.path().join(format!("{name}-{i}"));
+            let out = root.path().join(format!("{name}-out-{i}"));
             let mut model = Model::of(&there);
             let config = model.config.as_object_mut().unwrap();
             let mut scaling = config.remove("rope_parameters").unwrap();
-            config.insert("rope_theta".into(), scaling.as_object_mut().unwrap().remove("rope_theta").unwrap());
+            config.insert(
+                "rope_theta".into(),
+                scaling.as_object_mut().unwrap().remove("rope_theta").unwrap(),
+            );
             change(&mut model.config, scaling);
             model.write(&dir);
             assert_eq!(import(&dir, &out, None).unwrap().config.model, reference, "{name}, {i}");
@@ -518,7 +617,8 @@ fn scaled_positions_are_read_where_they_are_given() {
     }
 }
 
-/// From training to an export to an import, whose printed command trains it with the same positions.
+/// From training to an export to an import, whose printed command trains it with the same
+/// positions.
 #[test]
 fn scaled_positions_travel() {
     let folder = Folder(tempfile::tempdir().unwrap());
@@ -526,7 +626,10 @@ fn scaled_positions_travel() {
     folder.ran("data import text @text --tokenizer byte --out @data");
     let scaling = "--set model.kind=llama --set model.rope_scaling.rope_type=llama3 --set model.rope_scaling.low_freq_factor=1 \
                    --set model.rope_scaling.high_freq_factor=4 --set model.rope_scaling.original_max_position_embeddings=12";
-    folder.train("x", &format!("{scaling} --set model.rope_scaling.factor=8 --set optimizer.lr=0.02"));
+    folder.train(
+        "x",
+        &format!("{scaling} --set model.rope_scaling.factor=8 --set optimizer.lr=0.02"),
+    );
     folder.ran("checkpoint export @runs/x --out @there");
     let config = json(&Path::new(&folder.at("there")).join("config.json"));
     let mut parameters = serde_json::json!({
@@ -539,13 +642,21 @@ fn scaled_positions_travel() {
 
     let imported = folder.ran("checkpoint import @there --out @back");
     let sampled = |checkpoint: &str| {
-        folder.ran(&format!("sample --checkpoint {checkpoint} --prompt sea --tokens 18 --temperature 0")).stdout
+        folder
+            .ran(&format!(
+                "sample --checkpoint {checkpoint} --prompt sea --tokens 18 --temperature 0"
+            ))
+            .stdout
     };
     assert_eq!(sampled("@back"), sampled("@runs/x"));
-    let command = imported.stdout.lines().find_map(|line| line.strip_prefix("train it: hpctrain ")).unwrap();
+    let command =
+        imported.stdout.lines().find_map(|line| line.strip_prefix("train it: hpctrain ")).unwrap();
     assert!(command.contains(" --set model.rope_scaling.rope_type=llama3"), "{command}");
     let more = "--set run.steps=1 --set batch.global=4 --set eval.samples=4 --set log.sample=0 --set run.root=@runs";
-    folder.ran(&format!("{} {more} --set run.name=tuned", command.replace("DIR", &folder.at("data"))));
+    folder.ran(&format!(
+        "{} {more} --set run.name=tuned",
+        command.replace("DIR", &folder.at("data"))
+    ));
     let [before, after] = ["runs/x", "runs/tuned"].map(|run| {
         let text = std::fs::read_to_string(Path::new(&folder.at(run)).join("config.toml")).unwrap();
         text.parse::<toml::Table>().unwrap()["model"]["rope_scaling"].clone()
@@ -553,8 +664,8 @@ fn scaled_positions_travel() {
     assert_eq!(before, after);
 }
 
-/// The printed commands of an import work: text is imported as it says, and the network trained and measured on it. Text of another
-/// tokenizer is refused.
+/// The printed commands of an import work: text is imported as it says, and the network trained and
+/// measured on it. Text of another tokenizer is refused.
 #[test]
 fn what_an_import_prints_works() {
     let root = tempfile::tempdir().unwrap();
@@ -566,18 +677,31 @@ fn what_an_import_prints_works() {
     };
     let small = "--set model.layers=1 --set model.width=16 --set model.heads=2 --set model.context=8 --set batch.global=4 \
                  --set run.steps=2 --set log.sample=0 --set eval.samples=4 --set checkpoint.every=0";
-    let (runs, bytes) = (format!("--set run.root={}", at("runs")), format!("--set data.path={}", at("bytes")));
+    let runs = format!("--set run.root={}", at("runs"));
+    let bytes = format!("--set data.path={}", at("bytes"));
     ran(format!("data import text FILE --tokenizer byte --out {}", at("bytes"))).succeeded();
     ran(format!("data import text FILE --tokenizer char --out {}", at("chars"))).succeeded();
-    ran(format!("train {small} {runs} {bytes} --set run.name=base --set model.dropout=0.1")).succeeded();
+    ran(format!("train {small} {runs} {bytes} --set run.name=base --set model.dropout=0.1"))
+        .succeeded();
     ran(format!("checkpoint export {} --out {}", at("runs/base"), at("there"))).succeeded();
-    let ended = ran(format!("checkpoint import {} --tokenizer byte --out {}", at("there"), at("back"))).succeeded();
+    let ended =
+        ran(format!("checkpoint import {} --tokenizer byte --out {}", at("there"), at("back")))
+            .succeeded();
     let line = |name: &str| {
-        let line = ended.stdout.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_else(|| panic!("{ended}"));
+        let line = ended
+            .stdout
+            .lines()
+            .find_map(|line| line.strip_prefix(name))
+            .unwrap_or_else(|| panic!("{ended}"));
         line.strip_prefix(" hpctrain ").unwrap_or_else(|| panic!("{ended}")).to_owned()
     };
-    let (import, train, measure) = (line("import text for it:"), line("train it:"), line("measure it:"));
-    assert!(train.contains(" --set data.path=DIR ") && train.contains(" --set model.dropout=0.1 "), "{train}");
+    let import = line("import text for it:");
+    let train = line("train it:");
+    let measure = line("measure it:");
+    assert!(
+        train.contains(" --set data.path=DIR ") && train.contains(" --set model.dropout=0.1 "),
+        "{train}"
+    );
     ran(import.replace("DIR", &at("text"))).succeeded();
     let more = |name: &str| {
         format!(
@@ -587,28 +711,37 @@ fn what_an_import_prints_works() {
     ran(format!("{} {}", train.replace("DIR", &at("text")), more("tuned"))).succeeded();
     let ended = ran(measure.replace("DIR", &at("text"))).succeeded();
     assert!(ended.stdout.contains(": loss ") && ended.stdout.contains("perplexity"), "{ended}");
-    for command in
-        [format!("{} {}", train.replace("DIR", &at("chars")), more("refused")), measure.replace("DIR", &at("chars"))]
-    {
+    for command in [
+        format!("{} {}", train.replace("DIR", &at("chars")), more("refused")),
+        measure.replace("DIR", &at("chars")),
+    ] {
         let ended = ran(command);
         assert_eq!(ended.code(), 2, "{ended}");
         assert!(
-            ended.stderr.contains("the tokenizer of the data is char, that of the network byte\nhint: "),
+            ended
+                .stderr
+                .contains("the tokenizer of the data is char, that of the network byte\nhint: "),
             "{ended}"
         );
     }
     // Of a model without a tokenizer nothing is known: that of the data is taken, and told.
-    ran(format!("checkpoint import {} --tokenizer none --out {}", at("there"), at("untold"))).succeeded();
-    let ended = ran(format!("eval --checkpoint {} --data {}", at("untold"), at("bytes"))).succeeded();
+    ran(format!("checkpoint import {} --tokenizer none --out {}", at("there"), at("untold")))
+        .succeeded();
+    let ended =
+        ran(format!("eval --checkpoint {} --data {}", at("untold"), at("bytes"))).succeeded();
     assert!(
-        ended.stderr.contains("the checkpoint does not tell its tokenizer: that of the data is taken, byte"),
+        ended.stderr.contains(
+            "the checkpoint does not tell its tokenizer: that of the data is taken, byte"
+        ),
         "{ended}"
     );
     // The training data of an import is not known: no other data is measured by chance.
     let ended = ran(format!("eval --checkpoint {}", at("back")));
     assert_eq!(ended.code(), 2, "{ended}");
     assert!(
-        ended.stderr.contains("the checkpoint was imported and tells no data\nhint: give some with --data"),
+        ended
+            .stderr
+            .contains("the checkpoint was imported and tells no data\nhint: give some with --data"),
         "{ended}"
     );
 }
@@ -642,7 +775,8 @@ impl Folder {
     }
 }
 
-/// From data to checkpoints to exports to imports: the tokenizer of a file comes along, and the token that ends a text.
+/// From data to checkpoints to exports to imports: the tokenizer of a file comes along, and the
+/// token that ends a text.
 #[test]
 fn tokenizers_of_files_travel() {
     let folder = Folder(tempfile::tempdir().unwrap());
@@ -653,16 +787,23 @@ fn tokenizers_of_files_travel() {
     }]);
     std::fs::write(folder.at("tokenizer.json"), file.to_string()).unwrap();
     std::fs::write(folder.at("text"), "A text about the sea, and of ships. ".repeat(40)).unwrap();
-    folder.ran("data import text @text --tokenizer @tokenizer.json --end-of-text <|end|> --out @data");
+    folder.ran(
+        "data import text @text --tokenizer @tokenizer.json --end-of-text <|end|> --out @data",
+    );
     folder.ran("data import text @text --tokenizer byte --out @bytes");
     folder.train("x", "");
     let sampled = |checkpoint: &str| {
-        folder.ran(&format!("sample --checkpoint {checkpoint} --prompt e\u{301} --tokens 12 --temperature 0")).stdout
+        folder
+            .ran(&format!(
+                "sample --checkpoint {checkpoint} --prompt e\u{301} --tokens 12 --temperature 0"
+            ))
+            .stdout
     };
     let before = sampled("@runs/x");
     assert!(before.starts_with("e\u{301}"), "{before}");
     let ended = folder.ends("eval --checkpoint @runs/x --data @bytes");
-    let refused = "the tokenizer of the data is byte, that of the network huggingface with 257 ids\nhint: ";
+    let refused =
+        "the tokenizer of the data is byte, that of the network huggingface with 257 ids\nhint: ";
     assert!(ended.code() == 2 && ended.stderr.contains(refused), "{ended}");
     assert!(folder.ran("checkpoint inspect @runs/x").stdout.contains("huggingface, 257 ids"));
 
@@ -675,7 +816,10 @@ fn tokenizers_of_files_travel() {
     assert_eq!((&settings["eos_token"], &settings["bos_token"]), (&"<|end|>".into(), &Value::Null));
     assert_eq!(there("generation_config.json")["eos_token_id"], end);
     assert_eq!(there("generation_config.json")["max_length"], 24);
-    assert_eq!((&there("config.json")["eos_token_id"], &there("config.json")["bos_token_id"]), (&end, &Value::Null));
+    assert_eq!(
+        (&there("config.json")["eos_token_id"], &there("config.json")["bos_token_id"]),
+        (&end, &Value::Null)
+    );
 
     let ended = folder.ran("checkpoint import @there --out @back");
     assert!(ended.stdout.contains("there/tokenizer.json --out DIR"), "{ended}");
@@ -683,7 +827,8 @@ fn tokenizers_of_files_travel() {
     folder.ran("eval --checkpoint @back --data @data");
     // As it came, once more; and without.
     folder.ran("checkpoint export @back --out @again");
-    for name in ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"] {
+    for name in ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"]
+    {
         assert_eq!(json(&Path::new(&folder.at("again")).join(name)), there(name), "{name}");
     }
     folder.ran("checkpoint import @there --tokenizer none --out @without");
@@ -701,11 +846,14 @@ fn tokenizers_of_files_travel() {
     assert!(ended.code() == 2 && ended.stderr.contains(wanted), "{ended}");
     std::fs::write(folder.at("there/tokenizer.json"), "{").unwrap();
     let ended = folder.ends("checkpoint import @there --out @more");
-    assert!(ended.code() == 2 && ended.stderr.contains("there/tokenizer.json is no tokenizer.json: "), "{ended}");
+    assert!(
+        ended.code() == 2 && ended.stderr.contains("there/tokenizer.json is no tokenizer.json: "),
+        "{ended}"
+    );
 }
 
-/// The tokens that begin and end a text count as in transformers: a prompt of an imported model begins with the one, a continuation
-/// ends at the other.
+/// The tokens that begin and end a text count as in transformers: a prompt of an imported model
+/// begins with the one, a continuation ends at the other.
 #[test]
 fn samples_begin_and_end_as_the_tokenizer_says() {
     let folder = Folder(tempfile::tempdir().unwrap());
@@ -722,7 +870,9 @@ fn samples_begin_and_end_as_the_tokenizer_says() {
     for text in 0..200 {
         std::fs::write(folder.at(&format!("texts/{text}.txt")), "ab").unwrap();
     }
-    folder.ran("data import text @texts --tokenizer @tokenizer.json --end-of-text <|end|> --out @data");
+    folder.ran(
+        "data import text @texts --tokenizer @tokenizer.json --end-of-text <|end|> --out @data",
+    );
     folder.train("x", "--set run.steps=80 --set optimizer.lr=0.02 --set schedule.warmup=2");
     let sampled = |words: &str| -> Value {
         let line = format!("sample --tokens 8 --temperature 0 --json --checkpoint {words}");
@@ -751,7 +901,10 @@ fn samples_begin_and_end_as_the_tokenizer_says() {
     settings["add_bos_token"] = true.into();
     std::fs::write(&path, settings.to_string()).unwrap();
     folder.ran("checkpoint import @there --out @settings");
-    assert_eq!((ids("@settings", "b"), ids("@settings", "<|begin|>b")), (behind.clone(), behind.clone()));
+    assert_eq!(
+        (ids("@settings", "b"), ids("@settings", "<|begin|>b")),
+        (behind.clone(), behind.clone())
+    );
     settings["add_bos_token"] = false.into();
     std::fs::write(&path, settings.to_string()).unwrap();
     file["post_processor"] = serde_json::json!({
@@ -765,8 +918,8 @@ fn samples_begin_and_end_as_the_tokenizer_says() {
     assert_eq!(ids("@processed", "b"), behind);
 }
 
-/// An export is all that transformers needs, and continues a text as `sample` does. A tokenizer of characters is the same again
-/// after an import.
+/// An export is all that transformers needs, and continues a text as `sample` does. A tokenizer of
+/// characters is the same again after an import.
 #[test]
 fn transformers_continue_a_text() {
     let folder = Folder(tempfile::tempdir().unwrap());
@@ -774,7 +927,12 @@ fn transformers_continue_a_text() {
     for (tokenizer, kind) in [("char", "gpt"), ("byte", "llama"), ("char", "llama")] {
         let name = format!("{tokenizer}-{kind}");
         folder.ran(&format!("data import text @text --tokenizer {tokenizer} --out @{name}-data"));
-        folder.train(&name, &format!("--set model.kind={kind} --set data.path=@{name}-data --set optimizer.lr=0.02"));
+        folder.train(
+            &name,
+            &format!(
+                "--set model.kind={kind} --set data.path=@{name}-data --set optimizer.lr=0.02"
+            ),
+        );
         folder.ran(&format!("checkpoint export @runs/{name} --out @{name}"));
         folder.ran(&format!("checkpoint import @{name} --out @{name}-back"));
         // The data's tokenizer is the model's.
@@ -787,16 +945,19 @@ fn transformers_continue_a_text() {
             texts = transformers.pipeline('text-generation', model=sys.argv[1])\n\
             texts('A text')\n\
             print(texts('A text', max_new_tokens=12, do_sample=False)[0]['generated_text'], end='')";
-        let continued = inherits_nothing(python.args(["-c", script, &folder.at(&name)])).output().unwrap();
+        let continued =
+            inherits_nothing(python.args(["-c", script, &folder.at(&name)])).output().unwrap();
         assert!(continued.status.success(), "{}", String::from_utf8_lossy(&continued.stderr));
-        let ours = finish(program(["sample", "--checkpoint", &folder.at(&format!("runs/{name}"))]).args([
-            "--prompt",
-            "A text",
-            "--tokens",
-            "12",
-            "--temperature",
-            "0",
-        ]))
+        let ours = finish(
+            program(["sample", "--checkpoint", &folder.at(&format!("runs/{name}"))]).args([
+                "--prompt",
+                "A text",
+                "--tokens",
+                "12",
+                "--temperature",
+                "0",
+            ]),
+        )
         .succeeded()
         .stdout;
         assert_eq!(String::from_utf8_lossy(&continued.stdout).into_owned() + "\n", ours, "{name}");

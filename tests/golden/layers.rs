@@ -1,4 +1,5 @@
-//! Networks by layers against PyTorch: outputs, losses, metrics and every gradient, on every device.
+//! Networks by layers against PyTorch: outputs, losses, metrics and every gradient, on every
+//! device.
 
 use std::ops::Range;
 
@@ -23,8 +24,8 @@ use hpctrain_testkit::{Cut, distance, engine_on, floats, golden, gradients, ids,
 struct Within {
     output: f64,
     gradients: f64,
-    /// Of gradients through batch and group norms: normalising takes away most of what those of a few samples share, and their
-    /// roundings stay.
+    /// Of gradients through batch and group norms: normalising takes away most of what those of a
+    /// few samples share, and their roundings stay.
     through_norms: f64,
 }
 
@@ -37,7 +38,11 @@ fn text(group: &hdf5::Group, name: &str) -> String {
 
 /// The plan of a case's configuration.
 fn plan(case: &hdf5::Group) -> ResolvedConfig {
-    let text = format!("[model]\nkind = \"layers\"\n{}\n[loss]\n{}", text(case, "model"), text(case, "loss"));
+    let text = format!(
+        "[model]\nkind = \"layers\"\n{}\n[loss]\n{}",
+        text(case, "model"),
+        text(case, "loss")
+    );
     let config: Config = toml::from_str(&text).unwrap();
     resolve(config, &Environment { ranks: 1, threads: 1, vocabulary: None, on_gpu: false }).unwrap()
 }
@@ -58,7 +63,10 @@ fn samples<B: Kernels>(b: &B, case: &hdf5::Group, plan: &ResolvedConfig) -> Micr
         // Ids count through all tables.
         [first, second, _] => {
             let before = [0, *first, first + second].into_iter().cycle();
-            let ids = ids(case, "categories").into_iter().zip(before).map(|(id, before)| id + before as u32);
+            let ids = ids(case, "categories")
+                .into_iter()
+                .zip(before)
+                .map(|(id, before)| id + before as u32);
             (ids.collect(), floats(case, "inputs"))
         }
         other => panic!("{} tables", other.len()),
@@ -68,14 +76,27 @@ fn samples<B: Kernels>(b: &B, case: &hdf5::Group, plan: &ResolvedConfig) -> Micr
         Loss::Deviation(_) => (vec![], floats(case, "targets")),
     };
     let weights = if case.link_exists("weights") { floats(case, "weights") } else { vec![] };
-    let parts =
-        SampleFields { ids: &*input, features: &*features, classes: &*classes, values: &*values, weights: &*weights };
+    let parts = SampleFields {
+        ids: &*input,
+        features: &*features,
+        classes: &*classes,
+        values: &*values,
+        weights: &*weights,
+    };
     MicroBatch::upload(b, parts, shape[0], 1, 0).unwrap()
 }
 
 fn everything<B: Kernels>(b: &B, within: Within) {
     let file = golden("layers.h5");
-    for name in ["convolutions", "numbers", "norms", "ids", "weighted_classes", "weighted_numbers", "tables"] {
+    for name in [
+        "convolutions",
+        "numbers",
+        "norms",
+        "ids",
+        "weighted_classes",
+        "weighted_numbers",
+        "tables",
+    ] {
         let case = file.group(name).unwrap();
         let plan = plan(&case);
         for recompute in [false, true] {
@@ -84,10 +105,16 @@ fn everything<B: Kernels>(b: &B, within: Within) {
             let cut = Cut { recompute, ..Cut::WHOLE };
             let count = samples(b, &case, &plan).samples as u64;
             let comm = comm::single();
-            let (network, loss) = (&plan.network, plan.loss.clone());
-            let mut engine = engine_on(b.clone(), &comm, network, loss, one, Zero::Zero, rule, cut, count);
+            let network = &plan.network;
+            let loss = plan.loss.clone();
+            let mut engine =
+                engine_on(b.clone(), &comm, network, loss, one, Zero::Zero, rule, cut, count);
             let params = case.group("params").unwrap();
-            let from_golden = |tensor: &str, part, _: Option<&Range<usize>>, range: Range<usize>, out: &mut [f32]| {
+            let from_golden = |tensor: &str,
+                               part,
+                               _: Option<&Range<usize>>,
+                               range: Range<usize>,
+                               out: &mut [f32]| {
                 if part == 0 {
                     out.copy_from_slice(&floats(&params, tensor)[range]);
                 }
@@ -107,17 +134,26 @@ fn everything<B: Kernels>(b: &B, within: Within) {
             let golden_metrics = case.group("metrics").unwrap();
             assert_eq!(golden_metrics.len() as usize, 1 + metrics.len(), "{name}");
             let means: Vec<f64> = sums.iter().map(|sum| sum / count as f64).collect();
-            let of_metrics =
-                metrics.iter().zip(&means[1..]).map(|(metric, mean)| (metric.name(), metric.of_mean(*mean)));
+            let of_metrics = metrics
+                .iter()
+                .zip(&means[1..])
+                .map(|(metric, mean)| (metric.name(), metric.of_mean(*mean)));
             for (metric, value) in [("loss", means[0])].into_iter().chain(of_metrics) {
                 let want = numbers(&golden_metrics, metric)[0];
-                assert!((value - want).abs() <= within.output * want.abs(), "{name} {metric}: {value}, PyTorch {want}");
+                assert!(
+                    (value - want).abs() <= within.output * want.abs(),
+                    "{name} {metric}: {value}, PyTorch {want}"
+                );
             }
 
             let mut micro = Some(micro);
-            let synced = engine.gradients(0, || Ok(micro.take().unwrap()), ControlFlags::empty).unwrap();
+            let synced =
+                engine.gradients(0, || Ok(micro.take().unwrap()), ControlFlags::empty).unwrap();
             let (loss, want) = (synced.loss / count as f64, numbers(&case, "loss")[0]);
-            assert!((loss / want - 1.0).abs() < within.output, "{name} loss: {loss}, PyTorch {want}");
+            assert!(
+                (loss / want - 1.0).abs() < within.output,
+                "{name} loss: {loss}, PyTorch {want}"
+            );
             let golden = case.group("grads").unwrap();
             let found = gradients(&engine);
             assert_eq!(found.len(), golden.len() as usize);

@@ -1,4 +1,5 @@
-//! Numbers of PyTorch, and derivatives by finite differences: kernels, layers, networks, optimizers, Hugging Face files.
+//! Numbers of PyTorch, and derivatives by finite differences: kernels, layers, networks,
+//! optimizers, Hugging Face files.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod gradients;

@@ -1,4 +1,5 @@
-//! Every network against PyTorch: logits, loss, every gradient, ten steps of two optimizers, on every device.
+//! Every network against PyTorch: logits, loss, every gradient, ten steps of two optimizers, on
+//! every device.
 
 use hdf5::types::FixedAscii;
 use hpctrain::backend::Kernels;
@@ -15,7 +16,9 @@ use hpctrain::optim::{Schedule, Shape, UpdateRule};
 use hpctrain::parallel::{ControlFlags, Hyper, Zero};
 
 use hpctrain_testkit::simulator::under;
-use hpctrain_testkit::{Cut, distance, engine_on, floats, golden, gradients, ids, micro, numbers, parameters};
+use hpctrain_testkit::{
+    Cut, distance, engine_on, floats, golden, gradients, ids, micro, numbers, parameters,
+};
 
 const ONE: Mesh = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
 
@@ -64,7 +67,15 @@ fn each_case(test: impl Fn(&str, &hdf5::Group, &Network)) {
         let [layers, heads, width, context, vocabulary] =
             ["layers", "heads", "width", "context", "vocabulary"].map(|name| size(&case, name));
         let network = if file == "gpt.h5" {
-            Network::Gpt(Gpt { layers, heads, width, context, vocabulary, bias: name == "bias", dropout: 0.0 })
+            Network::Gpt(Gpt {
+                layers,
+                heads,
+                width,
+                context,
+                vocabulary,
+                bias: name == "bias",
+                dropout: 0.0,
+            })
         } else {
             Network::Llama(Llama {
                 layers,
@@ -86,10 +97,25 @@ fn each_case(test: impl Fn(&str, &hdf5::Group, &Network)) {
 }
 
 /// A network with its golden parameters on one rank.
-fn load<B: Kernels>(b: &B, case: &hdf5::Group, network: &Network, rule: UpdateRule, cut: Cut) -> Engine<B> {
+fn load<B: Kernels>(
+    b: &B,
+    case: &hdf5::Group,
+    network: &Network,
+    rule: UpdateRule,
+    cut: Cut,
+) -> Engine<B> {
     let predictions = (size(case, "batch") * network.context()) as u64;
-    let mut engine =
-        engine_on(b.clone(), &comm::single(), network, Loss::cross_entropy(), ONE, Zero::Zero, rule, cut, predictions);
+    let mut engine = engine_on(
+        b.clone(),
+        &comm::single(),
+        network,
+        Loss::cross_entropy(),
+        ONE,
+        Zero::Zero,
+        rule,
+        cut,
+        predictions,
+    );
     let params = case.group("params").unwrap();
     engine
         .model
@@ -117,11 +143,13 @@ fn train<B: Kernels>(
     clip: f64,
 ) -> (Vec<f64>, Vec<f64>, Engine<B>) {
     let mut engine = load(b, case, network, rule, cut);
-    let (tokens, targets) = (ids(case, "tokens"), ids(case, "targets"));
+    let tokens = ids(case, "tokens");
+    let targets = ids(case, "targets");
     let batch = size(case, "batch");
     let per_step = batch * network.context();
     let per_micro = per_step / (cut.lanes * cut.micros_per_lane);
-    let (mut losses, mut norms) = (vec![], vec![]);
+    let mut losses = vec![];
+    let mut norms = vec![];
     for step in 0..10u64 {
         let mut at = step as usize * per_step;
         let backend = engine.model.backend.clone();
@@ -131,7 +159,13 @@ fn train<B: Kernels>(
                 || {
                     let range = at..at + per_micro;
                     at += per_micro;
-                    Ok(micro(&backend, &tokens[range.clone()], &targets[range], network.context(), 0))
+                    Ok(micro(
+                        &backend,
+                        &tokens[range.clone()],
+                        &targets[range],
+                        network.context(),
+                        0,
+                    ))
                 },
                 ControlFlags::empty,
             )
@@ -139,7 +173,11 @@ fn train<B: Kernels>(
         losses.push(synced.loss / per_step as f64);
         norms.push(synced.norm);
         let grad_scale = if synced.norm > clip { clip / (synced.norm + 1e-6) } else { 1.0 } as f32;
-        engine.model.sharded.update(Hyper { lr: rate(step) as f32, weight_decay, step: step + 1, grad_scale }).unwrap();
+        engine
+            .model
+            .sharded
+            .update(Hyper { lr: rate(step) as f32, weight_decay, step: step + 1, grad_scale })
+            .unwrap();
     }
     (losses, norms, engine)
 }
@@ -151,9 +189,15 @@ fn close(got: &[f64], want: &[f64], tolerance: f64, what: &str) {
     }
 }
 
-/// Every tensor within `tolerance` of the golden one. The gradient of the keys' bias is zero in exact arithmetic
-/// (softmax does not see a shift of all scores), which AdamW turns into noise: those rows are left out.
-fn same_parameters<B: Kernels>(case: &hdf5::Group, group: &str, engine: &mut Engine<B>, tolerance: f64) {
+/// Every tensor within `tolerance` of the golden one. The gradient of the keys' bias is zero in
+/// exact arithmetic (softmax does not see a shift of all scores), which AdamW turns into noise:
+/// those rows are left out.
+fn same_parameters<B: Kernels>(
+    case: &hdf5::Group,
+    group: &str,
+    engine: &mut Engine<B>,
+    tolerance: f64,
+) {
     let golden = case.group(group).unwrap();
     for (name, mut got) in parameters(engine) {
         let mut want = numbers(&golden, &name);
@@ -177,33 +221,51 @@ struct Within {
     gradients: f64,
     losses: f64,
     norms: f64,
-    /// Parameters in the end. AdamW divides a gradient by its own size, so rounding in tiny elements shows: the same
-    /// ten steps with PyTorch's f32 gradients end 8e-5 from its f64 ones, with f64 gradients and f32 updates 2e-7.
+    /// Parameters in the end. AdamW divides a gradient by its own size, so rounding in tiny
+    /// elements shows: the same ten steps with PyTorch's f32 gradients end 8e-5 from its f64 ones,
+    /// with f64 gradients and f32 updates 2e-7.
     adamw: f64,
     sgd: f64,
 }
 
-const F32: Within =
-    Within { logits: 2e-6, loss: 1e-6, gradients: 1e-5, losses: 1e-5, norms: 1e-4, adamw: 1e-4, sgd: 1e-5 };
-/// The norm of the tied Llama's sixth step is ten times as sensitive as the others: weights that are changed by 2⁻⁹ at random, of
-/// themselves, change it by 1.2 % in f64.
-const BF16: Within =
-    Within { logits: 2e-2, loss: 2e-3, gradients: 4e-2, losses: 2e-2, norms: 4e-2, adamw: 2e-2, sgd: 2e-2 };
+const F32: Within = Within {
+    logits: 2e-6,
+    loss: 1e-6,
+    gradients: 1e-5,
+    losses: 1e-5,
+    norms: 1e-4,
+    adamw: 1e-4,
+    sgd: 1e-5,
+};
+/// The norm of the tied Llama's sixth step is ten times as sensitive as the others: weights that
+/// are changed by 2⁻⁹ at random, of themselves, change it by 1.2 % in f64.
+const BF16: Within = Within {
+    logits: 2e-2,
+    loss: 2e-3,
+    gradients: 4e-2,
+    losses: 2e-2,
+    norms: 4e-2,
+    adamw: 2e-2,
+    sgd: 2e-2,
+};
 
 fn logits_loss_and_every_gradient<B: Kernels>(b: &B, within: Within) {
     each_case(|name, case, network| {
         for recompute in [false, true] {
             let mut engine = load(b, case, network, ADAMW, Cut { recompute, ..Cut::WHOLE });
-            let (tokens, targets) = (ids(case, "tokens"), ids(case, "targets"));
+            let tokens = ids(case, "tokens");
+            let targets = ids(case, "targets");
             let n = size(case, "batch") * network.context();
-            let whole = micro(&engine.model.backend, &tokens[..n], &targets[..n], network.context(), 0);
+            let whole =
+                micro(&engine.model.backend, &tokens[..n], &targets[..n], network.context(), 0);
             let logits = engine.model.output(&whole).unwrap().unwrap();
             let host = engine.model.download(&logits, n).unwrap();
             let off = distance(&host, &numbers(case, "logits"));
             assert!(off < within.logits, "{name}: logits {off:e}");
 
             let mut whole = Some(whole);
-            let synced = engine.gradients(0, || Ok(whole.take().unwrap()), ControlFlags::empty).unwrap();
+            let synced =
+                engine.gradients(0, || Ok(whole.take().unwrap()), ControlFlags::empty).unwrap();
             close(&[synced.loss / n as f64], &numbers(case, "loss"), within.loss, "loss");
             let golden = case.group("grads").unwrap();
             let found = gradients(&engine);
@@ -233,8 +295,10 @@ fn ten_steps_of_adamw<B: Kernels>(b: &B, within: Within) {
         // In one piece, as accumulated micro-batches, and as lanes.
         for (lanes, micros_per_lane) in [(1, 1), (1, 5), (5, 1)] {
             let cut = Cut { lanes, micros_per_lane, recompute: false };
-            let (decay, clip) = (attribute(&golden, "weight_decay") as f32, attribute(&golden, "grad_clip"));
-            let (losses, norms, mut engine) = train(b, case, network, ADAMW, cut, |s| schedule.rate(s), decay, clip);
+            let decay = attribute(&golden, "weight_decay") as f32;
+            let clip = attribute(&golden, "grad_clip");
+            let (losses, norms, mut engine) =
+                train(b, case, network, ADAMW, cut, |s| schedule.rate(s), decay, clip);
             close(&losses, &numbers(&golden, "losses"), within.losses, "loss");
             close(&norms, &numbers(&golden, "grad_norms"), within.norms, "norm");
             same_parameters(case, "adamw/params", &mut engine, within.adamw);
@@ -245,10 +309,12 @@ fn ten_steps_of_adamw<B: Kernels>(b: &B, within: Within) {
 fn ten_steps_of_nesterov<B: Kernels>(b: &B, within: Within) {
     each_case(|_, case, network| {
         let golden = case.group("sgd").unwrap();
-        let rule = UpdateRule::Sgd { momentum: attribute(&golden, "momentum") as f32, nesterov: true };
+        let rule =
+            UpdateRule::Sgd { momentum: attribute(&golden, "momentum") as f32, nesterov: true };
         let rate = attribute(&golden, "lr");
         let decay = attribute(&golden, "weight_decay") as f32;
-        let (losses, _, mut engine) = train(b, case, network, rule, Cut::WHOLE, |_| rate, decay, f64::INFINITY);
+        let (losses, _, mut engine) =
+            train(b, case, network, rule, Cut::WHOLE, |_| rate, decay, f64::INFINITY);
         close(&losses, &numbers(&golden, "losses"), within.losses, "loss");
         same_parameters(case, "sgd/params", &mut engine, within.sgd);
     });

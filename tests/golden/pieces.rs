@@ -1,4 +1,5 @@
-//! The head and the loss of some rows at a time (`parallel.logit_rows`): gradients, losses and memory beside those of all rows.
+//! The head and the loss of some rows at a time (`parallel.logit_rows`): gradients, losses and
+//! memory beside those of all rows.
 
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::{Backend, MemoryKind};
@@ -34,26 +35,46 @@ fn step(network: &Network, micros: usize, logit_rows: usize) -> Outcome {
     let rows = SEQUENCES * TIME;
     let engine = engine(&comm::single(), network, mesh, Zero::Zero, rule, cut, rows as u64);
     let Engine { model, geometry, host_inputs } = engine;
-    let mut engine: Engine<Cpu> = Engine { model: model.with_logit_rows(logit_rows), geometry, host_inputs };
+    let mut engine: Engine<Cpu> =
+        Engine { model: model.with_logit_rows(logit_rows), geometry, host_inputs };
     let backend = engine.model.backend.clone();
     let ids: Vec<u32> = (0..=rows as u32).map(|i| i * 41 % VOCABULARY as u32).collect();
     let mut at = 0;
     let next = || {
         let some = at..at + rows / micros;
         at = some.end;
-        Ok(micro(&backend, &ids[some.clone()], &ids[some.start + 1..=some.end], TIME, (some.start / TIME) as u64))
+        Ok(micro(
+            &backend,
+            &ids[some.clone()],
+            &ids[some.start + 1..=some.end],
+            TIME,
+            (some.start / TIME) as u64,
+        ))
     };
     let loss = engine.gradients(0, next, ControlFlags::empty).unwrap().loss;
     let gradients = gradients(&engine);
     engine.model.sharded.skip().unwrap();
     let all = micro(&backend, &ids[..rows], &ids[1..], TIME, 0);
     let measured = engine.model.measure(&all, &[0..7, 7..rows]).unwrap().unwrap();
-    Outcome { loss, measured, gradients, activations: backend.ledger().peak(MemoryKind::Activations) }
+    Outcome {
+        loss,
+        measured,
+        gradients,
+        activations: backend.ledger().peak(MemoryKind::Activations),
+    }
 }
 
 #[test]
 fn pieces_add_up_to_the_whole() {
-    let gpt = Gpt { layers: 2, heads: 2, width: 10, context: TIME, vocabulary: VOCABULARY, bias: true, dropout: 0.2 };
+    let gpt = Gpt {
+        layers: 2,
+        heads: 2,
+        width: 10,
+        context: TIME,
+        vocabulary: VOCABULARY,
+        bias: true,
+        dropout: 0.2,
+    };
     let llama = |tied| Llama {
         layers: 1,
         heads: 2,
@@ -72,14 +93,24 @@ fn pieces_add_up_to_the_whole() {
         for micros in [1, 2] {
             let whole = step(&network, micros, 0);
             for logit_rows in [1, 5, 6, 11] {
-                let about = format!("{}, {micros} micro-batches, {logit_rows} rows", network.describe());
+                let about =
+                    format!("{}, {micros} micro-batches, {logit_rows} rows", network.describe());
                 let pieces = step(&network, micros, logit_rows);
-                assert!((pieces.loss / whole.loss - 1.0).abs() < 1e-6, "{about}: {} {}", pieces.loss, whole.loss);
+                assert!(
+                    (pieces.loss / whole.loss - 1.0).abs() < 1e-6,
+                    "{about}: {} {}",
+                    pieces.loss,
+                    whole.loss
+                );
                 for (got, want) in pieces.measured.iter().zip(&whole.measured) {
                     assert!((got / want - 1.0).abs() < 1e-6, "{about}: {got} {want}");
                 }
                 assert_eq!(pieces.measured.len(), 3, "{about}");
-                assert!((pieces.measured[1..].iter().sum::<f64>() / pieces.measured[0] - 1.0).abs() < 1e-6, "{about}");
+                assert!(
+                    (pieces.measured[1..].iter().sum::<f64>() / pieces.measured[0] - 1.0).abs()
+                        < 1e-6,
+                    "{about}"
+                );
                 for ((name, got), (_, want)) in pieces.gradients.iter().zip(&whole.gradients) {
                     let want: Vec<f64> = want.iter().map(|x| f64::from(*x)).collect();
                     let off = distance(got, &want);
@@ -93,7 +124,10 @@ fn pieces_add_up_to_the_whole() {
             }
             // As many rows as there are, or more, are all of them.
             let all = step(&network, micros, SEQUENCES * TIME);
-            assert_eq!((all.loss, &all.measured, &all.gradients), (whole.loss, &whole.measured, &whole.gradients));
+            assert_eq!(
+                (all.loss, &all.measured, &all.gradients),
+                (whole.loss, &whole.measured, &whole.gradients)
+            );
         }
     }
 }

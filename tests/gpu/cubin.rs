@@ -1,4 +1,5 @@
-//! The resources of kernels, as a cubin tells them: an ELF file whose section `.nv.info` has attributes of every function.
+//! The resources of kernels, as a cubin tells them: an ELF file whose section `.nv.info` has
+//! attributes of every function.
 
 use std::collections::BTreeMap;
 
@@ -13,12 +14,14 @@ pub struct Resources {
     pub shared: u32,
 }
 
-/// Attributes of `.nv.info` with the number of a symbol and a value (`EIATTR_…` in the output of `cuobjdump -elf`).
+/// Attributes of `.nv.info` with the number of a symbol and a value (`EIATTR_…` in the output of
+/// `cuobjdump -elf`).
 const FRAME_SIZE: u8 = 0x11;
 const MIN_STACK_SIZE: u8 = 0x12;
 const REGISTERS: u8 = 0x2f;
 
-/// The form of an attribute whose value has so many bytes as the header says; of the others the value is in the header.
+/// The form of an attribute whose value has so many bytes as the header says; of the others the
+/// value is in the header.
 const SIZED: u8 = 4;
 
 /// Bytes of a section's header, and of a symbol.
@@ -37,14 +40,18 @@ fn text(table: &[u8], at: usize) -> String {
     String::from_utf8(table[at..at + end].to_vec()).unwrap()
 }
 
-/// Every section by its name. Those without bytes in the file, such as shared memory, keep their size only.
+/// Every section by its name. Those without bytes in the file, such as shared memory, keep their
+/// size only.
 fn sections(file: &[u8]) -> BTreeMap<String, (usize, &[u8])> {
     const NO_BITS: usize = 8;
-    let (first, count, names) = (number::<8>(file, 0x28), number::<2>(file, 0x3c), number::<2>(file, 0x3e));
+    let first = number::<8>(file, 0x28);
+    let count = number::<2>(file, 0x3c);
+    let names = number::<2>(file, 0x3e);
     let header = |index: usize| &file[first + index * HEADER..][..HEADER];
     let bytes = |index: usize| {
-        let (kind, at, size) =
-            (number::<4>(header(index), 4), number::<8>(header(index), 24), number::<8>(header(index), 32));
+        let kind = number::<4>(header(index), 4);
+        let at = number::<8>(header(index), 24);
+        let size = number::<8>(header(index), 32);
         (size, if kind == NO_BITS { &[][..] } else { &file[at..at + size] })
     };
     let (_, names) = bytes(names);
@@ -56,15 +63,18 @@ pub fn functions(file: &[u8]) -> BTreeMap<String, Resources> {
     assert_eq!(file[..4], *b"\x7fELF");
     let sections = sections(file);
     let (_, symbols) = sections[".symtab"];
-    let names: Vec<String> =
-        symbols.chunks(SYMBOL).map(|symbol| text(sections[".strtab"].1, number::<4>(symbol, 0))).collect();
+    let names: Vec<String> = symbols
+        .chunks(SYMBOL)
+        .map(|symbol| text(sections[".strtab"].1, number::<4>(symbol, 0)))
+        .collect();
     let mut found: BTreeMap<String, Resources> = BTreeMap::new();
     let (_, mut rest) = sections[".nv.info"];
     while let [form, attribute, ..] = *rest {
         let length = if form == SIZED { number::<2>(rest, 2) } else { 0 };
         let value = &rest[4..4 + length];
         if length == 8 && [FRAME_SIZE, MIN_STACK_SIZE, REGISTERS].contains(&attribute) {
-            let (name, value) = (&names[number::<4>(value, 0)], number::<4>(value, 4) as u32);
+            let name = &names[number::<4>(value, 0)];
+            let value = number::<4>(value, 4) as u32;
             let of = found.entry(name.clone()).or_default();
             match attribute {
                 REGISTERS => of.registers = value,
@@ -73,7 +83,8 @@ pub fn functions(file: &[u8]) -> BTreeMap<String, Resources> {
         }
         rest = &rest[4 + length..];
     }
-    // Divisions and the like are functions without sections of their own, whose stack is counted with their callers'.
+    // Divisions and the like are functions without sections of their own, whose stack is counted
+    // with their callers'.
     found.retain(|name, _| sections.contains_key(&format!(".text.{name}")));
     for (name, of) in &mut found {
         of.shared = sections.get(&format!(".nv.shared.{name}")).map_or(0, |(size, _)| *size as u32);

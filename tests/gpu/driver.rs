@@ -1,5 +1,6 @@
-//! The CPU simulator of CUDA (`tests/cudasim/`): that it computes what a GPU would, and finds the mistakes it is there
-//! to find. Its libraries are found through `LD_LIBRARY_PATH`, so each test runs its body in a process of its own.
+//! The CPU simulator of CUDA (`tests/cudasim/`): that it computes what a GPU would, and finds the
+//! mistakes it is there to find. Its libraries are found through `LD_LIBRARY_PATH`, so each test
+//! runs its body in a process of its own.
 #![allow(clippy::undocumented_unsafe_blocks, reason = "every call of the driver is one")]
 
 use std::ffi::{CString, c_char, c_void};
@@ -10,7 +11,8 @@ use std::time::Instant;
 use cudarc::cublaslt::sys as lt;
 use cudarc::driver::sys::{CUresult, CUstreamCaptureMode};
 use cudarc::driver::{
-    CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr, DriverError, LaunchConfig, PushKernelArg,
+    CudaContext, CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr, DriverError,
+    LaunchConfig, PushKernelArg,
 };
 use cudarc::driver::{result, sys};
 use cudarc::nvrtc::{Ptx, sys as nvrtc};
@@ -34,12 +36,14 @@ const SCHEDULES: [&[(&str, &str)]; 4] = [
     &[("CUDASIM_HOST_ACCESS", "0")],
 ];
 
-// ---- compiling and launching ------------------------------------------------------------------------------------
+// ---- compiling and launching
+// ------------------------------------------------------------------------------------
 
 /// A cubin with the project's headers at hand, or the compiler's log.
 fn compile(source: &str, options: &[&str]) -> Result<Vec<u8>, String> {
     let text = |s: &str| CString::new(s).unwrap();
-    let (source, name) = (text(source), text("test.cu"));
+    let source = text(source);
+    let name = text("test.cu");
     let names = HEADERS.map(|(name, _)| text(name));
     let texts = HEADERS.map(|(_, header)| text(header));
     let names = names.each_ref().map(|name| name.as_ptr());
@@ -57,8 +61,10 @@ fn compile(source: &str, options: &[&str]) -> Result<Vec<u8>, String> {
             names.as_ptr(),
         );
         created.result().unwrap();
-        let compiled = nvrtc::nvrtcCompileProgram(program, options.len() as i32, options.as_ptr()).result();
-        let (mut size, mut bytes) = (0, Vec::new());
+        let compiled =
+            nvrtc::nvrtcCompileProgram(program, options.len() as i32, options.as_ptr()).result();
+        let mut size = 0;
+        let mut bytes = Vec::new();
         if compiled.is_ok() {
             nvrtc::nvrtcGetCUBINSize(program, &raw mut size).result().unwrap();
             bytes.resize(size, 0u8);
@@ -98,7 +104,10 @@ impl Gpu {
         self.stream.clone_htod(values).unwrap()
     }
 
-    fn zeros<T: cudarc::driver::DeviceRepr + cudarc::driver::ValidAsZeroBits>(&self, len: usize) -> CudaSlice<T> {
+    fn zeros<T: cudarc::driver::DeviceRepr + cudarc::driver::ValidAsZeroBits>(
+        &self,
+        len: usize,
+    ) -> CudaSlice<T> {
         self.stream.alloc_zeros(len).unwrap()
     }
 
@@ -122,7 +131,8 @@ fn function(module: &Arc<CudaModule>, name: &str) -> CudaFunction {
     module.load_function(name).unwrap()
 }
 
-// ---- numbers ------------------------------------------------------------------------------------------------------
+// ---- numbers
+// ------------------------------------------------------------------------------------------------------
 
 /// Deterministic values in [-1, 1).
 fn noise(len: usize, seed: u32) -> Vec<f32> {
@@ -151,7 +161,8 @@ fn widen(values: &[u16]) -> Vec<f32> {
     values.iter().map(|&v| bf16::from_bits(v).to_f32()).collect()
 }
 
-// ---- kernels ------------------------------------------------------------------------------------------------------
+// ---- kernels
+// ------------------------------------------------------------------------------------------------------
 
 #[test]
 fn kernels_compute() {
@@ -159,35 +170,62 @@ fn kernels_compute() {
         let gpu = Gpu::new(0);
         let module = gpu.module(BASIC, &[]);
         let n = 5000;
-        let (a, b) = (noise(n, 1), noise(n, 2));
-        let (da, db) = (gpu.put(&a), gpu.put(&b));
+        let a = noise(n, 1);
+        let b = noise(n, 2);
+        let da = gpu.put(&a);
+        let db = gpu.put(&b);
         let mut sum = gpu.zeros::<f32>(n);
         let blocks = n.div_ceil(256) as u32;
-        launch!(gpu.stream, &function(&module, "vec_add"), shape(blocks, 256, 0), &mut sum, &da, &db, &(n as i32))
-            .unwrap();
+        launch!(
+            gpu.stream,
+            &function(&module, "vec_add"),
+            shape(blocks, 256, 0),
+            &mut sum,
+            &da,
+            &db,
+            &(n as i32)
+        )
+        .unwrap();
         assert_eq!(gpu.get(&sum), a.iter().zip(&b).map(|(x, y)| x + y).collect::<Vec<f32>>());
 
         let mut partial = gpu.zeros::<f32>(blocks as usize);
         let mut total = gpu.zeros::<f32>(1);
         let block_sum = function(&module, "block_sum");
-        launch!(gpu.stream, &block_sum, shape(blocks, 256, 0), &mut partial, &da, &(n as i32)).unwrap();
+        launch!(gpu.stream, &block_sum, shape(blocks, 256, 0), &mut partial, &da, &(n as i32))
+            .unwrap();
         let total_sum = function(&module, "total_sum");
-        launch!(gpu.stream, &total_sum, shape(blocks, 256, 1024), &mut total, &da, &(n as i32)).unwrap();
+        launch!(gpu.stream, &total_sum, shape(blocks, 256, 1024), &mut total, &da, &(n as i32))
+            .unwrap();
         let want: Vec<f64> = a.chunks(256).map(|c| c.iter().map(|&x| f64::from(x)).sum()).collect();
         close(&gpu.get(&partial), &want, 1e-5);
         close(&gpu.get(&total), &[want.iter().sum()], 1e-5);
 
-        let (rows, cols) = (5, 200);
+        let rows = 5;
+        let cols = 200;
         let mut out = gpu.zeros::<f32>(rows * cols);
-        let (mut mean, mut rstd) = (gpu.zeros::<f32>(rows), gpu.zeros::<f32>(rows));
+        let mut mean = gpu.zeros::<f32>(rows);
+        let mut rstd = gpu.zeros::<f32>(rows);
         let norm = function(&module, "layernorm");
         let rows_of = shape(rows as u32, 128, 0);
-        launch!(gpu.stream, &norm, rows_of, &mut out, &mut mean, &mut rstd, &da, &da, &db, &(cols as i32), &1e-5f32)
-            .unwrap();
+        launch!(
+            gpu.stream,
+            &norm,
+            rows_of,
+            &mut out,
+            &mut mean,
+            &mut rstd,
+            &da,
+            &da,
+            &db,
+            &(cols as i32),
+            &1e-5f32
+        )
+        .unwrap();
         let mut want = Vec::new();
         for row in a[..rows * cols].chunks(cols) {
             let mean = row.iter().map(|&x| f64::from(x)).sum::<f64>() / cols as f64;
-            let variance = row.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum::<f64>() / cols as f64;
+            let variance =
+                row.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum::<f64>() / cols as f64;
             let norm = |i: usize| (f64::from(row[i]) - mean) / (variance + 1e-5).sqrt();
             want.extend((0..cols).map(|i| norm(i) * f64::from(a[i]) + f64::from(b[i])));
         }
@@ -206,18 +244,28 @@ fn tensor_kernels_compute() {
     under(&SCHEDULES, || {
         let gpu = Gpu::new(0);
         let module = gpu.module(TENSOR, &[]);
-        let (m, n, k) = (64, 48, 80);
-        let (a, b) = (narrow(&noise(m * k, 7)), narrow(&noise(n * k, 8)));
-        let (da, db) = (gpu.put(&a), gpu.put(&b));
-        let (a, b) = (widen(&a), widen(&b));
+        let m = 64;
+        let n = 48;
+        let k = 80;
+        let a = narrow(&noise(m * k, 7));
+        let b = narrow(&noise(n * k, 8));
+        let da = gpu.put(&a);
+        let db = gpu.put(&b);
+        let a = widen(&a);
+        let b = widen(&b);
         let grid = LaunchConfig { grid_dim: (n as u32 / 16, m as u32 / 32, 1), ..shape(1, 128, 0) };
         for transposed in [0, 1] {
             let mut c = gpu.zeros::<f32>(m * n);
-            let (rows, cols, depth) = (m as i32, n as i32, k as i32);
+            let rows = m as i32;
+            let cols = n as i32;
+            let depth = k as i32;
             let gemm = function(&module, "gemm");
-            launch!(gpu.stream, &gemm, grid, &mut c, &da, &db, &rows, &cols, &depth, &transposed).unwrap();
+            launch!(gpu.stream, &gemm, grid, &mut c, &da, &db, &rows, &cols, &depth, &transposed)
+                .unwrap();
             let at = |j: usize, q: usize| if transposed == 0 { b[j * k + q] } else { b[q * n + j] };
-            let product = |i: usize, j: usize| (0..k).map(|q| f64::from(a[i * k + q]) * f64::from(at(j, q))).sum();
+            let product = |i: usize, j: usize| {
+                (0..k).map(|q| f64::from(a[i * k + q]) * f64::from(at(j, q))).sum()
+            };
             let want: Vec<f64> = (0..m * n).map(|ij| product(ij / n, ij % n)).collect();
             close(&gpu.get(&c), &want, 1e-5);
         }
@@ -225,23 +273,54 @@ fn tensor_kernels_compute() {
         let x = noise(2 * 3 * 256, 12);
         let dx = gpu.put(&x);
         let mut out = gpu.zeros::<f32>(x.len());
-        launch!(gpu.stream, &function(&module, "pipeline"), shape(2, 64, 2048), &mut out, &dx, &3, &1, &1).unwrap();
+        launch!(
+            gpu.stream,
+            &function(&module, "pipeline"),
+            shape(2, 64, 2048),
+            &mut out,
+            &dx,
+            &3,
+            &1,
+            &1
+        )
+        .unwrap();
         let want: Vec<f32> = x.chunks(256).flat_map(|tile| tile.iter().rev().copied()).collect();
         assert_eq!(gpu.get(&out), want);
 
         let mut sums = gpu.zeros::<f32>(64);
-        launch!(gpu.stream, &function(&module, "sums"), shape(1, 64, 0), &mut sums, &gpu.put(&[0.5f32; 64])).unwrap();
+        launch!(
+            gpu.stream,
+            &function(&module, "sums"),
+            shape(1, 64, 0),
+            &mut sums,
+            &gpu.put(&[0.5f32; 64])
+        )
+        .unwrap();
         assert_eq!(gpu.get(&sums), [96.0; 64]);
 
-        let (mut f, mut u) = (gpu.zeros::<f32>(3), gpu.zeros::<u32>(2));
-        let (mut d, mut l) = (gpu.zeros::<f64>(1), gpu.zeros::<u64>(1));
+        let mut f = gpu.zeros::<f32>(3);
+        let mut u = gpu.zeros::<u32>(2);
+        let mut d = gpu.zeros::<f64>(1);
+        let mut l = gpu.zeros::<u64>(1);
         let ones = gpu.put(&[1.0f32; 256]);
-        launch!(gpu.stream, &function(&module, "language"), shape(1, 64, 0), &mut f, &mut u, &mut d, &mut l, &ones)
-            .unwrap();
+        launch!(
+            gpu.stream,
+            &function(&module, "language"),
+            shape(1, 64, 0),
+            &mut f,
+            &mut u,
+            &mut d,
+            &mut l,
+            &ones
+        )
+        .unwrap();
         assert_eq!(gpu.get(&f), [256.0, 135.0, 11.5]);
         assert_eq!(gpu.get(&u), [63 * 64, 0xc000_3f80]);
         assert_eq!(gpu.get(&d), [1.0 / 3.0]);
-        assert_eq!(gpu.get(&l), [6_364_136_223_846_793_005u64.wrapping_mul(1_442_695_040_888_963_407)]);
+        assert_eq!(
+            gpu.get(&l),
+            [6_364_136_223_846_793_005u64.wrapping_mul(1_442_695_040_888_963_407)]
+        );
     });
 }
 
@@ -257,7 +336,8 @@ fn a_missing_wait_for_asynchronous_copies_shows() {
     });
 }
 
-// ---- compiler -----------------------------------------------------------------------------------------------------
+// ---- compiler
+// -----------------------------------------------------------------------------------------------------
 
 #[test]
 fn the_compiler_takes_headers_macros_and_architectures() {
@@ -265,20 +345,27 @@ fn the_compiler_takes_headers_macros_and_architectures() {
         let gpu = Gpu::new(0);
         let wide = function(&gpu.module(TENSOR, &[]), "twice");
         let half = function(&gpu.module(TENSOR, &["-DBF16"]), "twice");
-        let (x, y) = (gpu.put(&[1.5f32, -3.0]), gpu.put(&narrow(&[1.5, -3.0])));
-        let (mut dx, mut dy) = (gpu.zeros::<f32>(2), gpu.zeros::<u16>(2));
+        let x = gpu.put(&[1.5f32, -3.0]);
+        let y = gpu.put(&narrow(&[1.5, -3.0]));
+        let mut dx = gpu.zeros::<f32>(2);
+        let mut dy = gpu.zeros::<u16>(2);
         launch!(gpu.stream, &wide, shape(1, 32, 0), &mut dx, &x, &2).unwrap();
         launch!(gpu.stream, &half, shape(1, 32, 0), &mut dy, &y, &2).unwrap();
         assert_eq!(gpu.get(&dx), [3.0, -6.0]);
         assert_eq!(widen(&gpu.get(&dy)), [3.0, -6.0]);
 
-        let log = compile("#include \"common.cuh\"\n__global__ void f() { oops(); }", &[]).unwrap_err();
+        let log =
+            compile("#include \"common.cuh\"\n__global__ void f() { oops(); }", &[]).unwrap_err();
         assert!(log.contains("test.cu:2") && log.contains("oops"), "{log}");
         let log = compile("", &["--gpu-architecture=fast"]).unwrap_err();
         assert!(log.contains("--gpu-architecture"), "{log}");
-        assert!(compile("", &["--gpu-architecture=compute_90"]).unwrap().is_empty(), "a cubin of no real architecture");
+        assert!(
+            compile("", &["--gpu-architecture=compute_90"]).unwrap().is_empty(),
+            "a cubin of no real architecture"
+        );
 
-        for (arch, runs) in [("sm_80", false), ("sm_90", true), ("sm_100", false), ("sm_90a", true)] {
+        for (arch, runs) in [("sm_80", false), ("sm_90", true), ("sm_100", false), ("sm_90a", true)]
+        {
             let cubin = compile(FAULTS, &[&format!("--gpu-architecture={arch}")]).unwrap();
             let loaded = gpu.context.load_module(Ptx::from_binary(cubin));
             assert_eq!(loaded.is_ok(), runs, "{arch} on 9.0");
@@ -291,7 +378,8 @@ fn the_compiler_takes_headers_macros_and_architectures() {
     });
 }
 
-// ---- mistakes -----------------------------------------------------------------------------------------------------
+// ---- mistakes
+// -----------------------------------------------------------------------------------------------------
 
 /// Makes one mistake; what the driver says to it.
 fn mistake(which: &str) -> Result<(), DriverError> {
@@ -314,8 +402,12 @@ fn mistake(which: &str) -> Result<(), DriverError> {
             launch!(gpu.stream, &function(&module, "write_at"), shape(4, 32, 0), &address, &at)
         }
         "failing_assert" => launch!(gpu.stream, &function(&module, which), shape(1, 64, 0), &40i32),
-        "shared_overrun" => launch!(gpu.stream, &function(&module, which), shape(1, 64, 256), &mut p),
-        "static_overrun" => launch!(gpu.stream, &function(&module, which), shape(1, 64, 0), &mut p, &3i32),
+        "shared_overrun" => {
+            launch!(gpu.stream, &function(&module, which), shape(1, 64, 256), &mut p)
+        }
+        "static_overrun" => {
+            launch!(gpu.stream, &function(&module, which), shape(1, 64, 0), &mut p, &3i32)
+        }
         "divide" => launch!(gpu.stream, &function(&module, which), shape(1, 1, 0), &mut p, &0i32),
         "lost_update" => launch!(gpu.stream, &function(&module, which), shape(2, 1, 0), &mut p),
         "pipeline" => {
@@ -386,7 +478,8 @@ fn launches_beyond_the_limits_are_refused() {
         let gemm = function(&gpu.module(TENSOR, &[]), "gemm");
         let x = gpu.zeros::<f32>(256);
         let mut y = gpu.zeros::<f32>(256);
-        let mut with = |shared| launch!(gpu.stream, &pipeline, shape(1, 64, shared), &mut y, &x, &1, &1, &1);
+        let mut with =
+            |shared| launch!(gpu.stream, &pipeline, shape(1, 64, shared), &mut y, &x, &1, &1, &1);
         let large = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         with(48 << 10).unwrap();
         assert_eq!(with(49 << 10).unwrap_err().0, CUresult::CUDA_ERROR_INVALID_VALUE);
@@ -405,7 +498,10 @@ fn launches_beyond_the_limits_are_refused() {
 fn a_host_that_touches_device_memory_crashes() {
     if role().is_none() {
         let ended = child(&[("CUDASIM_HOST_ACCESS", "0")], "body");
-        assert!(!ended.status.success() && ended.stderr.contains("host code touched device memory"), "{ended}");
+        assert!(
+            !ended.status.success() && ended.stderr.contains("host code touched device memory"),
+            "{ended}"
+        );
         return;
     }
     let gpu = Gpu::new(0);
@@ -415,7 +511,8 @@ fn a_host_that_touches_device_memory_crashes() {
     println!("{}", unsafe { address.read() });
 }
 
-// ---- streams, events, graphs --------------------------------------------------------------------------------------
+// ---- streams, events, graphs
+// --------------------------------------------------------------------------------------
 
 #[test]
 fn lazy_streams_show_a_missing_wait() {
@@ -448,7 +545,8 @@ fn graphs_replay_what_was_captured() {
         let beside = gpu.context.new_stream().unwrap();
         let add = function(&gpu.module(BASIC, &[]), "vec_add");
         let x = gpu.put(&[1.0f32; 64]);
-        let (mut y, mut z) = (gpu.zeros::<f32>(64), gpu.zeros::<f32>(64));
+        let mut y = gpu.zeros::<f32>(64);
+        let mut z = gpu.zeros::<f32>(64);
         let relaxed = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         let none = sys::CUgraphInstantiate_flags(0);
         let adds = |stream: &Arc<CudaStream>, to: &mut CudaSlice<f32>| {
@@ -473,7 +571,10 @@ fn graphs_replay_what_was_captured() {
 
         // A call that a capture refuses ends it; the stream is usable thereafter.
         gpu.stream.begin_capture(relaxed).unwrap();
-        assert_eq!(gpu.stream.synchronize().unwrap_err().0, CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+        assert_eq!(
+            gpu.stream.synchronize().unwrap_err().0,
+            CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+        );
         let ended = gpu.stream.end_capture(none).err().unwrap();
         assert_eq!(ended.0, CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
         gpu.stream.begin_capture(relaxed).unwrap();
@@ -497,7 +598,8 @@ impl CloneView for CudaSlice<f32> {
     }
 }
 
-// ---- devices, memory, failures ------------------------------------------------------------------------------------
+// ---- devices, memory, failures
+// ------------------------------------------------------------------------------------
 
 fn devices() -> Result<Vec<String>, DriverError> {
     result::init()?;
@@ -547,7 +649,8 @@ fn the_visible_devices_are_those_asked_for() {
 #[test]
 fn devices_have_memories_of_their_own() {
     under(&[&[("CUDASIM_DEVICES", "2"), ("CUDASIM_MEM", "64M")]], || {
-        let (one, two) = (Gpu::new(0), Gpu::new(1));
+        let one = Gpu::new(0);
+        let two = Gpu::new(1);
         assert_ne!(one.context.uuid().unwrap().bytes, two.context.uuid().unwrap().bytes);
         let x = one.put(&[4.0f32; 100]);
         let mut y = two.zeros::<f32>(100);
@@ -566,7 +669,9 @@ fn devices_have_memories_of_their_own() {
         drop(most);
         unsafe { one.stream.alloc::<u8>(free / 2).unwrap() };
 
-        let (mut base, mut size, mut ordinal) = (0, 0, -1i32);
+        let mut base = 0;
+        let mut size = 0;
+        let mut ordinal = -1i32;
         let inside = y.device_ptr(&two.stream).0 + 8;
         let device = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
         unsafe {
@@ -618,7 +723,8 @@ fn injected_failures_happen() {
     child(&[("CUDASIM_DRIVER_VERSION", "11040")], "version").succeeded();
 }
 
-// ---- cuBLASLt -----------------------------------------------------------------------------------------------------
+// ---- cuBLASLt
+// -----------------------------------------------------------------------------------------------------
 
 /// An element type of device matrices.
 trait Element: cudarc::driver::DeviceRepr + Copy {
@@ -686,49 +792,88 @@ impl Product {
     }
 
     fn bias_len(self) -> usize {
-        if self.epilogue == lt::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BGRADB { self.n } else { self.m }
+        if self.epilogue == lt::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BGRADB {
+            self.n
+        } else {
+            self.m
+        }
     }
 
     /// On the device, from bias and auxiliary matrix as given.
-    fn run<I: Element, O: Element>(self, gpu: &Gpu, a: &[I], b: &[I], c: &[O], bias: &[O], aux: &[O]) -> Results<O> {
+    fn run<I: Element, O: Element>(
+        self,
+        gpu: &Gpu,
+        a: &[I],
+        b: &[I],
+        c: &[O],
+        bias: &[O],
+        aux: &[O],
+    ) -> Results<O> {
         use lt::cublasLtMatmulDescAttributes_t::*;
-        let (da, db, dbias, daux) = (gpu.put(a), gpu.put(b), gpu.put(bias), gpu.put(aux));
-        let dd = if self.beta == 0.0 { unsafe { gpu.stream.alloc::<O>(c.len()).unwrap() } } else { gpu.put(c) };
+        let da = gpu.put(a);
+        let db = gpu.put(b);
+        let dbias = gpu.put(bias);
+        let daux = gpu.put(aux);
+        let dd = if self.beta == 0.0 {
+            unsafe { gpu.stream.alloc::<O>(c.len()).unwrap() }
+        } else {
+            gpu.put(c)
+        };
         let workspace = unsafe { gpu.stream.alloc::<u8>(1 << 16).unwrap() };
         let address = |p: &CudaSlice<O>| p.device_ptr(&gpu.stream).0;
-        let (a_at, b_at) =
-            (da.device_ptr(&gpu.stream).0 as *const c_void, db.device_ptr(&gpu.stream).0 as *const c_void);
-        let (d_at, work_at) = (address(&dd) as *mut c_void, workspace.device_ptr(&gpu.stream).0 as *mut c_void);
+        let a_at = da.device_ptr(&gpu.stream).0 as *const c_void;
+        let b_at = db.device_ptr(&gpu.stream).0 as *const c_void;
+        let d_at = address(&dd) as *mut c_void;
+        let work_at = workspace.device_ptr(&gpu.stream).0 as *mut c_void;
         unsafe {
-            let (mut handle, mut desc, mut wish) = (null_mut(), null_mut(), null_mut());
+            let mut handle = null_mut();
+            let mut desc = null_mut();
+            let mut wish = null_mut();
             lt::cublasLtCreate(&raw mut handle).result().unwrap();
             let scale = lt::cudaDataType_t::CUDA_R_32F;
             lt::cublasLtMatmulDescCreate(&raw mut desc, self.compute, scale).result().unwrap();
             let set = |attribute, value: *const c_void, size| {
                 lt::cublasLtMatmulDescSetAttribute(desc, attribute, value, size).result().unwrap();
             };
-            for (attribute, on) in [(CUBLASLT_MATMUL_DESC_TRANSA, self.ta), (CUBLASLT_MATMUL_DESC_TRANSB, self.tb)] {
+            for (attribute, on) in
+                [(CUBLASLT_MATMUL_DESC_TRANSA, self.ta), (CUBLASLT_MATMUL_DESC_TRANSB, self.tb)]
+            {
                 let on = i32::from(on);
                 set(attribute, (&raw const on).cast(), 4);
             }
             set(CUBLASLT_MATMUL_DESC_EPILOGUE, (&raw const self.epilogue).cast(), 4);
-            let (bias_at, bias_stride) = (address(&dbias), self.bias_len() as i64);
+            let bias_at = address(&dbias);
+            let bias_stride = self.bias_len() as i64;
             set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, (&raw const bias_at).cast(), 8);
             set(CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE, (&raw const bias_stride).cast(), 8);
-            let (aux_at, ld, aux_stride) = (address(&daux), self.ldaux() as i64, (self.ldaux() * self.n) as i64);
+            let aux_at = address(&daux);
+            let ld = self.ldaux() as i64;
+            let aux_stride = (self.ldaux() * self.n) as i64;
             set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, (&raw const aux_at).cast(), 8);
             set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, (&raw const ld).cast(), 8);
             set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE, (&raw const aux_stride).cast(), 8);
             let layout = |kind, rows: usize, cols: usize| {
                 use lt::cublasLtMatrixLayoutAttribute_t::*;
                 let mut layout = null_mut();
-                lt::cublasLtMatrixLayoutCreate(&raw mut layout, kind, rows as u64, cols as u64, rows as i64)
+                lt::cublasLtMatrixLayoutCreate(
+                    &raw mut layout,
+                    kind,
+                    rows as u64,
+                    cols as u64,
+                    rows as i64,
+                )
+                .result()
+                .unwrap();
+                let batch = self.batch as i32;
+                let stride = (rows * cols) as i64;
+                let count = CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT;
+                let offset = CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET;
+                lt::cublasLtMatrixLayoutSetAttribute(layout, count, (&raw const batch).cast(), 4)
                     .result()
                     .unwrap();
-                let (batch, stride) = (self.batch as i32, (rows * cols) as i64);
-                let (count, offset) = (CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET);
-                lt::cublasLtMatrixLayoutSetAttribute(layout, count, (&raw const batch).cast(), 4).result().unwrap();
-                lt::cublasLtMatrixLayoutSetAttribute(layout, offset, (&raw const stride).cast(), 8).result().unwrap();
+                lt::cublasLtMatrixLayoutSetAttribute(layout, offset, (&raw const stride).cast(), 8)
+                    .result()
+                    .unwrap();
                 layout
             };
             let la = layout(I::TYPE, self.lda(), self.m * self.k / self.lda());
@@ -736,14 +881,30 @@ impl Product {
             let ld = layout(O::TYPE, self.m, self.n);
             lt::cublasLtMatmulPreferenceCreate(&raw mut wish).result().unwrap();
             let most = workspace.len() as u64;
-            let attribute = lt::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
-            lt::cublasLtMatmulPreferenceSetAttribute(wish, attribute, (&raw const most).cast(), 8).result().unwrap();
-            let (mut found, mut count) = (std::mem::zeroed::<lt::cublasLtMatmulHeuristicResult_t>(), 0);
-            lt::cublasLtMatmulAlgoGetHeuristic(handle, desc, la, lb, ld, ld, wish, 1, &raw mut found, &raw mut count)
+            let attribute =
+                lt::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+            lt::cublasLtMatmulPreferenceSetAttribute(wish, attribute, (&raw const most).cast(), 8)
                 .result()
                 .unwrap();
+            let mut found = std::mem::zeroed::<lt::cublasLtMatmulHeuristicResult_t>();
+            let mut count = 0;
+            lt::cublasLtMatmulAlgoGetHeuristic(
+                handle,
+                desc,
+                la,
+                lb,
+                ld,
+                ld,
+                wish,
+                1,
+                &raw mut found,
+                &raw mut count,
+            )
+            .result()
+            .unwrap();
             assert!(count == 1 && found.workspaceSize <= workspace.len());
-            let (alpha, beta) = (0.5f32, self.beta);
+            let alpha = 0.5f32;
+            let beta = self.beta;
             lt::cublasLtMatmul(
                 handle,
                 desc,
@@ -783,18 +944,24 @@ impl Product {
         let gelu = |x: f64| 0.5 * x * (1.0 + inner(x).tanh());
         let slope = |x: f64| (gelu(x + 1e-5) - gelu(x - 1e-5)) / 2e-5;
         for t in 0..self.batch {
-            let opa = |i: usize, q: usize| a[t * m * k + if self.ta { i * k + q } else { q * m + i }];
-            let opb = |q: usize, j: usize| b[t * n * k + if self.tb { q * n + j } else { j * k + q }];
-            let (b0, x0) = (t * self.bias_len(), t * self.ldaux() * n);
+            let opa =
+                |i: usize, q: usize| a[t * m * k + if self.ta { i * k + q } else { q * m + i }];
+            let opb =
+                |q: usize, j: usize| b[t * n * k + if self.tb { q * n + j } else { j * k + q }];
+            let b0 = t * self.bias_len();
+            let x0 = t * self.ldaux() * n;
             if [CUBLASLT_EPILOGUE_DGELU_BGRAD, CUBLASLT_EPILOGUE_BGRADB].contains(&epilogue) {
                 out.bias[b0..][..self.bias_len()].fill(0.0);
             }
             for j in 0..n {
                 for i in 0..m {
-                    let (at, aux_at) = (t * m * n + j * m + i, x0 + j * self.ldaux() + i);
+                    let at = t * m * n + j * m + i;
+                    let aux_at = x0 + j * self.ldaux() + i;
                     let sum: f64 = (0..k).map(|q| opa(i, q) * opb(q, j)).sum();
-                    let mut v = 0.5 * sum + if self.beta == 0.0 { 0.0 } else { f64::from(self.beta) * c[at] };
-                    if [CUBLASLT_EPILOGUE_BIAS, CUBLASLT_EPILOGUE_GELU_AUX_BIAS].contains(&epilogue) {
+                    let mut v = 0.5 * sum
+                        + if self.beta == 0.0 { 0.0 } else { f64::from(self.beta) * c[at] };
+                    if [CUBLASLT_EPILOGUE_BIAS, CUBLASLT_EPILOGUE_GELU_AUX_BIAS].contains(&epilogue)
+                    {
                         v += bias[b0 + i];
                     }
                     match epilogue {
@@ -826,8 +993,10 @@ impl Product {
         let from = |v: Vec<f32>| v.into_iter().map(I::of).collect::<Vec<I>>();
         let into = |v: Vec<f32>| v.into_iter().map(O::of).collect::<Vec<O>>();
         let Self { m, n, k, batch, .. } = self;
-        let (a, b) = (from(some(batch * m * k, 1)), from(some(batch * n * k, 2)));
-        let (c, bias) = (into(some(batch * m * n, 3)), into(some(batch * self.bias_len(), 4)));
+        let a = from(some(batch * m * k, 1));
+        let b = from(some(batch * n * k, 2));
+        let c = into(some(batch * m * n, 3));
+        let bias = into(some(batch * self.bias_len(), 4));
         let aux = into(some(batch * self.ldaux() * n, 5));
         let got = self.run(gpu, &a, &b, &c, &bias, &aux);
         // With less precision operands lose the low bits of their mantissa, rounded to the nearest.
@@ -837,9 +1006,11 @@ impl Product {
             _ => 0,
         };
         let rounded = |x: f32| f32::from_bits((x.to_bits() + (1 << lost >> 1)) >> lost << lost);
-        let exact_in = |v: &[I]| v.iter().map(|&x| f64::from(rounded(x.value()))).collect::<Vec<f64>>();
+        let exact_in =
+            |v: &[I]| v.iter().map(|&x| f64::from(rounded(x.value()))).collect::<Vec<f64>>();
         let exact = |v: &[O]| v.iter().map(|&x| f64::from(x.value())).collect::<Vec<f64>>();
-        let want = self.reference(&exact_in(&a), &exact_in(&b), &exact(&c), &exact(&bias), &exact(&aux));
+        let want =
+            self.reference(&exact_in(&a), &exact_in(&b), &exact(&c), &exact(&bias), &exact(&aux));
         let values = |v: &[O]| v.iter().map(|x| x.value()).collect::<Vec<f32>>();
         // Half a step of rounding, and the sums' own error.
         let tolerance = 0.5 * O::STEP + 2e-6;
@@ -867,7 +1038,17 @@ fn matrix_products_and_epilogues_match_f64() {
         ];
         for (i, epilogue) in epilogues.into_iter().enumerate() {
             let beta = if i % 2 == 0 { 0.0 } else { 0.75 };
-            let product = Product { m: 21, n: 13, k: 17, batch: 2, ta: true, tb: false, beta, epilogue, compute };
+            let product = Product {
+                m: 21,
+                n: 13,
+                k: 17,
+                batch: 2,
+                ta: true,
+                tb: false,
+                beta,
+                epilogue,
+                compute,
+            };
             product.check::<f32, f32>(&gpu);
             product.check::<u16, u16>(&gpu);
             product.check::<u16, f32>(&gpu);
@@ -875,20 +1056,26 @@ fn matrix_products_and_epilogues_match_f64() {
         let epilogue = CUBLASLT_EPILOGUE_DEFAULT;
         for (m, n, k) in [(1, 1, 1), (16, 6, 8), (33, 40, 5), (5, 1, 70)] {
             for transposed in 0..4 {
-                let (ta, tb) = (transposed & 1 == 1, transposed & 2 == 2);
-                Product { m, n, k, batch: 1, ta, tb, beta: 1.0, epilogue, compute }.check::<f32, f32>(&gpu);
-                Product { m, n, k, batch: 3, ta, tb, beta: 0.0, epilogue, compute }.check::<u16, f32>(&gpu);
+                let ta = transposed & 1 == 1;
+                let tb = transposed & 2 == 2;
+                Product { m, n, k, batch: 1, ta, tb, beta: 1.0, epilogue, compute }
+                    .check::<f32, f32>(&gpu);
+                Product { m, n, k, batch: 3, ta, tb, beta: 0.0, epilogue, compute }
+                    .check::<u16, f32>(&gpu);
                 for compute in [CUBLAS_COMPUTE_32F_FAST_TF32, CUBLAS_COMPUTE_32F_FAST_16BF] {
-                    Product { m, n, k, batch: 2, ta, tb, beta: 0.5, epilogue, compute }.check::<f32, f32>(&gpu);
+                    Product { m, n, k, batch: 2, ta, tb, beta: 0.5, epilogue, compute }
+                        .check::<f32, f32>(&gpu);
                 }
             }
         }
     });
 }
 
-// ---- speed --------------------------------------------------------------------------------------------------------
+// ---- speed
+// --------------------------------------------------------------------------------------------------------
 
-/// Prints how long the simulator takes: `cargo test --release --test gpu -- --ignored --nocapture speed`.
+/// Prints how long the simulator takes: `cargo test --release --test gpu -- --ignored --nocapture
+/// speed`.
 #[test]
 #[ignore = "a measurement"]
 fn speed() {
@@ -904,7 +1091,8 @@ fn speed() {
         start.elapsed().as_secs_f64()
     };
     let start = Instant::now();
-    let (basic, tensor) = (gpu.module(BASIC, &[]), gpu.module(TENSOR, &[]));
+    let basic = gpu.module(BASIC, &[]);
+    let tensor = gpu.module(TENSOR, &[]);
     println!("two modules compiled and loaded: {:.0} ms", start.elapsed().as_secs_f64() * 1e3);
     let x = gpu.zeros::<f32>(1 << 20);
     let mut y = gpu.zeros::<f32>(1 << 20);
@@ -916,14 +1104,30 @@ fn speed() {
         gpu.stream.synchronize().unwrap();
     });
     println!("launch of 64 threads: {:.2} us", launches * 1e2);
-    let (mut mean, mut rstd) = (gpu.zeros::<f32>(1024), gpu.zeros::<f32>(1024));
+    let mut mean = gpu.zeros::<f32>(1024);
+    let mut rstd = gpu.zeros::<f32>(1024);
     let norm = function(&basic, "layernorm");
     let norms = seconds(&mut || {
-        launch!(gpu.stream, &norm, shape(1024, 128, 0), &mut y, &mut mean, &mut rstd, &x, &x, &x, &1024, &1e-5f32)
-            .unwrap();
+        launch!(
+            gpu.stream,
+            &norm,
+            shape(1024, 128, 0),
+            &mut y,
+            &mut mean,
+            &mut rstd,
+            &x,
+            &x,
+            &x,
+            &1024,
+            &1e-5f32
+        )
+        .unwrap();
         gpu.stream.synchronize().unwrap();
     });
-    println!("layer norm of 1024 rows, 128 threads each: {:.2} M threads/s", 131_072.0 / norms / 1e6);
+    println!(
+        "layer norm of 1024 rows, 128 threads each: {:.2} M threads/s",
+        131_072.0 / norms / 1e6
+    );
     let a = gpu.zeros::<u16>(256 * 256);
     let gemm = function(&tensor, "gemm");
     let grid = LaunchConfig { grid_dim: (16, 8, 1), ..shape(1, 128, 0) };
@@ -959,6 +1163,9 @@ fn speed() {
             unsafe { blas.matmul(config, &x, &x, &mut y, None, None).unwrap() };
             gpu.stream.synchronize().unwrap();
         });
-        println!("cublasLtMatmul f32 {size}^3: {:.1} GFLOP/s", 2.0 * (size as f64).powi(3) / products / 1e9);
+        println!(
+            "cublasLtMatmul f32 {size}^3: {:.1} GFLOP/s",
+            2.0 * (size as f64).powi(3) / products / 1e9
+        );
     }
 }

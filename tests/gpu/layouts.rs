@@ -1,5 +1,5 @@
-//! The table of layouts on GPUs, in their simulator: every row gives the bits of one rank, whether messages are staged
-//! through the host or MPI is given addresses of the device.
+//! The table of layouts on GPUs, in their simulator: every row gives the bits of one rank, whether
+//! messages are staged through the host or MPI is given addresses of the device.
 
 use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate};
 use hpctrain_testkit::launch::finish;
@@ -25,8 +25,8 @@ const BF16: &str = "precision.compute=bf16";
 const STAGED: &str = "comm.path=staged";
 const DIRECT: &str = "comm.path=direct";
 
-/// Rows on GPUs that compute in `precision`, each with its way of messages. Every third row has two GPUs for its ranks, the
-/// others one.
+/// Rows on GPUs that compute in `precision`, each with its way of messages. Every third row has two
+/// GPUs for its ranks, the others one.
 fn on_gpus<'a>(precision: &str, rows: impl Iterator<Item = (&'a Row, &'a str)>) {
     let root = tempfile::tempdir().unwrap();
     let rows = rows.map(|(row, path)| (row, vec![path]));
@@ -62,8 +62,8 @@ fn the_other_way_gives_the_same_bits() {
     on_gpus(F32, processes().zip([DIRECT, STAGED].into_iter().cycle()));
 }
 
-/// One rank alone, and threads as ranks. Those have no direct way: their messages are no library's, which could be given
-/// addresses.
+/// One rank alone, and threads as ranks. Those have no direct way: their messages are no library's,
+/// which could be given addresses.
 #[test]
 fn one_process_gives_the_same_bits() {
     let alone = SAME.iter().filter(|Row(_, transport, _)| *transport == Alone);

@@ -10,8 +10,8 @@ use hpctrain_testkit::launch::{Ended, finish};
 use hpctrain_testkit::runs::{Run, json};
 use hpctrain_testkit::simulator::{is_on_gpu, under, with_simulator};
 
-/// A network whose own memory is several times that of one activation. Messages pass through the host: of their memory the
-/// estimate knows the most only.
+/// A network whose own memory is several times that of one activation. Messages pass through the
+/// host: of their memory the estimate knows the most only.
 const BIG: [&str; 11] = [
     "run.device=cuda",
     "comm.path=staged",
@@ -42,22 +42,25 @@ fn run(transport: Transport, root: &Path, name: &str, settings: &[&str]) -> (Run
 /// Promise and peak may differ by this part of the promise.
 const TOLERANCE: f64 = 0.03;
 
-/// A small network whose logits are a good part of its memory, and their padding a good part of those: whole, and in two slices.
-const PADDED: &str =
-    "model.vocabulary=257 model.layers=1 model.width=32 model.heads=2 model.context=128 batch.global=32 batch.micro=32";
+/// A small network whose logits are a good part of its memory, and their padding a good part of
+/// those: whole, and in two slices.
+const PADDED: &str = "model.vocabulary=257 model.layers=1 model.width=32 model.heads=2 model.context=128 batch.global=32 batch.micro=32";
 const PADDED_SLICES: &str = "model.vocabulary=641 model.layers=1 model.width=32 model.heads=2 model.context=128 batch.global=32 batch.micro=32 parallel.tensor_lanes=2";
 
-/// The workspace of matrix products in MiB: the same in every run, and so no part of what is compared.
+/// The workspace of matrix products in MiB: the same in every run, and so no part of what is
+/// compared.
 const WORKSPACE: f64 = 32.0;
 
-/// Layouts that also run where there is little more than what was promised: no pieces of free memory are left over that
-/// are too small for anything, but for one that is smaller than the largest buffer. That has 1.7 MiB, a block's gradients.
+/// Layouts that also run where there is little more than what was promised: no pieces of free
+/// memory are left over that are too small for anything, but for one that is smaller than the
+/// largest buffer. That has 1.7 MiB, a block's gradients.
 const TIGHT: [&str; 2] = ["parallel.zero=0", "parallel.zero=3"];
 const LARGEST: f64 = 1.71;
 
 #[test]
 fn the_banner_promises_what_a_run_takes_of_a_gpu() {
-    let in_pieces = [PADDED, PADDED_SLICES].map(|settings| format!("{settings} parallel.logit_rows=512"));
+    let in_pieces =
+        [PADDED, PADDED_SLICES].map(|settings| format!("{settings} parallel.logit_rows=512"));
     let layouts: [(Transport, &str); 22] = [
         (Alone, "parallel.zero=0"),
         (Alone, "parallel.zero=0 optimizer.offload=true"),
@@ -74,13 +77,25 @@ fn the_banner_promises_what_a_run_takes_of_a_gpu() {
         (Mpirun(2), "parallel.zero=0"),
         (Mpirun(2), "parallel.zero=2 batch.micro=1"),
         (Mpirun(2), "parallel.zero=3"),
-        (Mpirun(2), "parallel.pipeline=2 batch.micro=1 parallel.recompute=true parallel.offload_activations=true"),
+        (
+            Mpirun(2),
+            "parallel.pipeline=2 batch.micro=1 parallel.recompute=true parallel.offload_activations=true",
+        ),
         (Mpirun(2), "parallel.zero=3 optimizer.offload=true"),
-        (Mpirun(2), "parallel.zero=3 model.kind=llama model.vocabulary=2000 model.place.tables=host"),
-        (Alone, "parallel.zero=3 optimizer.offload=true parallel.offload_shards=true batch.micro=4"),
+        (
+            Mpirun(2),
+            "parallel.zero=3 model.kind=llama model.vocabulary=2000 model.place.tables=host",
+        ),
+        (
+            Alone,
+            "parallel.zero=3 optimizer.offload=true parallel.offload_shards=true batch.micro=4",
+        ),
         (Mpirun(2), "parallel.zero=3 optimizer.offload=true parallel.offload_shards=true"),
         (Mpirun(2), "parallel.zero=3 precision.compute=f32"),
-        (Mpirun(2), "parallel.zero=3 parallel.recompute=true optimizer.offload=true batch.global=8"),
+        (
+            Mpirun(2),
+            "parallel.zero=3 parallel.recompute=true optimizer.offload=true batch.global=8",
+        ),
     ];
     let root = tempfile::tempdir().unwrap();
     let mut wrong = Vec::new();
@@ -97,7 +112,9 @@ fn the_banner_promises_what_a_run_takes_of_a_gpu() {
             100.0 * off
         );
         if off.abs() > TOLERANCE {
-            wrong.push(format!("{transport:?} {layout}: {promise} MiB promised, {peak:.1} MiB taken"));
+            wrong.push(format!(
+                "{transport:?} {layout}: {promise} MiB promised, {peak:.1} MiB taken"
+            ));
         }
         if TIGHT.contains(&layout) {
             let limit = format!("device.memory_limit={}KiB", (1024.0 * (promise + LARGEST)) as u64);
@@ -107,7 +124,8 @@ fn the_banner_promises_what_a_run_takes_of_a_gpu() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// The pool's size shows in no bit, and memory that grows is taken as it is needed: the network wants more than a block.
+/// The pool's size shows in no bit, and memory that grows is taken as it is needed: the network
+/// wants more than a block.
 #[test]
 fn pools_of_every_kind_give_the_same_bits() {
     let root = tempfile::tempdir().unwrap();
@@ -142,14 +160,19 @@ fn a_pool_grows_until_there_is_no_more() {
     under(&[&[("CUDASIM_MEM", "192M")]], || {
         let with = |most: usize| {
             let memory = PoolBudget { bytes: most << 20, grows: true };
-            Cuda::with_journal(&Device::open(0).unwrap(), memory, Precision::F32(Arithmetic::Full), false).unwrap()
+            Cuda::with_journal(
+                &Device::open(0).unwrap(),
+                memory,
+                Precision::F32(Arithmetic::Full),
+                false,
+            )
+            .unwrap()
         };
         let mebibytes = |cuda: &Cuda, count: usize| cuda.alloc(MemoryKind::Gradients, count << 18);
         let bounded = with(160);
         let kept = [mebibytes(&bounded, 24).unwrap(), mebibytes(&bounded, 60).unwrap()];
         let told = mebibytes(&bounded, 48).err().unwrap().to_string();
-        let says =
-            "no 48.0 MiB for gradients in the 160.0 MiB that this rank may take: it has taken gradients 84.0 MiB, ";
+        let says = "no 48.0 MiB for gradients in the 160.0 MiB that this rank may take: it has taken gradients 84.0 MiB, ";
         assert!(told.contains(says) && told.contains("device.memory_limit higher"), "{told}");
         // There is room for less.
         assert_eq!(Cuda::len(&mebibytes(&bounded, 30).unwrap()), 30 << 18);

@@ -1,6 +1,7 @@
-//! Every kernel compiles with NVIDIA's own compiler for the oldest and the newest device that is aimed at, and takes the
-//! registers, local and shared memory that `tests/gpu/registers.txt` says. It needs no GPU. `scripts/setup --test`
-//! fetches the compiler where it can; without it the test is skipped, and says so.
+//! Every kernel compiles with NVIDIA's own compiler for the oldest and the newest device that is
+//! aimed at, and takes the registers, local and shared memory that `tests/gpu/registers.txt` says.
+//! It needs no GPU. `scripts/setup --test` fetches the compiler where it can; without it the test
+//! is skipped, and says so.
 //!
 //! `UPDATE=1 cargo test --test gpu nvrtc::` writes the table anew.
 
@@ -23,12 +24,12 @@ const VERSION: &str = "13.0";
 
 const ARCHITECTURES: [&str; 2] = ["sm_80", "sm_90a"];
 
-/// Bytes of local memory that a kernel may take. Divisions keep some in paths that are seldom taken; a kernel whose
-/// registers do not hold its work takes more, and is slow.
+/// Bytes of local memory that a kernel may take. Divisions keep some in paths that are seldom
+/// taken; a kernel whose registers do not hold its work takes more, and is slow.
 const MOST_LOCAL: u32 = 32;
 
-/// Times that a source is compiled again whose kernels differ from the table: the compiler does not always choose alike. Once in
-/// some eight runs a kernel took 108 registers in place of 106.
+/// Times that a source is compiled again whose kernels differ from the table: the compiler does not
+/// always choose alike. Once in some eight runs a kernel took 108 registers in place of 106.
 const MORE: usize = 5;
 
 /// Its place in the repository.
@@ -72,11 +73,15 @@ fn compile_all() {
     let kept = std::fs::read_to_string(&path).unwrap_or_default();
     let kept: Vec<&str> = kept.lines().collect();
     let mut seen: BTreeSet<String> = now.lines().map(str::to_owned).collect();
-    let gone = |seen: &BTreeSet<String>| kept.iter().copied().filter(|&line| !seen.contains(line)).collect::<Vec<_>>();
+    let gone = |seen: &BTreeSet<String>| {
+        kept.iter().copied().filter(|&line| !seen.contains(line)).collect::<Vec<_>>()
+    };
     for _ in 0..MORE {
         let missing = gone(&seen);
-        let of_missing = |source: &&str| missing.iter().any(|line| line.split(' ').next() == Some(source));
-        let again: Vec<&'static str> = KERNELS.iter().map(|source| source.name).filter(of_missing).collect();
+        let of_missing =
+            |source: &&str| missing.iter().any(|line| line.split(' ').next() == Some(source));
+        let again: Vec<&'static str> =
+            KERNELS.iter().map(|source| source.name).filter(of_missing).collect();
         if again.is_empty() {
             break;
         }
@@ -93,7 +98,9 @@ fn compile_all() {
 
 /// The kernels of some sources, for each architecture.
 fn resources(sources: &[&'static str]) -> [BTreeMap<Name, Resources>; 2] {
-    ARCHITECTURES.map(|architecture| sources.iter().flat_map(|source| compile_for(architecture, source)).collect())
+    ARCHITECTURES.map(|architecture| {
+        sources.iter().flat_map(|source| compile_for(architecture, source)).collect()
+    })
 }
 
 /// Compiles a source in every variant: the resources of its functions.
@@ -111,10 +118,15 @@ fn compile_for(architecture: &str, source: &'static str) -> BTreeMap<Name, Resou
         false => &[(None, &[false, true])],
     };
     let mut found = BTreeMap::new();
-    for (&head, &narrow) in heads.iter().flat_map(|(head, narrow)| narrow.iter().map(move |narrow| (head, narrow))) {
+    for (&head, &narrow) in
+        heads.iter().flat_map(|(head, narrow)| narrow.iter().map(move |narrow| (head, narrow)))
+    {
         let image = compile(Variant { source, narrow, head }, architecture).unwrap();
         let element = if narrow { "bf16" } else { "f32" };
-        let variant = format!("{source} {element}{}", head.map_or(String::new(), |head| format!(" head {head}")));
+        let variant = format!(
+            "{source} {element}{}",
+            head.map_or(String::new(), |head| format!(" head {head}"))
+        );
         let functions = functions(&image);
         assert!(!functions.is_empty(), "{variant} for {architecture}");
         found.extend(functions.into_iter().map(|(function, of)| ((variant.clone(), function), of)));

@@ -1,5 +1,6 @@
-//! `optimizer.offload`, `parallel.offload_shards` and `parallel.offload_activations` on GPUs, in their simulator: the place of
-//! masters, moments, parameters and inputs of blocks makes no difference to any bit.
+//! `optimizer.offload`, `parallel.offload_shards` and `parallel.offload_activations` on GPUs, in
+//! their simulator: the place of masters, moments, parameters and inputs of blocks makes no
+//! difference to any bit.
 
 use std::path::Path;
 
@@ -10,8 +11,8 @@ use hpctrain_testkit::simulator::{Settings, with_simulator};
 
 const STEPS: u64 = 4;
 
-/// A small training, some of whose gradients are clipped and weights decayed, which goes through a checkpoint in its
-/// middle.
+/// A small training, some of whose gradients are clipped and weights decayed, which goes through a
+/// checkpoint in its middle.
 const SMALLER: [&str; 13] = [
     "run.device=cuda",
     "comm.path=staged",
@@ -40,7 +41,8 @@ fn succeeds(run: &Run, sim: Settings) -> RunFiles {
     run.files()
 }
 
-/// Every stage on one rank and two; the settings of the simulator in which mistakes show take turns.
+/// Every stage on one rank and two; the settings of the simulator in which mistakes show take
+/// turns.
 fn every_stage(precision: &str, sims: [Settings; 4]) {
     let root = tempfile::tempdir().unwrap();
     let here = succeeds(&command(Alone, root.path(), "here", &[precision]), &[]);
@@ -48,12 +50,22 @@ fn every_stage(precision: &str, sims: [Settings; 4]) {
     for (layout, sim) in stages.chain([("parallel.storage=central".into(), sims[0])]) {
         for transport in [Alone, Mpirun(2)] {
             let name = format!("{transport:?}-{layout}");
-            let there = succeeds(&command(transport, root.path(), &name, &[precision, OFFLOAD, &layout]), sim);
-            there.same_as(&here, STEPS, &format!("{precision}, {layout} on {transport:?}, {sim:?}"));
+            let there = succeeds(
+                &command(transport, root.path(), &name, &[precision, OFFLOAD, &layout]),
+                sim,
+            );
+            there.same_as(
+                &here,
+                STEPS,
+                &format!("{precision}, {layout} on {transport:?}, {sim:?}"),
+            );
             assert_eq!(there.tensors(2), here.tensors(2), "{name}: the checkpoint before the last");
             // It was not the device that held them.
             let peaks = hpctrain_testkit::runs::json(&there.path("run.json"))["peak_bytes"].clone();
-            assert!(peaks["optimizer"] == 0 && peaks["offloaded"].as_u64().unwrap() > 0, "{name}: {peaks}");
+            assert!(
+                peaks["optimizer"] == 0 && peaks["offloaded"].as_u64().unwrap() > 0,
+                "{name}: {peaks}"
+            );
         }
     }
 }
@@ -79,10 +91,16 @@ fn every_rule_updates_on_the_host_as_well() {
     let root = tempfile::tempdir().unwrap();
     for kind in ["sgd", "adam", "adagrad", "rmsprop", "lamb", "lars", "lion"] {
         let own = format!("optimizer.kind={kind}");
-        let settings = [&own[..], if kind == "sgd" { "optimizer.nesterov=true" } else { "optimizer.momentum=0.5" }];
+        let settings = [
+            &own[..],
+            if kind == "sgd" { "optimizer.nesterov=true" } else { "optimizer.momentum=0.5" },
+        ];
         let here = succeeds(&command(Alone, root.path(), &format!("{kind}-here"), &settings), &[]);
         let settings = [&settings[..], &[OFFLOAD, "parallel.zero=1"]].concat();
-        let there = succeeds(&command(Mpirun(2), root.path(), &format!("{kind}-there"), &settings), &[LAZY]);
+        let there = succeeds(
+            &command(Mpirun(2), root.path(), &format!("{kind}-there"), &settings),
+            &[LAZY],
+        );
         there.same_as(&here, STEPS, kind);
     }
 }
@@ -93,22 +111,32 @@ fn a_run_goes_on_with_and_without() {
     let root = tempfile::tempdir().unwrap();
     for precision in ["precision.compute=f32", "precision.compute=bf16"] {
         let name = |what: &str| format!("{}-{what}", &precision[18..]);
-        let whole =
-            succeeds(&command(Mpirun(2), root.path(), &name("whole"), &[precision, OFFLOAD, "parallel.zero=3"]), &[]);
+        let whole = succeeds(
+            &command(
+                Mpirun(2),
+                root.path(),
+                &name("whole"),
+                &[precision, OFFLOAD, "parallel.zero=3"],
+            ),
+            &[],
+        );
         for (what, transport, settings) in [
             ("with", Mpirun(2), &["optimizer.offload=true", "parallel.zero=2"][..]),
             ("without", Alone, &["optimizer.offload=false"]),
         ] {
-            let run = command(transport, root.path(), &name(what), &[&[precision], settings].concat());
+            let run =
+                command(transport, root.path(), &name(what), &[&[precision], settings].concat());
             let files = succeeds(&run.resume(whole.checkpoint(2).to_str().unwrap()), &[LAZY]);
             assert_eq!(files.tensors(STEPS), whole.tensors(STEPS), "{precision} {what}");
-            let (all, mine) = (whole.steps(), files.steps());
+            let all = whole.steps();
+            let mine = files.steps();
             assert_eq!(mine, all[all.len() - mine.len()..], "{precision} {what}");
         }
     }
 }
 
-/// Inputs of blocks leave the device and come back with their bits, in every order of work, with the memory of the estimate.
+/// Inputs of blocks leave the device and come back with their bits, in every order of work, with
+/// the memory of the estimate.
 #[test]
 fn inputs_of_blocks_come_back_from_the_host() {
     const AWAY: &str = "parallel.offload_activations=true";
@@ -135,12 +163,19 @@ fn inputs_of_blocks_come_back_from_the_host() {
             let (files, card) = with(transport, what, &[&away, layout].concat(), sim);
             files.same_as(&here, STEPS, &format!("{precision}, {what}, {sim:?}"));
             for stage in card["stages"].as_array().unwrap() {
-                let [promised, taken] =
-                    ["estimated_bytes", "peak_bytes"].map(|key| stage[key]["offloaded"].as_u64().unwrap());
-                assert!(taken > 0 && promised == taken, "{precision} {what}: {promised} promised, {taken} taken");
+                let [promised, taken] = ["estimated_bytes", "peak_bytes"]
+                    .map(|key| stage[key]["offloaded"].as_u64().unwrap());
+                assert!(
+                    taken > 0 && promised == taken,
+                    "{precision} {what}: {promised} promised, {taken} taken"
+                );
             }
-            let activations = |card: &serde_json::Value| card["peak_bytes"]["activations"].as_u64().unwrap();
-            assert!(what != "alone" || activations(&card) < activations(&again), "{precision}: {card}");
+            let activations =
+                |card: &serde_json::Value| card["peak_bytes"]["activations"].as_u64().unwrap();
+            assert!(
+                what != "alone" || activations(&card) < activations(&again),
+                "{precision}: {card}"
+            );
         }
     }
 }
@@ -154,7 +189,10 @@ fn parameters_come_from_the_host_for_their_turn() {
         let name = |what: &str| format!("{}-{what}", &precision[18..]);
         let base = [precision, "optimizer.ema=0.9", "batch.micro=2"];
         let with = |transport, what: &str, settings: &[&str], sim| {
-            succeeds(&command(transport, root.path(), &name(what), &[&base[..], settings].concat()), sim)
+            succeeds(
+                &command(transport, root.path(), &name(what), &[&base[..], settings].concat()),
+                sim,
+            )
         };
         let here = with(Alone, "here", &[], &[]);
         for (what, transport, more, sim) in [

@@ -1,4 +1,5 @@
-//! `comm.path = auto` on simulated GPUs: the path that processes prove to work, the faster one of two, and the reasons.
+//! `comm.path = auto` on simulated GPUs: the path that processes prove to work, the faster one of
+//! two, and the reasons.
 
 use std::path::Path;
 use std::process::Command;
@@ -25,13 +26,22 @@ const TWO: (&str, &str) = ("CUDASIM_DEVICES", "2");
 
 /// The path of a run, with the reasons in `run.json` and in the banner.
 #[track_caller]
-fn path(transport: Transport, root: &Path, name: &str, more: &[&str], sim: Settings) -> (RunFiles, String, String) {
+fn path(
+    transport: Transport,
+    root: &Path,
+    name: &str,
+    more: &[&str],
+    sim: Settings,
+) -> (RunFiles, String, String) {
     let run = Run::new(transport, root, name, &[&SMALLER, more].concat());
     let ended = finish(with_simulator(&mut run.command()).envs(sim.iter().copied())).succeeded();
     let files = run.files();
     let card = json(&files.path("run.json"));
-    let told = |key: &str| card[key].as_str().unwrap_or_else(|| panic!("{name}: no {key} in {card}")).to_owned();
-    let (path, why) = (told("device_path"), told("device_path_reason"));
+    let told = |key: &str| {
+        card[key].as_str().unwrap_or_else(|| panic!("{name}: no {key} in {card}")).to_owned()
+    };
+    let path = told("device_path");
+    let why = told("device_path_reason");
     assert!(ended.stdout.contains(&why), "{name}: {why} is not in {ended}");
     let described = match &path[..] {
         "nccl" => "device memory by NCCL",
@@ -44,7 +54,8 @@ fn path(transport: Transport, root: &Path, name: &str, more: &[&str], sim: Setti
 
 /// A shared library from a source beside this file.
 fn built(root: &Path, source: &str, name: &str) -> String {
-    let (file, out) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gpu").join(source), root.join(name));
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gpu").join(source);
+    let out = root.join(name);
     let status = Command::new("cc").args(["-shared", "-fPIC", "-o"]).args([&out, &file]).status();
     assert!(status.unwrap().success());
     out.to_str().unwrap().to_owned()
@@ -56,18 +67,23 @@ fn auto_takes_nccl_where_it_is_proved() {
     let root = tempfile::tempdir().unwrap();
     let one = Run::new(Alone, root.path(), "one", &SMALLER);
     finish(with_simulator(&mut one.command())).succeeded();
-    for (transport, mpi) in
-        [(Mpirun(2), "does not claim to know CUDA"), (Simulate(2), "cannot take addresses of a GPU")]
-    {
+    for (transport, mpi) in [
+        (Mpirun(2), "does not claim to know CUDA"),
+        (Simulate(2), "cannot take addresses of a GPU"),
+    ] {
         let name = format!("{transport:?}");
         let (files, path, why) = path(transport, root.path(), &name, &["parallel.zero=2"], &[TWO]);
-        assert!(path == "nccl" && why.starts_with("NCCL 2.") && why.contains(" works here; "), "{path}: {why}");
+        assert!(
+            path == "nccl" && why.starts_with("NCCL 2.") && why.contains(" works here; "),
+            "{path}: {why}"
+        );
         assert!(why.ends_with(mpi), "{why}");
         files.same_as(&one.files(), STEPS, &name);
     }
 }
 
-/// Ranks that share a GPU, an NCCL that fails, crashes, answers nothing or is not there: each is a reason, and the run goes on.
+/// Ranks that share a GPU, an NCCL that fails, crashes, answers nothing or is not there: each is a
+/// reason, and the run goes on.
 #[test]
 fn auto_does_without_an_nccl_that_does_not_work() {
     let root = tempfile::tempdir().unwrap();
@@ -89,16 +105,25 @@ fn auto_does_without_an_nccl_that_does_not_work() {
     assert!(why.contains("not by NCCL: NCCL is not there: libnccl.so.2; not straight: "), "{why}");
     built(&broken, "broken_nccl.c", "libnccl.so.2");
     for (name, says) in [("crash", "ended by signal 6"), ("hang", "no answer after 3 seconds")] {
-        let why = staged(name, &[], &[TWO, library, ("BROKEN_NCCL", name), ("HPCTRAIN_PROOF_SECONDS", "3")]);
+        let why = staged(
+            name,
+            &[],
+            &[TWO, library, ("BROKEN_NCCL", name), ("HPCTRAIN_PROOF_SECONDS", "3")],
+        );
         assert!(
-            why.contains(&format!("not by NCCL: a process tried it beside rank 0: {says}; not straight: ")),
+            why.contains(&format!(
+                "not by NCCL: a process tried it beside rank 0: {says}; not straight: "
+            )),
             "{why}"
         );
     }
     let why = staged("old", &[], &[TWO, ("CUDASIM_NCCL_VERSION", "21702")]);
     assert!(why.contains("not by NCCL: NCCL is too old: it is 2.17.2; not straight: "), "{why}");
     let why = staged("fails", &[], &[TWO, ("CUDASIM_FAIL", "nccl")]);
-    assert!(why.contains("a process tried it beside rank 0: NCCL could not exchange a message: "), "{why}");
+    assert!(
+        why.contains("a process tried it beside rank 0: NCCL could not exchange a message: "),
+        "{why}"
+    );
     let why = staged("shared", &["device.ranks_per_gpu=2"], &[]);
     assert!(why.contains("not by NCCL: ranks 0, 1 share a GPU; not straight: "), "{why}");
 }
@@ -113,19 +138,42 @@ fn auto_measures_where_both_ways_work() {
     let (both, path_of_both, why) = path(Mpirun(2), root.path(), "both", &zero, &[TWO, claims]);
     assert!(["nccl", "direct"].contains(&&path_of_both[..]), "{path_of_both}");
     let parts: Vec<&str> = why.split_whitespace().collect();
-    let ["sums", "of", "4.0", "MiB", "take", by_nccl, "ms", "by", "NCCL", _, by_mpi, "ms", "by", "MPI"] = parts[..]
+    let [
+        "sums",
+        "of",
+        "4.0",
+        "MiB",
+        "take",
+        by_nccl,
+        "ms",
+        "by",
+        "NCCL",
+        _,
+        by_mpi,
+        "ms",
+        "by",
+        "MPI",
+    ] = parts[..]
     else {
         panic!("{why}");
     };
     let [by_nccl, by_mpi] = [by_nccl, by_mpi].map(|time| time.parse::<f64>().unwrap());
-    assert!(if path_of_both == "nccl" { by_nccl <= by_mpi } else { by_mpi <= by_nccl }, "{path_of_both}: {why}");
+    assert!(
+        if path_of_both == "nccl" { by_nccl <= by_mpi } else { by_mpi <= by_nccl },
+        "{path_of_both}: {why}"
+    );
     // MPI cannot read the memory of these.
     let (apart, path_apart, why) =
         path(Mpirun(2), root.path(), "apart", &zero, &[TWO, claims, ("CUDASIM_HOST_ACCESS", "0")]);
-    assert!(path_apart == "nccl" && why.contains("; the MPI library cannot exchange memory of the GPU: "), "{why}");
+    assert!(
+        path_apart == "nccl"
+            && why.contains("; the MPI library cannot exchange memory of the GPU: "),
+        "{why}"
+    );
     apart.same_as(&both, STEPS, "another way");
     let fails = ("CUDASIM_FAIL", "nccl");
-    let (direct, path_direct, why) = path(Mpirun(2), root.path(), "direct", &zero, &[TWO, claims, fails]);
+    let (direct, path_direct, why) =
+        path(Mpirun(2), root.path(), "direct", &zero, &[TWO, claims, fails]);
     assert!(path_direct == "direct" && why.starts_with("MPI has shown it; not by NCCL: "), "{why}");
     direct.same_as(&both, STEPS, "direct");
 }
@@ -136,22 +184,31 @@ fn ranks_that_are_bound_to_their_devices_do_without_the_direct_way() {
     let root = tempfile::tempdir().unwrap();
     let claims = built(root.path(), "claims.c", "claims.so");
     let run = Run::new(Mpirun(2), root.path(), "bound", &SMALLER);
-    let (command, mut bound) = (run.command(), mpirun(2));
+    let command = run.command();
+    let mut bound = mpirun(2);
     let mut words = command.get_args().skip(2);
-    bound.args(["sh", "-c", "CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_RANK exec \"$@\"", "sh"]).args(&mut words);
+    bound
+        .args(["sh", "-c", "CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_RANK exec \"$@\"", "sh"])
+        .args(&mut words);
     let sim = [TWO, ("LD_PRELOAD", &claims[..]), ("CUDASIM_FAIL", "nccl")];
     finish(with_simulator(&mut bound).envs(sim)).succeeded();
-    let why = json(&run.files().path("run.json"))["device_path_reason"].as_str().unwrap().to_owned();
+    let why =
+        json(&run.files().path("run.json"))["device_path_reason"].as_str().unwrap().to_owned();
     assert!(why.contains("not straight: ranks of a node see different GPUs"), "{why}");
 }
 
-/// A context takes time and memory of a device, and in its exclusive mode keeps others out: a rank makes none but its own.
+/// A context takes time and memory of a device, and in its exclusive mode keeps others out: a rank
+/// makes none but its own.
 #[test]
 fn a_rank_has_a_context_on_its_own_device_alone() {
     let root = tempfile::tempdir().unwrap();
     let of = |name: &str, sim: Settings| {
         let run = Run::new(Alone, root.path(), name, &SMALLER);
-        finish(with_simulator(&mut run.command()).env("CUDASIM_DEVICES", "4").envs(sim.iter().copied()))
+        finish(
+            with_simulator(&mut run.command())
+                .env("CUDASIM_DEVICES", "4")
+                .envs(sim.iter().copied()),
+        )
     };
     let ended = of("one", &[("CUDASIM_TRACE", "1")]).succeeded();
     assert_eq!(ended.stderr.matches("trace cuDevicePrimaryCtxRetain").count(), 1, "{ended}");
@@ -159,7 +216,8 @@ fn a_rank_has_a_context_on_its_own_device_alone() {
     assert_eq!(ended.code(), 1, "{ended}");
     let says = "the GPU could not open GPU 0: CUDA_ERROR_DEVICE_UNAVAILABLE: ";
     assert!(
-        ended.stderr.contains(says) && ended.stderr.contains("hint: its compute mode keeps this process out"),
+        ended.stderr.contains(says)
+            && ended.stderr.contains("hint: its compute mode keeps this process out"),
         "{ended}"
     );
 }

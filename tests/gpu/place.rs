@@ -1,4 +1,5 @@
-//! `model.place.tables = host` on GPUs, in their simulator: embedding tables that the host keeps, looks up and updates.
+//! `model.place.tables = host` on GPUs, in their simulator: embedding tables that the host keeps,
+//! looks up and updates.
 
 use std::path::Path;
 
@@ -21,9 +22,19 @@ const CHECK: (&str, &str) = ("CUDASIM_CHECK", "1");
 
 /// A table of clicks: a number, and two categories, some of whose values come often.
 fn clicks(folder: &Path) {
-    let line = |i: u32| format!("{},{},{},{}\n", i % 2, ["x", "y", "z"][(i * 7 % 3) as usize], i * 5 % 11, i * 3 % 7);
+    let line = |i: u32| {
+        format!(
+            "{},{},{},{}\n",
+            i % 2,
+            ["x", "y", "z"][(i * 7 % 3) as usize],
+            i * 5 % 11,
+            i * 3 % 7
+        )
+    };
     let columns = ["site", "device"].map(String::from).to_vec();
-    for (name, head) in [("clicks", "clicked,site,age,device\n"), ("sites", "clicked,site,device\n")] {
+    for (name, head) in
+        [("clicks", "clicked,site,age,device\n"), ("sites", "clicked,site,device\n")]
+    {
         let lines = (0..60).map(line).map(|line| match name {
             "clicks" => line,
             _ => line
@@ -37,18 +48,24 @@ fn clicks(folder: &Path) {
         let table: String = std::iter::once(head.to_string()).chain(lines).collect();
         let input = folder.join(format!("{name}.csv"));
         std::fs::write(&input, table).unwrap();
-        let (not_finite, out) = (NotFinite::Error, folder.join(name));
+        let not_finite = NotFinite::Error;
+        let out = folder.join(name);
         let kept = ImportOptions { not_finite, every: 5, shards: 2, normalize: true, out };
         let categories = Categories::Named { columns: columns.clone(), hash: None };
-        import_csv(&ImportCsv { targets: vec!["clicked".into()], categories, ..ImportCsv::new(input, kept) }).unwrap();
+        import_csv(&ImportCsv {
+            targets: vec!["clicked".into()],
+            categories,
+            ..ImportCsv::new(input, kept)
+        })
+        .unwrap();
     }
 }
 
 /// Networks with tables: with a row of numbers beside them, without, and of text.
 const NETWORKS: [&str; 3] = ["recommender", "categories", "llama"];
 
-/// The settings of a network: small ones, of eight samples a step in two lanes, through a checkpoint in its middle. Without clipping
-/// no number depends on the norm.
+/// The settings of a network: small ones, of eight samples a step in two lanes, through a
+/// checkpoint in its middle. Without clipping no number depends on the norm.
 fn network(name: &str, root: &Path) -> Vec<String> {
     let layers = |tables: &str| {
         format!(
@@ -70,7 +87,9 @@ fn network(name: &str, root: &Path) -> Vec<String> {
             "{kind='embedding_tables', ids=[4, 8], width=6, dense=[{kind='dense', units=5}, {kind='relu'}, {kind='dense', units=6}]}",
         ),
         "categories" => of_layers("sites", "0", "{kind='embedding_tables', ids=[4, 8], width=6}"),
-        _ => ["model.kind=llama", "model.kv_heads=1", "model.hidden=24", "model.context=8"].map(String::from).to_vec(),
+        _ => ["model.kind=llama", "model.kv_heads=1", "model.hidden=24", "model.context=8"]
+            .map(String::from)
+            .to_vec(),
     };
     let ours = [
         "run.device=cuda",
@@ -94,7 +113,8 @@ struct Files {
 }
 
 impl Files {
-    /// Panics unless all but the norms is as there, bit by bit: those of the host's tables are added up in another order.
+    /// Panics unless all but the norms is as there, bit by bit: those of the host's tables are
+    /// added up in another order.
     #[track_caller]
     fn same_as(&self, other: &Files, what: &str) {
         let without_norm = |files: &RunFiles| -> Vec<String> {
@@ -107,7 +127,11 @@ impl Files {
         };
         assert_eq!(without_norm(&self.files), without_norm(&other.files), "{what}: metrics");
         assert_eq!(self.files.evaluated(), other.files.evaluated(), "{what}: evaluations");
-        assert_eq!(self.files.tensors(STEPS), other.files.tensors(STEPS), "{what}: the last checkpoint");
+        assert_eq!(
+            self.files.tensors(STEPS),
+            other.files.tensors(STEPS),
+            "{what}: the last checkpoint"
+        );
         let norms = |files: &RunFiles| files.numbers("metrics.jsonl", "grad_norm");
         for (one, other) in norms(&self.files).iter().zip(norms(&other.files)) {
             assert!((one - other).abs() <= 1e-6 * other, "{what}: norms {one} and {other}");
@@ -129,36 +153,60 @@ fn trains(run: &Run, sim: Settings) -> Files {
 
 fn run(transport: Transport, root: &Path, name: &str, network: &[String], more: &[&str]) -> Run {
     let more = more.iter().map(|setting| setting.to_string());
-    Run { settings: network.iter().cloned().chain(more).collect(), ..Run::new(transport, root, name, &[]) }
+    Run {
+        settings: network.iter().cloned().chain(more).collect(),
+        ..Run::new(transport, root, name, &[])
+    }
 }
 
-/// Every network on one rank and two, in every stage; the settings of the simulator in which mistakes show take turns.
+/// Every network on one rank and two, in every stage; the settings of the simulator in which
+/// mistakes show take turns.
 fn every_layout(precision: &str) {
     let root = tempfile::tempdir().unwrap();
     clicks(root.path());
     for name in NETWORKS {
         let network = network(name, root.path());
         let with = |transport, what: &str, more: &[&str], sim| {
-            let run = run(transport, root.path(), &format!("{name}-{what}"), &network, &[&[precision], more].concat());
+            let run = run(
+                transport,
+                root.path(),
+                &format!("{name}-{what}"),
+                &network,
+                &[&[precision], more].concat(),
+            );
             trains(&run, sim)
         };
         let here = with(Alone, "here", &[], &[]);
         assert_eq!(here.bytes("peak_bytes", "offloaded"), 0);
         for (what, transport, layout, sim) in [
             ("alone", Alone, &["parallel.zero=0"][..], &[LAZY, APART][..]),
-            ("checked", Alone, &["parallel.recompute=true", "parallel.offload_activations=true"], &[CHECK]),
+            (
+                "checked",
+                Alone,
+                &["parallel.recompute=true", "parallel.offload_activations=true"],
+                &[CHECK],
+            ),
             ("two", Mpirun(2), &["parallel.zero=0"], &[LAZY, REVERSE]),
             ("one", Mpirun(2), &["parallel.zero=1", "optimizer.offload=true"], &[LAZY, APART]),
             ("three", Mpirun(2), &["parallel.zero=3"], &[LAZY]),
         ] {
             let there = with(transport, what, &[&[HOST], layout].concat(), sim);
             there.same_as(&here, &format!("{name}, {precision}, {what}, {sim:?}"));
-            assert_eq!(there.files.tensors(2), here.files.tensors(2), "{name} {what}: the checkpoint before the last");
-            let [promised, taken] = ["estimated_bytes", "peak_bytes"].map(|of| there.bytes(of, "offloaded"));
-            assert!(taken > 0 && promised == taken, "{name}, {what}: {promised} promised, {taken} taken");
+            assert_eq!(
+                there.files.tensors(2),
+                here.files.tensors(2),
+                "{name} {what}: the checkpoint before the last"
+            );
+            let [promised, taken] =
+                ["estimated_bytes", "peak_bytes"].map(|of| there.bytes(of, "offloaded"));
+            assert!(
+                taken > 0 && promised == taken,
+                "{name}, {what}: {promised} promised, {taken} taken"
+            );
             if what == "alone" {
                 for category in ["parameters", "gradients", "optimizer"] {
-                    let [there, here] = [&there, &here].map(|files| files.bytes("peak_bytes", category));
+                    let [there, here] =
+                        [&there, &here].map(|files| files.bytes("peak_bytes", category));
                     assert!(there < here, "{name}: {category}: {there} of {here}");
                 }
             }
@@ -176,25 +224,43 @@ fn tables_on_the_host_train_as_on_the_gpu_in_bf16() {
     every_layout("precision.compute=bf16");
 }
 
-/// Several micro-batches a lane: rows are added to the tables' gradient in another order than on the GPU, and else as on one rank.
+/// Several micro-batches a lane: rows are added to the tables' gradient in another order than on
+/// the GPU, and else as on one rank.
 #[test]
 fn micro_batches_and_clips_have_the_bits_of_any_ranks() {
     let root = tempfile::tempdir().unwrap();
     clicks(root.path());
     for name in NETWORKS {
         let network = network(name, root.path());
-        let common = ["precision.compute=f32", "batch.micro=2", "optimizer.grad_clip=0.05", "optimizer.kind=lamb"];
+        let common = [
+            "precision.compute=f32",
+            "batch.micro=2",
+            "optimizer.grad_clip=0.05",
+            "optimizer.kind=lamb",
+        ];
         let with = |transport, what: &str, more: &[&str], sim| {
-            let run = run(transport, root.path(), &format!("{name}-{what}"), &network, &[&common, more].concat());
+            let run = run(
+                transport,
+                root.path(),
+                &format!("{name}-{what}"),
+                &network,
+                &[&common, more].concat(),
+            );
             trains(&run, sim)
         };
         let here = with(Alone, "here", &[], &[]);
         let there = with(Alone, "there", &[HOST], &[LAZY, APART]);
         let near = |key: &str| {
-            let [one, other] = [&here, &there].map(|files| files.files.numbers("metrics.jsonl", key));
+            let [one, other] =
+                [&here, &there].map(|files| files.files.numbers("metrics.jsonl", key));
             one.iter().zip(&other).all(|(one, other)| (one - other).abs() < 1e-4)
         };
-        assert!(near("loss") && near("grad_norm"), "{name}: {:?}, {:?}", here.files.steps(), there.files.steps());
+        assert!(
+            near("loss") && near("grad_norm"),
+            "{name}: {:?}, {:?}",
+            here.files.steps(),
+            there.files.steps()
+        );
         for zero in ["parallel.zero=0", "parallel.zero=2", "parallel.zero=3"] {
             let two = with(Mpirun(2), zero, &[HOST, zero], &[LAZY, REVERSE]);
             two.files.same_as(&there.files, STEPS, &format!("{name} {zero}"));
@@ -202,7 +268,8 @@ fn micro_batches_and_clips_have_the_bits_of_any_ranks() {
     }
 }
 
-/// A checkpoint does not tell where its tables were: a run goes on in either place, and is evaluated on any device.
+/// A checkpoint does not tell where its tables were: a run goes on in either place, and is
+/// evaluated on any device.
 #[test]
 fn checkpoints_are_of_either_place() {
     let root = tempfile::tempdir().unwrap();
@@ -212,22 +279,37 @@ fn checkpoints_are_of_either_place() {
         let base = ["precision.compute=f32", "optimizer.ema=0.9", "run.audit_every=1"];
         let more = ["log.tensorboard=true", "log.histograms=1"];
         let with = |transport, what: &str, more: &[&str]| {
-            run(transport, root.path(), &format!("{name}-{what}"), &network, &[&base, more].concat())
+            run(
+                transport,
+                root.path(),
+                &format!("{name}-{what}"),
+                &network,
+                &[&base, more].concat(),
+            )
         };
         let here = trains(&with(Alone, "here", &more), &[]);
-        let there = trains(&with(Mpirun(2), "there", &[&[HOST, "parallel.zero=3"], &more[..]].concat()), &[LAZY]);
+        let there = trains(
+            &with(Mpirun(2), "there", &[&[HOST, "parallel.zero=3"], &more[..]].concat()),
+            &[LAZY],
+        );
         there.same_as(&here, name);
-        for (what, from, transport, place) in
-            [("to-host", &here, Mpirun(2), HOST), ("to-device", &there, Alone, "model.place.tables=device")]
-        {
-            let run = with(transport, what, &[place]).resume(from.files.checkpoint(2).to_str().unwrap());
+        for (what, from, transport, place) in [
+            ("to-host", &here, Mpirun(2), HOST),
+            ("to-device", &there, Alone, "model.place.tables=device"),
+        ] {
+            let run =
+                with(transport, what, &[place]).resume(from.files.checkpoint(2).to_str().unwrap());
             let files = trains(&run, &[LAZY]).files;
             assert_eq!(files.tensors(STEPS), here.files.tensors(STEPS), "{name} {what}");
-            assert!(!files.text("logs/rank-00000.log").contains("is not what it was"), "{name} {what}");
+            assert!(
+                !files.text("logs/rank-00000.log").contains("is not what it was"),
+                "{name} {what}"
+            );
         }
         let loss = |settings: &[&str]| {
             let checkpoint = there.files.checkpoint(STEPS);
-            let mut asked = program(["eval", "--checkpoint", checkpoint.to_str().unwrap(), "--json"]);
+            let mut asked =
+                program(["eval", "--checkpoint", checkpoint.to_str().unwrap(), "--json"]);
             asked.args(settings.iter().flat_map(|setting| ["--set", setting]));
             let told = finish(with_simulator(&mut asked)).succeeded().stdout;
             serde_json::from_str::<Value>(&told).unwrap()["loss"].as_f64().unwrap()
@@ -240,7 +322,8 @@ fn checkpoints_are_of_either_place() {
     // Text is drawn a position at a time.
     let drawn = |of: &str| {
         let checkpoint = root.path().join(of).join("checkpoints/step-00000004");
-        let mut asked = program(["sample", "--checkpoint", checkpoint.to_str().unwrap(), "--temperature", "0"]);
+        let mut asked =
+            program(["sample", "--checkpoint", checkpoint.to_str().unwrap(), "--temperature", "0"]);
         asked.args(["--tokens", "12", "--prompt", "the", "--set", "run.device=cuda"]);
         finish(with_simulator(&mut asked)).succeeded().stdout
     };

@@ -1,5 +1,5 @@
-//! Algorithms of matrix products by their time (`device.matmul = "timed"`), in the simulator, whose cuBLASLt proposes several with
-//! other last bits each, and takes as long for each as it is told.
+//! Algorithms of matrix products by their time (`device.matmul = "timed"`), in the simulator, whose
+//! cuBLASLt proposes several with other last bits each, and takes as long for each as it is told.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,7 +15,8 @@ use hpctrain_testkit::simulator::{Settings, is_on_gpu, under, with_simulator};
 
 const STEPS: u64 = 4;
 
-/// Products of each algorithm of each shape in a measurement: two to begin with, and five that count.
+/// Products of each algorithm of each shape in a measurement: two to begin with, and five that
+/// count.
 const MEASURED: usize = 7;
 
 const TIMED: &str = "device.matmul=timed";
@@ -27,7 +28,13 @@ const F32: &str = "precision.compute=f32";
 const SHARED: [&str; 2] = ["device.ranks_per_gpu=2", "device.memory=0.4"];
 
 fn run(transport: Transport, root: &Path, name: &str, settings: &[&str]) -> Run {
-    let ours = ["run.steps=4", "parallel.lanes=2", "eval.samples=8", "device.memory_limit=64MiB", "checkpoint.every=2"];
+    let ours = [
+        "run.steps=4",
+        "parallel.lanes=2",
+        "eval.samples=8",
+        "device.memory_limit=64MiB",
+        "checkpoint.every=2",
+    ];
     Run::new(transport, root, name, &[&ours[..], &["checkpoint.keep=5"], settings].concat())
 }
 
@@ -38,7 +45,13 @@ fn simulated(run: &Run, sim: Settings) -> Command {
 }
 
 #[track_caller]
-fn trains(transport: Transport, root: &Path, name: &str, settings: &[&str], sim: Settings) -> (RunFiles, Ended) {
+fn trains(
+    transport: Transport,
+    root: &Path,
+    name: &str,
+    settings: &[&str],
+    sim: Settings,
+) -> (RunFiles, Ended) {
     let run = run(transport, root, name, settings);
     let ended = finish(&mut simulated(&run, sim)).succeeded();
     (run.files(), ended)
@@ -47,7 +60,8 @@ fn trains(transport: Transport, root: &Path, name: &str, settings: &[&str], sim:
 /// The choices of a run's file by kind of device.
 fn choices(files: &RunFiles) -> Vec<(String, Vec<Value>)> {
     let kinds = json(&files.path("matmuls.json"))["kinds"].clone();
-    let of_kind = |(kind, chosen): (&String, &Value)| (kind.clone(), chosen.as_array().unwrap().clone());
+    let of_kind =
+        |(kind, chosen): (&String, &Value)| (kind.clone(), chosen.as_array().unwrap().clone());
     kinds.as_object().unwrap().iter().map(of_kind).collect()
 }
 
@@ -68,12 +82,14 @@ fn computed(ended: &Ended, algorithm: usize) -> usize {
 
 /// Whether the ranks together have measured so many products.
 fn says_measured(ended: &Ended, count: usize) -> bool {
-    ended.stdout.contains(&format!(" ({count} measured, ")) || ended.stderr.contains(&format!(" ({count} measured, "))
+    ended.stdout.contains(&format!(" ({count} measured, "))
+        || ended.stderr.contains(&format!(" ({count} measured, "))
 }
 
 #[track_caller]
 fn differ(one: &RunFiles, other: &RunFiles) {
-    let (one, other) = (one.numbers("metrics.jsonl", "loss"), other.numbers("metrics.jsonl", "loss"));
+    let one = one.numbers("metrics.jsonl", "loss");
+    let other = other.numbers("metrics.jsonl", "loss");
     assert!(one.len() == other.len() && one != other, "{one:?}");
     let off = one.iter().zip(&other).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
     assert!(off < 2e-2, "{off}");
@@ -94,14 +110,16 @@ fn product(m: usize, alignments: [u32; 3]) -> ProductKind {
     }
 }
 
-/// Operands are scratch that is aligned as those of training: the simulator refuses less, and more would be another product.
+/// Operands are scratch that is aligned as those of training: the simulator refuses less, and more
+/// would be another product.
 #[test]
 fn a_product_is_measured_on_operands_of_its_own() {
     under(&[&[("CUDASIM_ALGOS", "3,2,1")]], || {
         let cuda = Cuda::new(&Device::open(0).unwrap(), 64 << 20, Precision::Bf16).unwrap();
         let device = cuda.product_algorithms().unwrap();
         let known = [product(48, [256; 3]), product(48, [16, 2, 64]), product(1024, [2, 128, 4])];
-        let measured: Vec<Chosen> = known.iter().map(|one| device.measure(one).unwrap().unwrap()).collect();
+        let measured: Vec<Chosen> =
+            known.iter().map(|one| device.measure(one).unwrap().unwrap()).collect();
         for (one, chosen) in known.iter().zip(&measured) {
             assert!(chosen.product == *one && device.takes(chosen).unwrap());
             assert_eq!(device.guess(one).unwrap().unwrap().place, 0);
@@ -126,7 +144,8 @@ fn a_product_is_measured_on_operands_of_its_own() {
 fn a_refused_proposal_is_left_out() {
     under(&[&[("CUDASIM_ALGOS", "3,1,2"), ("CUDASIM_FAIL", "algorithm1")]], || {
         let cuda = Cuda::new(&Device::open(0).unwrap(), 64 << 20, Precision::Bf16).unwrap();
-        let chosen = cuda.product_algorithms().unwrap().measure(&product(48, [256; 3])).unwrap().unwrap();
+        let chosen =
+            cuda.product_algorithms().unwrap().measure(&product(48, [256; 3])).unwrap().unwrap();
         assert!(is_on_gpu() || chosen.place == 2, "{}", chosen.place);
     });
 }
@@ -135,27 +154,34 @@ fn a_refused_proposal_is_left_out() {
 fn the_fastest_algorithm_is_found_and_trains() {
     let root = tempfile::tempdir().unwrap();
     let sim = |algorithms| {
-        let apart = [("CUDASIM_STREAMS", "lazy"), ("CUDASIM_HOST_ACCESS", "0"), ("CUDASIM_TRACE", "1")];
+        let apart =
+            [("CUDASIM_STREAMS", "lazy"), ("CUDASIM_HOST_ACCESS", "0"), ("CUDASIM_TRACE", "1")];
         [&apart[..], &[("CUDASIM_ALGOS", algorithms)]].concat()
     };
     // Evaluations have products of their own.
-    let trains =
-        |name, matmul, algorithms| trains(Alone, root.path(), name, &[F32, "eval.batch=2", matmul], &sim(algorithms));
+    let trains = |name, matmul, algorithms| {
+        trains(Alone, root.path(), name, &[F32, "eval.batch=2", matmul], &sim(algorithms))
+    };
     let (first, ended) = trains("first", "device.matmul=heuristic", "3,2,1");
     let products = computed(&ended, 0);
     assert_eq!([1, 2].map(|algorithm| computed(&ended, algorithm)), [0, 0]);
-    assert!(!first.path("matmuls.json").exists() && !ended.stderr.contains("products  "), "{ended}");
+    assert!(
+        !first.path("matmuls.json").exists() && !ended.stderr.contains("products  "),
+        "{ended}"
+    );
 
     let (timed, ended) = trains("timed", TIMED, "3,2,1");
     let places = places(&timed);
     assert!(places.iter().all(|place| *place == 2), "{places:?}");
     let count = places.len();
-    let told =
-        format!("products     {count} by time, {count} of them not as cuBLASLt proposes first ({count} measured, ");
+    let told = format!(
+        "products     {count} by time, {count} of them not as cuBLASLt proposes first ({count} measured, "
+    );
     assert!(ended.stdout.contains(&told) || ended.stderr.contains(&told), "{told}: {ended}");
     let [guess, second, third] = [0, 1, 2].map(|algorithm| computed(&ended, algorithm));
     assert_eq!(second, MEASURED * count);
-    // The best guess computes the rehearsed step, and evaluations of other sizes; the fastest all that is trained.
+    // The best guess computes the rehearsed step, and evaluations of other sizes; the fastest all
+    // that is trained.
     let of_steps = third - MEASURED * count;
     let of_step = of_steps / STEPS as usize;
     assert_eq!(of_steps % STEPS as usize, 0);
@@ -173,8 +199,14 @@ fn the_fastest_algorithm_is_found_and_trains() {
 fn a_rehearsed_step_changes_no_bit() {
     let root = tempfile::tempdir().unwrap();
     let rows: [(Transport, &str); 5] = [
-        (Alone, "model.dropout=0.2 optimizer.ema=0.9 parallel.recompute=true batch.micro=2 precision.compute=f32"),
-        (Alone, "parallel.zero=3 optimizer.offload=true parallel.offload_shards=true run.audit_every=2"),
+        (
+            Alone,
+            "model.dropout=0.2 optimizer.ema=0.9 parallel.recompute=true batch.micro=2 precision.compute=f32",
+        ),
+        (
+            Alone,
+            "parallel.zero=3 optimizer.offload=true parallel.offload_shards=true run.audit_every=2",
+        ),
         (Mpirun(2), "parallel.zero=3 model.dropout=0.1 optimizer.kind=lamb"),
         (Simulate(2), "parallel.average_every=2 parallel.outer_momentum=0.5"),
         (Simulate(2), "parallel.pipeline=2 parallel.schedule=zero-bubble batch.micro=1"),
@@ -185,7 +217,8 @@ fn a_rehearsed_step_changes_no_bit() {
             let all = [&words[..], &[matmul]].concat();
             trains(transport, root.path(), &format!("{number}-{name}"), &all, &[]).0
         };
-        let (timed, first) = (with("timed", TIMED), with("first", "device.matmul=heuristic"));
+        let timed = with("timed", TIMED);
+        let first = with("first", "device.matmul=heuristic");
         assert!(choices(&timed)[0].1.len() > 8 && !first.path("matmuls.json").exists());
         timed.same_as(&first, STEPS, settings);
     }
@@ -201,7 +234,8 @@ impl Stopped {
     /// The second algorithm was measured as the fastest.
     fn new() -> Self {
         let root = tempfile::tempdir().unwrap();
-        let (whole, _) = trains(Alone, root.path(), "whole", &[TIMED, F32], &[("CUDASIM_ALGOS", "2,1")]);
+        let (whole, _) =
+            trains(Alone, root.path(), "whole", &[TIMED, F32], &[("CUDASIM_ALGOS", "2,1")]);
         assert!(places(&whole).iter().all(|place| *place == 1));
         Self { root, whole }
     }
@@ -228,12 +262,16 @@ fn a_resumed_run_takes_what_was_measured_before() {
     let stopped = Stopped::new();
     stopped.copy("kept");
     let (kept, ended) = stopped.resumed("kept", "1,2");
-    assert!(ended.stderr.contains("(measured before)") || ended.stdout.contains("(measured before)"), "{ended}");
+    assert!(
+        ended.stderr.contains("(measured before)") || ended.stdout.contains("(measured before)"),
+        "{ended}"
+    );
     assert_eq!(kept.text("matmuls.json"), stopped.whole.text("matmuls.json"));
     assert!(computed(&ended, 1) > 0 && !ended.stderr.contains("matmuls.json is"), "{ended}");
     kept.same_as(&stopped.whole, STEPS, "resumed");
 
-    // A file that is damaged does not count: measured now, the first one is the fastest, and other bits show it.
+    // A file that is damaged does not count: measured now, the first one is the fastest, and other
+    // bits show it.
     for name in ["cut", "changed"] {
         let path = stopped.copy(name).join("matmuls.json");
         let text = std::fs::read_to_string(&path).unwrap();
@@ -249,12 +287,17 @@ fn a_resumed_run_takes_what_was_measured_before() {
         // The new one is whole.
         std::fs::remove_dir_all(files.checkpoint(STEPS)).unwrap();
         let (again, ended) = stopped.resumed(name, "2,1");
-        assert!(ended.stderr.contains("(measured before)") || ended.stdout.contains("(measured before)"), "{ended}");
+        assert!(
+            ended.stderr.contains("(measured before)")
+                || ended.stdout.contains("(measured before)"),
+            "{ended}"
+        );
         assert!(self::places(&again) == places && computed(&ended, 1) == 0, "{ended}");
     }
 }
 
-/// cuBLASLt looks at an algorithm before it is taken from the disk; in the place of one that it does not know there is its first.
+/// cuBLASLt looks at an algorithm before it is taken from the disk; in the place of one that it
+/// does not know there is its first.
 #[test]
 fn algorithms_that_cublaslt_does_not_take_any_more_are_left() {
     let stopped = Stopped::new();
@@ -275,7 +318,8 @@ fn ranks_agree_on_algorithms() {
     let root = tempfile::tempdir().unwrap();
     let sim = [("CUDASIM_ALGOS", "2,2,1"), ("CUDASIM_TRACE", "1"), ("CUDASIM_HOST_ACCESS", "0")];
     let (one, ended) = trains(Alone, root.path(), "one", &OURS, &sim);
-    let (chosen, count) = (choices(&one), places(&one).len());
+    let chosen = choices(&one);
+    let count = places(&one).len();
     assert_eq!(computed(&ended, 1), MEASURED * count);
     for (name, transport, settings) in [
         ("processes", Mpirun(2), "comm.path=staged parallel.zero=3"),
@@ -291,11 +335,16 @@ fn ranks_agree_on_algorithms() {
     }
     // The simulator's devices have names of their own.
     let two = [&sim[..], &[("CUDASIM_DEVICES", "2")]].concat();
-    let (kinds, ended) = trains(Mpirun(2), root.path(), "kinds", &[&["comm.path=staged"], &OURS[..]].concat(), &two);
+    let (kinds, ended) =
+        trains(Mpirun(2), root.path(), "kinds", &[&["comm.path=staged"], &OURS[..]].concat(), &two);
     kinds.same_as(&one, STEPS, "two kinds of devices");
     let found = choices(&kinds);
     assert_eq!(found.iter().map(|(_, chosen)| chosen).collect::<Vec<_>>(), [&chosen[0].1; 2]);
-    assert!(found[0].0.starts_with("CPU simulator 0, compute capability 9.0, cuBLASLt 13"), "{}", found[0].0);
+    assert!(
+        found[0].0.starts_with("CPU simulator 0, compute capability 9.0, cuBLASLt 13"),
+        "{}",
+        found[0].0
+    );
     assert!(found[1].0.starts_with("CPU simulator 1"), "{}", found[1].0);
     assert!(says_measured(&ended, 2 * count), "{ended}");
 }
@@ -305,9 +354,17 @@ fn ranks_agree_on_algorithms() {
 fn cpus_have_no_choice() {
     let root = tempfile::tempdir().unwrap();
     let with = |name: &str, matmul: &str| {
-        trains(Alone, root.path(), name, &["run.device=cpu", &format!("device.matmul={matmul}")], &[]).0
+        trains(
+            Alone,
+            root.path(),
+            name,
+            &["run.device=cpu", &format!("device.matmul={matmul}")],
+            &[],
+        )
+        .0
     };
-    let (timed, first) = (with("timed", "timed"), with("heuristic", "heuristic"));
+    let timed = with("timed", "timed");
+    let first = with("heuristic", "heuristic");
     assert!(!timed.path("matmuls.json").exists());
     timed.same_as(&first, STEPS, "on the CPU");
 }

@@ -1,4 +1,5 @@
-//! Sums over NCCL in groups of messages: what they cost, as its stand-in counts, and that each wait of a stream is needed.
+//! Sums over NCCL in groups of messages: what they cost, as its stand-in counts, and that each wait
+//! of a stream is needed.
 #![allow(clippy::undocumented_unsafe_blocks, reason = "calls of the simulator")]
 
 use std::collections::BTreeSet;
@@ -49,7 +50,10 @@ fn values(rank: usize, len: usize) -> Vec<f32> {
 /// The sum of one element over the ranks, in the order of the tree.
 fn tree_sum(mut terms: Vec<f32>) -> f32 {
     while terms.len() > 1 {
-        terms = terms.chunks(2).map(|pair| pair.iter().copied().reduce(|a, b| a + b).unwrap()).collect();
+        terms = terms
+            .chunks(2)
+            .map(|pair| pair.iter().copied().reduce(|a, b| a + b).unwrap())
+            .collect();
     }
     terms[0]
 }
@@ -62,9 +66,12 @@ struct Rank {
 }
 
 impl Rank {
-    /// Collective `operation` on `len` elements of each rank, and whether this rank has the right bits.
+    /// Collective `operation` on `len` elements of each rank, and whether this rank has the right
+    /// bits.
     fn run(&self, operation: Operation, len: usize) -> bool {
-        let (group, rank, size) = (&self.group, self.group.rank(), self.group.size());
+        let group = &self.group;
+        let rank = self.group.rank();
+        let size = self.group.size();
         let buf = self.cuda.upload(MemoryKind::Gradients, &values(rank, len)).unwrap();
         let buf = group.run(operation, buf).wait().unwrap();
         let mut got = vec![0.0; len];
@@ -86,9 +93,14 @@ impl Rank {
 }
 
 /// Results of `body` on each rank of a new world of threads.
-fn on_ranks<T: Send>(nodes: &[usize], algorithm: Algorithm, body: impl Fn(Rank) -> T + Sync) -> Vec<T> {
+fn on_ranks<T: Send>(
+    nodes: &[usize],
+    algorithm: Algorithm,
+    body: impl Fn(Rank) -> T + Sync,
+) -> Vec<T> {
     let rank = |comm: Comm<Cuda>| {
-        let cuda = Cuda::new(&Device::open(comm.rank()).unwrap(), 128 << 20, Precision::Bf16).unwrap();
+        let cuda =
+            Cuda::new(&Device::open(comm.rank()).unwrap(), 128 << 20, Precision::Bf16).unwrap();
         let comm = comm.with_transport(DeviceTransport::Nccl).in_chunks(SLOT);
         body(Rank { group: comm.world(), comm, cuda })
     };
@@ -99,12 +111,19 @@ fn on_ranks<T: Send>(nodes: &[usize], algorithm: Algorithm, body: impl Fn(Rank) 
     })
 }
 
-/// Groups of messages, and messages that a rank sends, of a collective of `chunks` chunks on `nodes` nodes of `per_node` ranks.
-/// Where each rank has its own part of the buffer, a lane's are in as many pieces as there are nodes.
-fn formula(algorithm: Algorithm, operation: Operation, [nodes, per_node]: [u64; 2], chunks: u64) -> [u64; 2] {
+/// Groups of messages, and messages that a rank sends, of a collective of `chunks` chunks on
+/// `nodes` nodes of `per_node` ranks. Where each rank has its own part of the buffer, a lane's are
+/// in as many pieces as there are nodes.
+fn formula(
+    algorithm: Algorithm,
+    operation: Operation,
+    [nodes, per_node]: [u64; 2],
+    chunks: u64,
+) -> [u64; 2] {
     let levels = if algorithm == HIERARCHICAL { 2 } else { 1 };
     let in_pieces = if operation == Operation::AllReduce { 1 } else { nodes };
-    let once = if levels == 2 { (per_node - 1) * in_pieces + nodes - 1 } else { nodes * per_node - 1 };
+    let once =
+        if levels == 2 { (per_node - 1) * in_pieces + nodes - 1 } else { nodes * per_node - 1 };
     match operation {
         Operation::AllReduce => [chunks + 2 * levels - 1, chunks * 2 * once],
         _ => [chunks + levels - 1, chunks * once],
@@ -114,49 +133,68 @@ fn formula(algorithm: Algorithm, operation: Operation, [nodes, per_node]: [u64; 
 const SHAPES: [(Algorithm, &[usize], [u64; 2]); 3] =
     [(TREE, &[0; 2], [1, 2]), (TREE, &[0; 4], [1, 4]), (HIERARCHICAL, &[0, 0, 1, 1], [2, 2])];
 
-/// Groups, messages and bytes are those of the formulae, and no wait of the host lies between. The documentation has the counts.
+/// Groups, messages and bytes are those of the formulae, and no wait of the host lies between. The
+/// documentation has the counts.
 #[test]
 fn groups_and_bytes_of_sums_are_counted() {
     if is_on_gpu() {
         return eprintln!("skipped: NCCL's stand-in counts");
     }
-    under(&[&[("CUDASIM_DEVICES", "4")], &[("CUDASIM_DEVICES", "4"), ("CUDASIM_STREAMS", "lazy")]], || {
-        let doc = include_str!("../../docs/layouts.md");
-        for (algorithm, nodes, shape) in SHAPES {
-            let ranks = nodes.len() as u64;
-            for operation in [Operation::AllReduce, Operation::ReduceScatter, Operation::AllGather] {
-                let all = on_ranks(nodes, algorithm, |rank| {
-                    // The communicator and memory for terms are there afterwards.
-                    assert!(rank.run(operation, 2 * CHUNK));
-                    [1, 2, 10].map(|chunks| {
-                        counts(rank.group.rank());
-                        assert!(rank.run(operation, chunks * CHUNK), "{algorithm} {operation} of {chunks} chunks");
-                        (chunks as u64, counts(rank.group.rank()))
-                    })
-                });
-                for (chunks, counts) in all.into_iter().flatten() {
-                    let [groups, sends] = formula(algorithm, operation, shape, chunks);
-                    let times = if operation == Operation::AllReduce { 2 } else { 1 };
-                    let bytes_sent = times * (ranks - 1) * chunks * CHUNK as u64 * 4 / ranks;
-                    let wanted = Counts { groups, sends, receives: sends, bytes_sent, host_waits: 0 };
-                    assert_eq!(counts, wanted, "{algorithm} {operation} of {chunks} chunks on {ranks} ranks");
-                    let part = bytes_sent as f64 / (chunks * CHUNK as u64 * 4) as f64;
-                    let row = format!(
-                        "| {operation} | {algorithm} | {ranks} | {chunks} | {groups} | {sends} | {part} | {} |",
-                        counts.host_waits
-                    );
-                    assert!(doc.contains(&row.replace('_', "-")), "docs/layouts.md has no {row}");
+    under(
+        &[&[("CUDASIM_DEVICES", "4")], &[("CUDASIM_DEVICES", "4"), ("CUDASIM_STREAMS", "lazy")]],
+        || {
+            let doc = include_str!("../../docs/layouts.md");
+            for (algorithm, nodes, shape) in SHAPES {
+                let ranks = nodes.len() as u64;
+                for operation in
+                    [Operation::AllReduce, Operation::ReduceScatter, Operation::AllGather]
+                {
+                    let all = on_ranks(nodes, algorithm, |rank| {
+                        // The communicator and memory for terms are there afterwards.
+                        assert!(rank.run(operation, 2 * CHUNK));
+                        [1, 2, 10].map(|chunks| {
+                            counts(rank.group.rank());
+                            assert!(
+                                rank.run(operation, chunks * CHUNK),
+                                "{algorithm} {operation} of {chunks} chunks"
+                            );
+                            (chunks as u64, counts(rank.group.rank()))
+                        })
+                    });
+                    for (chunks, counts) in all.into_iter().flatten() {
+                        let [groups, sends] = formula(algorithm, operation, shape, chunks);
+                        let times = if operation == Operation::AllReduce { 2 } else { 1 };
+                        let bytes_sent = times * (ranks - 1) * chunks * CHUNK as u64 * 4 / ranks;
+                        let wanted =
+                            Counts { groups, sends, receives: sends, bytes_sent, host_waits: 0 };
+                        assert_eq!(
+                            counts, wanted,
+                            "{algorithm} {operation} of {chunks} chunks on {ranks} ranks"
+                        );
+                        let part = bytes_sent as f64 / (chunks * CHUNK as u64 * 4) as f64;
+                        let row = format!(
+                            "| {operation} | {algorithm} | {ranks} | {chunks} | {groups} | {sends} | {part} | {} |",
+                            counts.host_waits
+                        );
+                        assert!(
+                            doc.contains(&row.replace('_', "-")),
+                            "docs/layouts.md has no {row}"
+                        );
+                    }
                 }
             }
-        }
-        // Messages outside groups have the host wait: the count sees that.
-        let pairs = on_ranks(&[0; 2], Algorithm::ReduceToOne, |rank| {
-            counts(rank.group.rank());
-            assert!((0..2).all(|_| rank.run(Operation::AllReduce, CHUNK)));
-            counts(rank.group.rank())
-        });
-        assert!(pairs.iter().all(|counts| counts.groups > 2 && counts.host_waits > 0), "{pairs:?}");
-    });
+            // Messages outside groups have the host wait: the count sees that.
+            let pairs = on_ranks(&[0; 2], Algorithm::ReduceToOne, |rank| {
+                counts(rank.group.rank());
+                assert!((0..2).all(|_| rank.run(Operation::AllReduce, CHUNK)));
+                counts(rank.group.rank())
+            });
+            assert!(
+                pairs.iter().all(|counts| counts.groups > 2 && counts.host_waits > 0),
+                "{pairs:?}"
+            );
+        },
+    );
 }
 
 /// The terms of two chunks are held at most, and the estimate of memory counts them.
@@ -165,13 +203,19 @@ fn terms_of_two_chunks_are_counted() {
     under(&[&[("CUDASIM_DEVICES", "4")]], || {
         for (algorithm, nodes, _) in SHAPES {
             on_ranks(nodes, algorithm, |rank| {
-                let (comm, ranks, ledger) = (&rank.comm, nodes.len(), rank.cuda.ledger());
+                let comm = &rank.comm;
+                let ranks = nodes.len();
+                let ledger = rank.cuda.ledger();
                 comm.count_memory(rank.cuda.clone());
                 let terms = |chunks: usize| 4 * chunks * (ranks - 1) * CHUNK / ranks;
                 for (chunks, places) in [(1, 1), (2, 2), (10, 2)] {
                     assert!(rank.run(Operation::AllReduce, chunks * CHUNK));
                     let held = ledger.live(MemoryKind::Communication);
-                    assert_eq!(held, terms(places), "{chunks} chunks, {algorithm} on {ranks} ranks");
+                    assert_eq!(
+                        held,
+                        terms(places),
+                        "{chunks} chunks, {algorithm} on {ranks} ranks"
+                    );
                 }
                 let more = comm.in_chunks(2 * SLOT).staging() - comm.in_chunks(SLOT).staging();
                 assert_eq!(more, terms(2), "{algorithm} on {ranks} ranks");
@@ -188,32 +232,41 @@ const WAITED: [(Algorithm, &[usize], Operation, usize, usize); 4] = [
     (HIERARCHICAL, &[0, 0, 1, 1], Operation::AllReduce, 3, 7),
 ];
 
-/// Each wait of a stream is needed: without any one of them the device may add or send too early, as it does when the
-/// simulator puts off what is not waited for, or lets other streams run ahead. With all of them no such order changes a bit.
+/// Each wait of a stream is needed: without any one of them the device may add or send too early,
+/// as it does when the simulator puts off what is not waited for, or lets other streams run ahead.
+/// With all of them no such order changes a bit.
 #[test]
 fn a_sum_lacks_no_wait_and_has_none_too_many() {
     if is_on_gpu() {
         return eprintln!("skipped: a test of orders that the simulator chooses");
     }
     if role().is_some() {
-        for (number, (algorithm, nodes, operation, chunks, waits)) in WAITED.into_iter().enumerate() {
+        for (number, (algorithm, nodes, operation, chunks, waits)) in WAITED.into_iter().enumerate()
+        {
             for forgotten in 0..=waits + 1 {
                 // SAFETY: no other thread of this process is left that looks at the environment.
                 unsafe { std::env::set_var("CUDASIM_FAIL", format!("wait:{forgotten}")) };
                 let right = on_ranks(nodes, algorithm, |rank| rank.run(operation, chunks * CHUNK));
-                println!("\nsum {number} without {forgotten}: {}", right.into_iter().all(|right| right));
+                println!(
+                    "\nsum {number} without {forgotten}: {}",
+                    right.into_iter().all(|right| right)
+                );
             }
         }
         return;
     }
     let mut wrong: [BTreeSet<usize>; WAITED.len()] = Default::default();
     for streams in ["lazy", "racing"] {
-        let ended = child(&[("CUDASIM_DEVICES", "4"), ("CUDASIM_STREAMS", streams)], "forgets").succeeded();
-        let lines: Vec<_> = ended.stdout.lines().filter_map(|line| line.strip_prefix("sum ")).collect();
+        let ended =
+            child(&[("CUDASIM_DEVICES", "4"), ("CUDASIM_STREAMS", streams)], "forgets").succeeded();
+        let lines: Vec<_> =
+            ended.stdout.lines().filter_map(|line| line.strip_prefix("sum ")).collect();
         assert_eq!(lines.len(), WAITED.iter().map(|sum| sum.4 + 2).sum::<usize>(), "{ended}");
         for line in lines {
-            let (sum, (forgotten, right)) =
-                line.split_once(" without ").map(|(a, b)| (a, b.split_once(": ").unwrap())).unwrap();
+            let (sum, (forgotten, right)) = line
+                .split_once(" without ")
+                .map(|(a, b)| (a, b.split_once(": ").unwrap()))
+                .unwrap();
             if right == "false" {
                 wrong[sum.parse::<usize>().unwrap()].insert(forgotten.parse().unwrap());
             }

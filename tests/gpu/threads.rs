@@ -1,5 +1,5 @@
-//! Threads that meet the driver for the first time: without a context of theirs the simulator refuses every call that needs
-//! one, and the backend makes none.
+//! Threads that meet the driver for the first time: without a context of theirs the simulator
+//! refuses every call that needs one, and the backend makes none.
 #![allow(clippy::undocumented_unsafe_blocks, reason = "every call of the driver is one")]
 
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -12,7 +12,9 @@ use cudarc::driver::result::{event, stream};
 use cudarc::driver::sys::{self, CUresult};
 use cudarc::driver::{CudaContext, DevicePtr};
 use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
-use hpctrain::backend::{Activation, ActivationOps, Backend, CommBuffer, ElementwiseOps, Gemm, LinearOps, MemoryKind};
+use hpctrain::backend::{
+    Activation, ActivationOps, Backend, CommBuffer, ElementwiseOps, Gemm, LinearOps, MemoryKind,
+};
 
 use hpctrain_testkit::launch::{Transport, finish};
 use hpctrain_testkit::runs::Run;
@@ -48,21 +50,30 @@ fn a_thread_without_a_context_is_refused() {
         let context = CudaContext::new(0).unwrap();
         let stream = context.new_stream().unwrap();
         let memory = stream.alloc_zeros::<f32>(16).unwrap();
-        let (at, queue) = (memory.device_ptr(&stream).0, Carried(stream.cu_stream()));
+        let at = memory.device_ptr(&stream).0;
+        let queue = Carried(stream.cu_stream());
         let mark = stream.record_event(None).unwrap();
         let timed = || event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).unwrap();
         let events = Carried([mark.cu_event(), timed(), timed()]);
         let pinned = Carried(unsafe { cudarc::driver::result::malloc_host(64, 0) }.unwrap());
         let refused = fresh(move || {
             let (queue, [mark, early, late], pinned) = (queue.get(), events.get(), pinned.get());
-            let (mut host, mut address, mut bytes, mut milliseconds) = ([0u8; 64], 0, [0usize; 2], 0.0);
-            let (to, mut made, mut module, mut made_stream) =
-                (host.as_mut_ptr().cast::<c_void>(), null_mut(), null_mut(), null_mut());
+            let mut host = [0u8; 64];
+            let mut address = 0;
+            let mut bytes = [0usize; 2];
+            let mut milliseconds = 0.0;
+            let to = host.as_mut_ptr().cast::<c_void>();
+            let mut made = null_mut();
+            let mut module = null_mut();
+            let mut made_stream = null_mut();
             // By the name that all drivers have, which cudarc does not take.
             type Elapsed = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> CUresult;
             let elapsed = unsafe {
                 let driver = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW);
-                std::mem::transmute::<*mut c_void, Elapsed>(libc::dlsym(driver, c"cuEventElapsedTime".as_ptr()))
+                std::mem::transmute::<*mut c_void, Elapsed>(libc::dlsym(
+                    driver,
+                    c"cuEventElapsedTime".as_ptr(),
+                ))
             };
             unsafe {
                 [
@@ -87,7 +98,19 @@ fn a_thread_without_a_context_is_refused() {
                     ("cuModuleLoadData", sys::cuModuleLoadData(&raw mut module, to)),
                     (
                         "cuLaunchKernel",
-                        sys::cuLaunchKernel(null_mut(), 1, 1, 1, 1, 1, 1, 0, queue, null_mut(), null_mut()),
+                        sys::cuLaunchKernel(
+                            null_mut(),
+                            1,
+                            1,
+                            1,
+                            1,
+                            1,
+                            1,
+                            0,
+                            queue,
+                            null_mut(),
+                            null_mut(),
+                        ),
                     ),
                     ("cuCtxSynchronize", sys::cuCtxSynchronize()),
                 ]
@@ -98,7 +121,11 @@ fn a_thread_without_a_context_is_refused() {
         }
 
         let not_ready = lt_sys::cublasStatus_t::CUBLAS_STATUS_NOT_INITIALIZED;
-        assert_eq!(fresh(|| lt::create_handle().map(Carried)).err().unwrap().0, not_ready, "cublasLtCreate");
+        assert_eq!(
+            fresh(|| lt::create_handle().map(Carried)).err().unwrap().0,
+            not_ready,
+            "cublasLtCreate"
+        );
         let handle = Carried(lt::create_handle().unwrap());
         let destroyed = fresh(move || unsafe { lt::destroy_handle(handle.get()) });
         assert_eq!(destroyed.unwrap_err().0, not_ready, "cublasLtDestroy");
@@ -129,7 +156,8 @@ unsafe fn join_alone() -> c_int {
         assert!(!found.is_null(), "{name:?}");
         found
     };
-    let (mut id, mut communicator) = (Id([0; 128]), null_mut());
+    let mut id = Id([0; 128]);
+    let mut communicator = null_mut();
     unsafe {
         let make_id = std::mem::transmute::<*mut c_void, MakeId>(find(c"ncclGetUniqueId"));
         let join = std::mem::transmute::<*mut c_void, Join>(find(c"ncclCommInitRank"));
@@ -144,27 +172,35 @@ fn the_backend_chooses_its_device_on_every_thread() {
     let all: [&[(&str, &str)]; 2] = [&[], &[("CUDASIM_STREAMS", "lazy")]];
     under(&all, || {
         for precision in [Precision::F32(Arithmetic::Full), Precision::Bf16] {
-            let cuda = fresh(|| Cuda::new(&Device::open(0).unwrap(), 128 << 20, precision).unwrap());
+            let cuda =
+                fresh(|| Cuda::new(&Device::open(0).unwrap(), 128 << 20, precision).unwrap());
             let cuda = &cuda;
-            let upload = |values: &[f32]| fresh(|| cuda.upload(MemoryKind::Activations, values).unwrap());
+            let upload =
+                |values: &[f32]| fresh(|| cuda.upload(MemoryKind::Activations, values).unwrap());
             let see = |buf: &_| {
                 let mut values = vec![0.0; Cuda::len(buf)];
                 fresh(|| cuda.download(Cuda::all(buf), &mut values).unwrap());
                 values
             };
-            let (x, mut y) = (upload(&[1.0, 2.0, 3.0, 4.0]), upload(&[0.5; 4]));
+            let x = upload(&[1.0, 2.0, 3.0, 4.0]);
+            let mut y = upload(&[0.5; 4]);
             fresh(|| cuda.add(Cuda::all(&x), Cuda::all_mut(&mut y)).unwrap());
             // Once more: the kernel is loaded by now.
             fresh(|| cuda.add(Cuda::all(&x), Cuda::all_mut(&mut y)).unwrap());
             assert_eq!(see(&y), [2.5, 4.5, 6.5, 8.5]);
             fresh(|| cuda.copy(Cuda::all(&x), Cuda::all_mut(&mut y)).unwrap());
             assert_eq!(see(&y), [1.0, 2.0, 3.0, 4.0]);
-            let (shape, mut c) = (Gemm { m: 2, n: 2, k: 2, ta: false, tb: false, acc: false }, upload(&[0.0; 4]));
+            let shape = Gemm { m: 2, n: 2, k: 2, ta: false, tb: false, acc: false };
+            let mut c = upload(&[0.0; 4]);
             for _ in 0..2 {
-                fresh(|| cuda.gemm(shape, Cuda::all(&x), Cuda::all(&y), Cuda::all_mut(&mut c)).unwrap());
+                fresh(|| {
+                    cuda.gemm(shape, Cuda::all(&x), Cuda::all(&y), Cuda::all_mut(&mut c)).unwrap()
+                });
             }
             assert_eq!(see(&c), [7.0, 10.0, 15.0, 22.0]);
-            fresh(|| cuda.activation(Activation::Relu, Cuda::all(&x), Cuda::all_mut(&mut c)).unwrap());
+            fresh(|| {
+                cuda.activation(Activation::Relu, Cuda::all(&x), Cuda::all_mut(&mut c)).unwrap()
+            });
             let wide = fresh(|| cuda.upload_f32(MemoryKind::Gradients, &[3.0, 4.0]).unwrap());
             let sum = fresh(|| cuda.sum_squares(Cuda::all(&wide)).unwrap());
             assert_eq!(fresh(|| cuda.read(sum).unwrap()), 25.0);
@@ -182,7 +218,9 @@ fn the_backend_chooses_its_device_on_every_thread() {
             let mut wide = wide;
             let copies = fresh(|| match Cuda::comm_buffer(&mut wide, 0..2).unwrap() {
                 CommBuffer::Device(_, copies) => {
-                    assert!(!cudarc::driver::result::ctx::get_current().unwrap().unwrap().is_null());
+                    assert!(
+                        !cudarc::driver::result::ctx::get_current().unwrap().unwrap().is_null()
+                    );
                     copies
                 }
                 CommBuffer::Host(_) => panic!("host memory"),
@@ -201,7 +239,12 @@ fn the_backend_chooses_its_device_on_every_thread() {
             fresh(|| unsafe { copies.download(&[(span, 0)], host.get()) }.unwrap().wait().unwrap());
             assert_eq!(pinned.words(), [6.0, 8.0]);
             pinned.words().fill(1.0);
-            fresh(|| unsafe { copies.upload(host.get().cast_const(), &[(span, 0)]) }.unwrap().wait().unwrap());
+            fresh(|| {
+                unsafe { copies.upload(host.get().cast_const(), &[(span, 0)]) }
+                    .unwrap()
+                    .wait()
+                    .unwrap()
+            });
             assert_eq!(see(&wide), [1.0, 1.0]);
             fresh(move || drop((pinned, scratch, copies)));
             fresh(move || drop((x, y, c, wide)));
@@ -209,22 +252,34 @@ fn the_backend_chooses_its_device_on_every_thread() {
     });
 }
 
-/// In runs, and in the proof before them, MPI is given addresses of a device by threads that have chosen it.
+/// In runs, and in the proof before them, MPI is given addresses of a device by threads that have
+/// chosen it.
 #[test]
 fn mpi_is_given_addresses_by_threads_with_a_context() {
     let root = tempfile::tempdir().unwrap();
     let probe = root.path().join("probe.so");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gpu/probe.c");
-    let built = Command::new("mpicc").args(["-shared", "-fPIC", "-o"]).args([&probe, &source]).arg("-ldl").status();
+    let built = Command::new("mpicc")
+        .args(["-shared", "-fPIC", "-o"])
+        .args([&probe, &source])
+        .arg("-ldl")
+        .status();
     assert!(built.unwrap().success());
     for (name, algorithm) in [("own", "tree"), ("library", "mpi")] {
         let algorithm = format!("comm.algorithm={algorithm}");
-        let settings = ["run.device=cuda", "run.steps=2", "comm.path=direct", "device.memory_limit=64MiB", &algorithm];
+        let settings = [
+            "run.device=cuda",
+            "run.steps=2",
+            "comm.path=direct",
+            "device.memory_limit=64MiB",
+            &algorithm,
+        ];
         let run = Run::new(Transport::Mpirun(2), root.path(), name, &settings);
         let mut command = run.command();
         with_simulator(&mut command).env("CUDASIM_DEVICES", "2").env("LD_PRELOAD", &probe);
         let ended = finish(&mut command).succeeded();
-        let counts = ended.stderr.lines().filter_map(|line| line.strip_prefix("probe: ")?.split_once(' '));
+        let counts =
+            ended.stderr.lines().filter_map(|line| line.strip_prefix("probe: ")?.split_once(' '));
         let counts: Vec<u32> = counts.map(|(count, _)| count.parse().unwrap()).collect();
         assert!(counts.len() == 2 && counts.iter().all(|&count| count > 0), "{counts:?}: {ended}");
     }

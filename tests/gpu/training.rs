@@ -1,5 +1,5 @@
-//! Training on GPUs, in their simulator: the same curve as the CPU's, in every layout and on every way of messages; and
-//! what is said where no GPU can do what is asked.
+//! Training on GPUs, in their simulator: the same curve as the CPU's, in every layout and on every
+//! way of messages; and what is said where no GPU can do what is asked.
 
 use std::path::Path;
 use std::process::Command;
@@ -14,7 +14,13 @@ use hpctrain_testkit::simulator::{Settings, simulator, with_simulator};
 const STEPS: u64 = 4;
 
 /// A small training on simulated GPUs.
-fn command(transport: Transport, root: &Path, name: &str, settings: &[&str], sim: Settings) -> (Run, Command) {
+fn command(
+    transport: Transport,
+    root: &Path,
+    name: &str,
+    settings: &[&str],
+    sim: Settings,
+) -> (Run, Command) {
     let ours = ["run.steps=4", "parallel.lanes=2", "eval.samples=8", "device.memory_limit=96MiB"];
     let run = Run::new(transport, root, name, &[&ours, settings].concat());
     let mut command = run.command();
@@ -23,7 +29,13 @@ fn command(transport: Transport, root: &Path, name: &str, settings: &[&str], sim
 }
 
 #[track_caller]
-fn trains(transport: Transport, root: &Path, name: &str, settings: &[&str], sim: Settings) -> RunFiles {
+fn trains(
+    transport: Transport,
+    root: &Path,
+    name: &str,
+    settings: &[&str],
+    sim: Settings,
+) -> RunFiles {
     let (run, mut command) = command(transport, root, name, settings, sim);
     finish(&mut command).succeeded();
     run.files()
@@ -50,7 +62,8 @@ fn apart(one: &RunFiles, other: &RunFiles) -> f64 {
         losses.extend(files.numbers("eval.jsonl", "loss"));
         losses
     };
-    let (one, other) = (losses(one), losses(other));
+    let one = losses(one);
+    let other = losses(other);
     assert_eq!(one.len(), other.len());
     one.iter().zip(&other).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
 }
@@ -59,24 +72,31 @@ fn apart(one: &RunFiles, other: &RunFiles) -> f64 {
 fn the_curve_is_that_of_the_cpu() {
     let root = tempfile::tempdir().unwrap();
     let cpu = trains(Alone, root.path(), "cpu", &["run.device=cpu"], &[]);
-    let narrow = trains(Alone, root.path(), "bf16", &["log.placement=true"], &[("CUDASIM_STREAMS", "lazy")]);
+    let narrow =
+        trains(Alone, root.path(), "bf16", &["log.placement=true"], &[("CUDASIM_STREAMS", "lazy")]);
     let log = narrow.text("logs/rank-00000.log");
     for told in ["placement: kernel adamw, ", "placement: product ", "placement: buffer of "] {
-        assert!(log.contains(told) && log.contains("CPU simulator 0 at 0000:01:00.0"), "{told}: {log}");
+        assert!(
+            log.contains(told) && log.contains("CPU simulator 0 at 0000:01:00.0"),
+            "{told}: {log}"
+        );
     }
     let exact = trains(Alone, root.path(), "f32", &["precision.compute=f32"], &[]);
-    let (narrow, exact) = (apart(&cpu, &narrow), apart(&cpu, &exact));
+    let narrow = apart(&cpu, &narrow);
+    let exact = apart(&cpu, &exact);
     assert!(exact < 1e-4, "f32 is {exact} off");
     assert!(0.0 < narrow && narrow < 2e-2, "bf16 is {narrow} off");
 }
 
-/// Rows of logits are padded, so that products find them aligned with any vocabulary: the simulator refuses a leading dimension that
-/// is no multiple of 16 bytes. The curve is the CPU's, whose rows are not padded; of slices, those of one rank and of two.
+/// Rows of logits are padded, so that products find them aligned with any vocabulary: the simulator
+/// refuses a leading dimension that is no multiple of 16 bytes. The curve is the CPU's, whose rows
+/// are not padded; of slices, those of one rank and of two.
 #[test]
 fn any_vocabulary_has_aligned_logits_and_the_curve_of_the_cpu() {
     let root = tempfile::tempdir().unwrap();
     let sim = [("CUDASIM_LEADING", "16"), ("CUDASIM_DEVICES", "2")];
-    let networks = ["model.vocabulary=67", "model.vocabulary=129 model.kind=llama", "model.vocabulary=1025"];
+    let networks =
+        ["model.vocabulary=67", "model.vocabulary=129 model.kind=llama", "model.vocabulary=1025"];
     for (number, network) in networks.into_iter().enumerate() {
         let with = |transport, name: &str, settings: &str, sim: Settings| {
             let settings: Vec<_> = network.split(' ').chain(settings.split(' ')).collect();
@@ -89,11 +109,23 @@ fn any_vocabulary_has_aligned_logits_and_the_curve_of_the_cpu() {
             let slices = format!("{of} parallel.tensor_lanes=2");
             let one = with(Alone, &format!("{precision}-slices"), &slices, &sim);
             let apart_by_slices = format!("{slices} parallel.tensor=2 parallel.lanes=1");
-            let base = with(Alone, &format!("{precision}-lane"), &format!("{slices} parallel.lanes=1"), &sim);
+            let base = with(
+                Alone,
+                &format!("{precision}-lane"),
+                &format!("{slices} parallel.lanes=1"),
+                &sim,
+            );
             let two = with(Mpirun(2), &format!("{precision}-two"), &apart_by_slices, &sim);
             two.same_as(&base, STEPS, &format!("{network}, {precision}, slices on two ranks"));
-            let pieces = with(Alone, &format!("{precision}-pieces"), &format!("{of} parallel.logit_rows=7"), &sim);
-            for (run, how) in [(&whole, "whole"), (&one, "in slices"), (&pieces, "some rows at a time")] {
+            let pieces = with(
+                Alone,
+                &format!("{precision}-pieces"),
+                &format!("{of} parallel.logit_rows=7"),
+                &sim,
+            );
+            for (run, how) in
+                [(&whole, "whole"), (&one, "in slices"), (&pieces, "some rows at a time")]
+            {
                 let off = apart(&cpu, run);
                 assert!(off < most, "{network}, {precision}, {how}: {off} off");
             }
@@ -102,19 +134,24 @@ fn any_vocabulary_has_aligned_logits_and_the_curve_of_the_cpu() {
     // The simulator does refuse: rows of 36 bf16 are none of 16 bytes.
     let (_, mut asked) = command(Alone, root.path(), "odd", &["model.width=36"], &sim);
     let ended = finish(&mut asked);
-    assert!(ended.code() == 1 && ended.stderr.contains("knows no algorithm to multiply"), "{ended}");
+    assert!(
+        ended.code() == 1 && ended.stderr.contains("knows no algorithm to multiply"),
+        "{ended}"
+    );
     let odd = trains(Alone, root.path(), "any", &["model.width=36"], &[]);
     assert_eq!(odd.steps().len(), STEPS as usize);
 }
 
-/// Text is drawn from the vocabulary's logits, not from their padding: with f32, the text that the CPU draws.
+/// Text is drawn from the vocabulary's logits, not from their padding: with f32, the text that the
+/// CPU draws.
 #[test]
 fn a_sample_is_that_of_the_cpu() {
     let root = tempfile::tempdir().unwrap();
     let trained = trains(Alone, root.path(), "trained", &["precision.compute=f32"], &[]);
     let drawn = |settings: &[&str]| {
         let checkpoint = trained.checkpoint(STEPS);
-        let mut asked = program(["sample", "--checkpoint", checkpoint.to_str().unwrap(), "--temperature", "0"]);
+        let mut asked =
+            program(["sample", "--checkpoint", checkpoint.to_str().unwrap(), "--temperature", "0"]);
         asked.args(["--tokens", "30", "--json", "--prompt", "the"]);
         asked.args(settings.iter().flat_map(|setting| ["--set", setting]));
         finish(with_simulator(&mut asked)).succeeded().stdout
@@ -128,7 +165,8 @@ fn a_sample_is_that_of_the_cpu() {
 #[test]
 fn what_changes_the_order_of_work_changes_no_curve() {
     let root = tempfile::tempdir().unwrap();
-    let settings = ["model.dropout=0.2", "parallel.recompute=true", "batch.micro=2", "optimizer.kind=sgd"];
+    let settings =
+        ["model.dropout=0.2", "parallel.recompute=true", "batch.micro=2", "optimizer.kind=sgd"];
     let on_cpu = [&settings[..], &["run.device=cpu"]].concat();
     let cpu = trains(Alone, root.path(), "cpu", &on_cpu, &[]);
     let on_gpu = [&settings[..], &["precision.compute=f32"]].concat();
@@ -144,7 +182,8 @@ fn every_layout_gives_the_same_bits() {
         let name = |row: &str| format!("{}-{row}", &precision[18..]);
         let one = trains(Alone, root.path(), &name("one"), &[precision], &[]);
         // Memory of the device is out of the reach of MPI.
-        let apart = [("CUDASIM_DEVICES", "2"), ("CUDASIM_HOST_ACCESS", "0"), ("CUDASIM_STREAMS", "lazy")];
+        let apart =
+            [("CUDASIM_DEVICES", "2"), ("CUDASIM_HOST_ACCESS", "0"), ("CUDASIM_STREAMS", "lazy")];
         let stages = (0..4).map(|zero| format!("parallel.zero={zero}"));
         for layout in stages.chain(["parallel.storage=central".into()]) {
             let settings = [precision, &layout, "comm.path=staged"];
@@ -152,7 +191,8 @@ fn every_layout_gives_the_same_bits() {
             two.same_as(&one, STEPS, &format!("{precision}, {layout}, 2 ranks"));
         }
         // Ranks that share a GPU, as threads of one process.
-        let settings = [precision, "parallel.zero=3", "device.ranks_per_gpu=2", "device.memory=0.4"];
+        let settings =
+            [precision, "parallel.zero=3", "device.ranks_per_gpu=2", "device.memory=0.4"];
         let shared = trains(Simulate(2), root.path(), &name("shared"), &settings, &[]);
         shared.same_as(&one, STEPS, &format!("{precision}, one GPU shared"));
     }
@@ -162,26 +202,37 @@ fn every_layout_gives_the_same_bits() {
 fn messages_take_the_way_they_are_told() {
     let root = tempfile::tempdir().unwrap();
     let two = ("CUDASIM_DEVICES", "2");
-    let staged = trains(Mpirun(2), root.path(), "staged", &["comm.path=staged", "parallel.zero=2"], &[two]);
+    let staged =
+        trains(Mpirun(2), root.path(), "staged", &["comm.path=staged", "parallel.zero=2"], &[two]);
     // The simulator's memory can be read by any MPI, which is what the direct way asks for.
     for algorithm in ["tree", "ring", "mpi"] {
-        let settings = ["comm.path=direct", "parallel.zero=2", &format!("comm.algorithm={algorithm}")];
+        let settings =
+            ["comm.path=direct", "parallel.zero=2", &format!("comm.algorithm={algorithm}")];
         let direct = trains(Mpirun(2), root.path(), algorithm, &settings, &[two]);
         direct.same_as(&staged, STEPS, algorithm);
     }
     // An impossible path fails in the process that proves it.
-    let (_, mut command) =
-        command(Mpirun(2), root.path(), "no", &["comm.path=direct"], &[two, ("CUDASIM_HOST_ACCESS", "0")]);
+    let (_, mut command) = command(
+        Mpirun(2),
+        root.path(),
+        "no",
+        &["comm.path=direct"],
+        &[two, ("CUDASIM_HOST_ACCESS", "0")],
+    );
     let ended = finish(&mut command);
     assert_eq!(ended.code(), 2, "{ended}");
-    let told = ended.stderr.contains("comm.path = direct: the MPI library cannot exchange memory of the GPU");
+    let told = ended
+        .stderr
+        .contains("comm.path = direct: the MPI library cannot exchange memory of the GPU");
     assert!(told && ended.stderr.contains("hint: set comm.path = staged"), "{ended}");
 }
 
 #[test]
 fn nccl_gives_the_same_bits() {
     let root = tempfile::tempdir().unwrap();
-    let devices = |count| [("CUDASIM_DEVICES", count), ("CUDASIM_HOST_ACCESS", "0"), ("CUDASIM_STREAMS", "lazy")];
+    let devices = |count| {
+        [("CUDASIM_DEVICES", count), ("CUDASIM_HOST_ACCESS", "0"), ("CUDASIM_STREAMS", "lazy")]
+    };
     let two = devices("2");
     let one = trains(Alone, root.path(), "one", &["parallel.lanes=4"], &[]);
     let with = |transport, name: &str, settings: &str, sim: Settings| {
@@ -196,7 +247,11 @@ fn nccl_gives_the_same_bits() {
         files.same_as(&one, STEPS, &settings);
         assert!(files.text("collectives.json").contains("\"nccl\""));
     }
-    with(Simulate(2), "threads", "parallel.zero=3", &two).same_as(&one, STEPS, "threads of one process");
+    with(Simulate(2), "threads", "parallel.zero=3", &two).same_as(
+        &one,
+        STEPS,
+        "threads of one process",
+    );
     let hybrid = "parallel.zero=2 parallel.shard=2 parallel.replica=2";
     with(Mpirun(4), "hybrid", hybrid, &devices("4")).same_as(&one, STEPS, hybrid);
     let central = "parallel.storage=central parallel.owners=2";
@@ -224,12 +279,18 @@ fn nccl_is_refused_where_it_cannot_be() {
     let shares = ["device.ranks_per_gpu=2", "device.memory=0.4"];
     let told = refused("shared", &shares, &[]);
     assert!(told.contains("comm.path = nccl wants a GPU for every rank: ranks 0, 1 on "), "{told}");
-    assert!(told.contains(" share CPU simulator 0 at 0000:01:00.0\nhint: set comm.path=staged"), "{told}");
+    assert!(
+        told.contains(" share CPU simulator 0 at 0000:01:00.0\nhint: set comm.path=staged"),
+        "{told}"
+    );
 
     let without = only(&["libcuda.so", "libcuda.so.1", "libnvrtc.so", "libcublasLt.so"]);
     let libraries = without.path().to_str().unwrap();
     let told = refused("missing", &[], &[("CUDASIM_DEVICES", "2"), ("LD_LIBRARY_PATH", libraries)]);
-    assert!(told.contains("comm.path = nccl: NCCL is not there: libnccl.so.2\nhint: install NCCL"), "{told}");
+    assert!(
+        told.contains("comm.path = nccl: NCCL is not there: libnccl.so.2\nhint: install NCCL"),
+        "{told}"
+    );
 }
 
 #[test]
@@ -248,7 +309,9 @@ fn a_run_goes_on_from_gpu_to_cpu_and_back() {
     let here = resumed("here", &settings, &[]);
     assert_eq!(here.tensors(STEPS), whole.tensors(STEPS));
     let on_cpu = resumed("cpu", &["run.device=cpu", "precision.compute=f32"], &[]);
-    let losses = |files: &RunFiles| files.numbers("metrics.jsonl", "loss").split_off(files.steps().len() - 2);
+    let losses = |files: &RunFiles| {
+        files.numbers("metrics.jsonl", "loss").split_off(files.steps().len() - 2)
+    };
     for (a, b) in losses(&on_cpu).iter().zip(losses(&whole)) {
         assert!((a - b).abs() < 1e-4, "{a} is not {b}");
     }
@@ -258,7 +321,8 @@ fn a_run_goes_on_from_gpu_to_cpu_and_back() {
 fn only(names: &[&str]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for name in names {
-        std::os::unix::fs::symlink(simulator().join("lib").join(name), folder.path().join(name)).unwrap();
+        std::os::unix::fs::symlink(simulator().join("lib").join(name), folder.path().join(name))
+            .unwrap();
     }
     folder
 }
@@ -266,15 +330,21 @@ fn only(names: &[&str]) -> tempfile::TempDir {
 #[test]
 fn missing_libraries_are_named() {
     let cuda = ["libcuda.so", "libcuda.so.1"];
-    let (none, driver) = (only(&[]), only(&cuda));
+    let none = only(&[]);
+    let driver = only(&cuda);
     let compiler = only(&[&cuda[..], &["libnvrtc.so"]].concat());
     let with = |folder: &tempfile::TempDir| folder.path().to_str().unwrap().to_string();
     for (folder, device, text) in [
-        (&none, "cuda", "rank 0 on localhost has no GPU: no CUDA driver: libcuda.so.1 is not there"),
+        (
+            &none,
+            "cuda",
+            "rank 0 on localhost has no GPU: no CUDA driver: libcuda.so.1 is not there",
+        ),
         (&driver, "auto", "NVRTC, which compiles the GPU's kernels, is not there"),
         (&compiler, "auto", "cuBLASLt, which multiplies matrices on the GPU, is not there"),
     ] {
-        let said = refused(&[&format!("run.device={device}")], &[("LD_LIBRARY_PATH", &with(folder))]);
+        let said =
+            refused(&[&format!("run.device={device}")], &[("LD_LIBRARY_PATH", &with(folder))]);
         assert!(said.contains(text) && said.contains("\nhint: "), "{said}");
     }
     // Without a driver there is the CPU.
@@ -285,9 +355,21 @@ fn missing_libraries_are_named() {
 #[test]
 fn gpus_that_cannot_are_told() {
     let cases: [(&[&str], Settings, &str); 11] = [
-        (&["run.device=cuda"], &[("CUDASIM_DEVICES", "0")], "the CUDA driver finds no GPU: CUDA_ERROR_NO_DEVICE"),
-        (&["run.device=cuda"], &[("CUDASIM_DRIVER_VERSION", "11040")], "speaks CUDA 11.4, and 12.0 is needed"),
-        (&["run.device=cuda:7"], &[("CUDASIM_DEVICES", "4")], "run.device = cuda:7, but localhost has 4 GPUs"),
+        (
+            &["run.device=cuda"],
+            &[("CUDASIM_DEVICES", "0")],
+            "the CUDA driver finds no GPU: CUDA_ERROR_NO_DEVICE",
+        ),
+        (
+            &["run.device=cuda"],
+            &[("CUDASIM_DRIVER_VERSION", "11040")],
+            "speaks CUDA 11.4, and 12.0 is needed",
+        ),
+        (
+            &["run.device=cuda:7"],
+            &[("CUDASIM_DEVICES", "4")],
+            "run.device = cuda:7, but localhost has 4 GPUs",
+        ),
         (&["run.device=gpu"], &[], "`gpu` is no device"),
         (&[], &[("CUDASIM_CC", "75")], "precision.compute = bf16 needs compute capability 8.0"),
         (&["device.memory_limit=32900KiB"], &[], "of its GPU (parameters "),
@@ -303,7 +385,11 @@ fn gpus_that_cannot_are_told() {
             &[],
             "device.memory = 2GiB: CPU simulator 0 at 0000:01:00.0 on",
         ),
-        (&["run.device=cpu", "precision.compute=tf32"], &[], "precision.compute = tf32 is for GPUs"),
+        (
+            &["run.device=cpu", "precision.compute=tf32"],
+            &[],
+            "precision.compute = tf32 is for GPUs",
+        ),
     ];
     for (settings, sim, text) in cases {
         let said = refused(settings, sim);
@@ -317,11 +403,16 @@ fn gpus_that_cannot_are_told() {
 #[test]
 fn more_ranks_than_gpus_may_share_if_told_so() {
     let root = tempfile::tempdir().unwrap();
-    let (_, mut asked) = command(Mpirun(3), root.path(), "x", &["batch.global=6", "parallel.lanes=3"], &[]);
+    let (_, mut asked) =
+        command(Mpirun(3), root.path(), "x", &["batch.global=6", "parallel.lanes=3"], &[]);
     let ended = finish(&mut asked);
     assert_eq!(ended.code(), 2, "{ended}");
     assert!(ended.stderr.contains("3 ranks on "), "{ended}");
-    assert!(ended.stderr.contains("are to share 1 GPU\nhint: ") && ended.stderr.contains("ranks_per_gpu=3"), "{ended}");
+    assert!(
+        ended.stderr.contains("are to share 1 GPU\nhint: ")
+            && ended.stderr.contains("ranks_per_gpu=3"),
+        "{ended}"
+    );
 }
 
 /// Two ranks with a GPU each train, and the third, which needs none, serves.
@@ -367,10 +458,14 @@ fn kernels_kept_on_disk_are_checked_and_made_again() {
     let own = [("XDG_CACHE_HOME", cache.path().to_str().unwrap())];
     let first = trains(Alone, root.path(), "first", &[], &own);
     let kernels = || {
-        let ours = std::fs::read_dir(cache.path().join("hpctrain")).unwrap().map(|entry| entry.unwrap().path());
-        let folders: Vec<_> = ours.filter(|path| path.to_str().unwrap().contains("kernels")).collect();
+        let ours = std::fs::read_dir(cache.path().join("hpctrain"))
+            .unwrap()
+            .map(|entry| entry.unwrap().path());
+        let folders: Vec<_> =
+            ours.filter(|path| path.to_str().unwrap().contains("kernels")).collect();
         let files = std::fs::read_dir(&folders[0]).unwrap().map(|entry| entry.unwrap().path());
-        let mut kernels: Vec<_> = files.filter(|path| path.extension().is_some_and(|end| end == "cubin")).collect();
+        let mut kernels: Vec<_> =
+            files.filter(|path| path.extension().is_some_and(|end| end == "cubin")).collect();
         kernels.sort();
         kernels
     };
@@ -397,7 +492,8 @@ fn versions(names: &[(&str, &str)]) -> tempfile::TempDir {
         std::fs::copy(simulator().join("lib").join(from), folder.path().join(to)).unwrap();
     }
     // The compiler's headers lie beside its folder.
-    let (inner, include) = (folder.path().join("lib"), folder.path().join("include"));
+    let inner = folder.path().join("lib");
+    let include = folder.path().join("include");
     std::fs::create_dir(&inner).unwrap();
     for entry in std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap()) {
         if entry.file_name().to_str().unwrap().contains(".so") {
@@ -408,21 +504,22 @@ fn versions(names: &[(&str, &str)]) -> tempfile::TempDir {
     folder
 }
 
-/// Libraries of a major version that the driver does not know: those of an older version serve, where there are any.
+/// Libraries of a major version that the driver does not know: those of an older version serve,
+/// where there are any.
 #[test]
 fn libraries_that_are_too_new_for_the_driver_are_passed_over() {
     let root = tempfile::tempdir().unwrap();
     let new = [("libnvrtc.so", "libnvrtc.so.13"), ("libcublasLt.so", "libcublasLt.so.13")];
     let old = [("libnvrtc.so", "libnvrtc.so.12"), ("libcublasLt.so", "libcublasLt.so.12")];
-    let (only_new, both) = (versions(&new), versions(&[new, old].concat()));
+    let only_new = versions(&new);
+    let both = versions(&[new, old].concat());
     let compiler = versions(&[new[0], new[1], old[0]]);
     let with = |folder: &tempfile::TempDir| folder.path().join("lib").to_str().unwrap().to_string();
     let driver = ("CUDASIM_DRIVER_VERSION", "12020");
 
     for (folder, library) in [(&only_new, "NVRTC 13."), (&compiler, "cuBLASLt 13.0")] {
         let told = refused(&["run.device=cuda"], &[driver, ("LD_LIBRARY_PATH", &with(folder))]);
-        let says =
-            "needs a GPU driver of CUDA 13 (580 or later), and this one speaks CUDA 12.2\nhint: update the driver";
+        let says = "needs a GPU driver of CUDA 13 (580 or later), and this one speaks CUDA 12.2\nhint: update the driver";
         assert!(told.contains(library) && told.contains(says), "{told}");
         assert!(told.contains("pip install nvidia-cuda-nvrtc-cu12 nvidia-cublas-cu12"), "{told}");
     }
@@ -432,11 +529,23 @@ fn libraries_that_are_too_new_for_the_driver_are_passed_over() {
         finish(with_simulator(&mut doctor).envs(sim)).stdout
     };
     let doctor = told(&only_new, "12020");
-    assert_eq!(doctor.matches("needs a GPU driver of CUDA 13 (580 or later)").count(), 2, "{doctor}");
-    for (driver, nvrtc, cublaslt) in [("12020", "libnvrtc.so.12", "12.0, "), ("13000", "libnvrtc.so.13", "13.0, ")] {
+    assert_eq!(
+        doctor.matches("needs a GPU driver of CUDA 13 (580 or later)").count(),
+        2,
+        "{doctor}"
+    );
+    for (driver, nvrtc, cublaslt) in
+        [("12020", "libnvrtc.so.12", "12.0, "), ("13000", "libnvrtc.so.13", "13.0, ")]
+    {
         let doctor = told(&both, driver);
         assert!(doctor.contains(nvrtc) && doctor.contains(cublaslt), "{driver}: {doctor}");
         assert!(!doctor.contains("needs a GPU driver"), "{doctor}");
     }
-    trains(Alone, root.path(), "older", &["run.device=cuda"], &[driver, ("LD_LIBRARY_PATH", &with(&both))]);
+    trains(
+        Alone,
+        root.path(),
+        "older",
+        &["run.device=cuda"],
+        &[driver, ("LD_LIBRARY_PATH", &with(&both))],
+    );
 }

@@ -9,13 +9,21 @@ use hpctrain_testkit::launch::{LIMIT, Running, start};
 use hpctrain_testkit::runs::{Run, RunFiles};
 
 /// A run that goes on until it is ended.
-const ENDLESS: [&str; 5] =
-    ["run.steps=100000000", "eval.every=0", "checkpoint.every=0", "comm.timeout=8", "parallel.lanes=4"];
+const ENDLESS: [&str; 5] = [
+    "run.steps=100000000",
+    "eval.every=0",
+    "checkpoint.every=0",
+    "comm.timeout=8",
+    "parallel.lanes=4",
+];
 
 /// All that the ranks have logged.
 fn logs(files: &RunFiles, ranks: usize) -> String {
     (0..ranks)
-        .map(|rank| std::fs::read_to_string(files.path(&format!("logs/rank-{rank:05}.log"))).unwrap_or_default())
+        .map(|rank| {
+            std::fs::read_to_string(files.path(&format!("logs/rank-{rank:05}.log")))
+                .unwrap_or_default()
+        })
         .collect()
 }
 
@@ -35,9 +43,11 @@ fn until_reported(job: &Running, hosts: &Hosts, run: &Run, of: &[&str], words: &
 fn a_cut_cable_is_reported_with_its_hosts() {
     let Some(hosts) = Hosts::new(2) else { return };
     let root = tempfile::tempdir().unwrap();
-    let all = [&[][..], &["parallel.pipeline=2"], &["comm.algorithm=ring"], &["comm.algorithm=mpi"]];
+    let all =
+        [&[][..], &["parallel.pipeline=2"], &["comm.algorithm=ring"], &["comm.algorithm=mpi"]];
     for (number, settings) in all.into_iter().enumerate().take(if long() { 4 } else { 2 }) {
-        let run = Run::new(Alone, root.path(), &format!("x{number}"), &[&ENDLESS[..], settings].concat());
+        let run =
+            Run::new(Alone, root.path(), &format!("x{number}"), &[&ENDLESS[..], settings].concat());
         let files = run.files();
         let mut job = start(&mut hosts.across("h0:2,h1:2", &run.command()));
         until_step(&mut job, &files, 3);
@@ -80,6 +90,7 @@ fn a_host_that_vanishes_ends_the_job() {
     let mut job = start(&mut hosts.across("h0:2,h1:2", &run.command()));
     until_step(&mut job, &files, 3);
     hosts.act(&["lose", "h1"]);
-    let wanted = "the job stands still: host h1 with ranks 2, 3 does not answer: rank 2 was last seen ";
+    let wanted =
+        "the job stands still: host h1 with ranks 2, 3 does not answer: rank 2 was last seen ";
     until_reported(&job, &hosts, &run, &["h0"], wanted);
 }

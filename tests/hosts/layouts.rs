@@ -10,7 +10,8 @@ use hpctrain_testkit::runs::{Run, RunFiles};
 /// Steps of a run.
 const STEPS: u64 = 6;
 
-/// The layouts that are tried without `HPCTRAIN_TEST_HOSTS`, of [`SAME`]: one of each kind of messages.
+/// The layouts that are tried without `HPCTRAIN_TEST_HOSTS`, of [`SAME`]: one of each kind of
+/// messages.
 const CHOSEN: [(usize, &str); 11] = [
     (4, "parallel.zero=0"),
     (4, "parallel.zero=1"),
@@ -22,7 +23,10 @@ const CHOSEN: [(usize, &str); 11] = [
     (4, "parallel.pipeline=2 parallel.schedule=zero-bubble parallel.zero=3"),
     (4, "parallel.tensor=2 parallel.zero=3 parallel.recompute=true"),
     (4, "parallel.tensor=2 parallel.sequence=true parallel.pipeline=2"),
-    (4, "parallel.storage=central parallel.owners=2 parallel.recompute=true comm.algorithm=reduce-to-one"),
+    (
+        4,
+        "parallel.storage=central parallel.owners=2 parallel.recompute=true comm.algorithm=reduce-to-one",
+    ),
 ];
 
 fn is_tried(Row(_, transport, settings): &Row) -> bool {
@@ -46,13 +50,22 @@ fn two_hosts_give_the_bits_of_one_rank() {
     let root = tempfile::tempdir().unwrap();
     let rows: Vec<_> = SAME.iter().filter(|row| is_tried(row)).collect();
     assert!(rows.len() >= CHOSEN.len(), "{} layouts are in the table", rows.len());
-    give_the_same_bits(rows.into_iter().map(|row| (row, vec![])), STEPS, |transport, settings, name| {
-        let ranks = match transport {
-            Mpirun(ranks) => halves(ranks),
-            _ => String::new(),
-        };
-        run(&hosts, &ranks, transport, &Run { settings, ..Run::new(transport, root.path(), name, &[]) })
-    });
+    give_the_same_bits(
+        rows.into_iter().map(|row| (row, vec![])),
+        STEPS,
+        |transport, settings, name| {
+            let ranks = match transport {
+                Mpirun(ranks) => halves(ranks),
+                _ => String::new(),
+            };
+            run(
+                &hosts,
+                &ranks,
+                transport,
+                &Run { settings, ..Run::new(transport, root.path(), name, &[]) },
+            )
+        },
+    );
 }
 
 #[test]
@@ -62,7 +75,8 @@ fn hosts_with_unequal_ranks_give_the_bits_of_one_rank() {
     let settings = |more: &'static str| {
         ["parallel.lanes=4", "batch.micro=1"].into_iter().chain(more.split(' ')).collect::<Vec<_>>()
     };
-    let reference = Run::new(Alone, root.path(), "reference", &settings("parallel.zero=0")).succeeds();
+    let reference =
+        Run::new(Alone, root.path(), "reference", &settings("parallel.zero=0")).succeeds();
     for (number, (ranks, more)) in [
         ("h0:1,h1:3", "parallel.zero=0"),
         ("h0:3,h1:1", "parallel.zero=3"),
@@ -76,9 +90,13 @@ fn hosts_with_unequal_ranks_give_the_bits_of_one_rank() {
         run(&hosts, ranks, Mpirun(4), &one).same_as(&reference, STEPS, &format!("{ranks}, {more}"));
     }
     // Sums inside a host come first, so that their order is another one.
-    let one = Run::new(Mpirun(4), root.path(), "hierarchical", &settings("comm.algorithm=hierarchical"));
+    let one =
+        Run::new(Mpirun(4), root.path(), "hierarchical", &settings("comm.algorithm=hierarchical"));
     let files = run(&hosts, "h0:1,h1:3", Mpirun(4), &one);
-    for (loss, wanted) in files.numbers("metrics.jsonl", "loss").iter().zip(reference.numbers("metrics.jsonl", "loss"))
+    for (loss, wanted) in files
+        .numbers("metrics.jsonl", "loss")
+        .iter()
+        .zip(reference.numbers("metrics.jsonl", "loss"))
     {
         assert!((loss - wanted).abs() <= 1e-6 * wanted, "{loss} {wanted}");
     }

@@ -1,9 +1,9 @@
-//! Jobs across hosts, made of network namespaces by `scripts/hosts`: the bits of one rank, bytes between hosts, clocks, roles on
-//! other hosts, cables that are cut, hosts that vanish, the job scripts under Slurm. Skipped, with the reason, where such hosts
-//! cannot be made.
+//! Jobs across hosts, made of network namespaces by `scripts/hosts`: the bits of one rank, bytes
+//! between hosts, clocks, roles on other hosts, cables that are cut, hosts that vanish, the job
+//! scripts under Slurm. Skipped, with the reason, where such hosts cannot be made.
 //!
-//! With `HPCTRAIN_TEST_HOSTS` set, as `scripts/test full` does, all layouts and all faults are tried; without, layouts that differ
-//! in their messages, and one fault of each kind.
+//! With `HPCTRAIN_TEST_HOSTS` set, as `scripts/test full` does, all layouts and all faults are
+//! tried; without, layouts that differ in their messages, and one fault of each kind.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod cables;

@@ -21,7 +21,8 @@ fn an_evaluator_on_another_host_finds_the_same_bits() {
     // Beside a trainer, by the files alone.
     let run = Run::new(Alone, root.path(), "beside", &beside);
     let trainer = start(&mut hosts.across("h0:2", &run.command()));
-    let eval = program(["eval", "--watch", "--policy", "every", "--run", run.files().0.to_str().unwrap()]);
+    let eval =
+        program(["eval", "--watch", "--policy", "every", "--run", run.files().0.to_str().unwrap()]);
     let evaluator = start_beside(&trainer, &mut hosts.on("h1", &eval));
     trainer.finish(LIMIT).succeeded();
     evaluator.finish(LIMIT).succeeded();
@@ -47,10 +48,12 @@ fn servers_and_workers_on_other_hosts_give_the_same_bits() {
     coordinate.args(arguments.get_args().skip(1));
     let coordinator = start(&mut hosts.on("h0", &coordinate));
     let folder = run.files().0;
-    let others = [("h1", "server"), ("h2", "server"), ("h1", "worker"), ("h2", "worker")].map(|(host, role)| {
-        let mut command = program([role, "--run"]);
-        start_beside(&coordinator, &mut hosts.on(host, command.arg(&folder)))
-    });
+    let others = [("h1", "server"), ("h2", "server"), ("h1", "worker"), ("h2", "worker")].map(
+        |(host, role)| {
+            let mut command = program([role, "--run"]);
+            start_beside(&coordinator, &mut hosts.on(host, command.arg(&folder)))
+        },
+    );
     coordinator.finish(LIMIT).succeeded();
     others.into_iter().for_each(|other| drop(other.finish(LIMIT).succeeded()));
     run.files().same_as(&reference, 6, "servers and workers on two hosts");
@@ -59,8 +62,8 @@ fn servers_and_workers_on_other_hosts_give_the_same_bits() {
     assert_eq!(json(&run.files().path("END"))["status"], "finished");
 }
 
-/// Listens to all that a host receives and sends at `eth0`; prints a line once it listens, and at the end of its input the number of
-/// packets and of those with the word.
+/// Listens to all that a host receives and sends at `eth0`; prints a line once it listens, and at
+/// the end of its input the number of packets and of those with the word.
 const LISTENER: &str = r#"
 import select, socket, sys
 word = sys.argv[1].encode()
@@ -97,7 +100,12 @@ fn messages_between_hosts_are_encrypted() {
         assert_eq!(line, "listens\n");
 
         let settings = [format!("comm.encrypt={encrypt}"), "comm.interface='10.77.0.0/16'".into()];
-        let run = Run::new(Alone, root.path(), &format!("{encrypt}"), &settings.each_ref().map(String::as_str));
+        let run = Run::new(
+            Alone,
+            root.path(),
+            &format!("{encrypt}"),
+            &settings.each_ref().map(String::as_str),
+        );
         let mut coordinate = program(["coordinate", "--servers", "1", "--workers", "1"]);
         coordinate.args(run.command().get_args().skip(1));
         let coordinator = start(&mut hosts.on("h0", &coordinate));
@@ -107,7 +115,11 @@ fn messages_between_hosts_are_encrypted() {
         });
         coordinator.finish(LIMIT).succeeded();
         others.into_iter().for_each(|other| drop(other.finish(LIMIT).succeeded()));
-        assert!(run.files().coordinator().starts_with("10.77.0.1:"), "{}", run.files().coordinator());
+        assert!(
+            run.files().coordinator().starts_with("10.77.0.1:"),
+            "{}",
+            run.files().coordinator()
+        );
 
         drop(listener.stdin.take());
         line.clear();
@@ -130,10 +142,15 @@ fn connections_between_hosts_are_timed() {
     let command = program(["bench", "connection", "--sizes", "64KiB", "--batches", "1", "--json"]);
     let ended = start(&mut hosts.across("h0:1,h1:1", &command)).finish(LIMIT).succeeded();
     let rates: Vec<serde_json::Value> = serde_json::from_str(&ended.stdout).unwrap();
-    assert_eq!(rates.iter().map(|rate| rate["direction"].as_str().unwrap()).collect::<Vec<_>>(), ["push", "pull"]);
+    assert_eq!(
+        rates.iter().map(|rate| rate["direction"].as_str().unwrap()).collect::<Vec<_>>(),
+        ["push", "pull"]
+    );
     for rate in rates {
         assert!(
-            rate["bytes"] == 65536 && rate["plain"].as_f64() > Some(0.0) && rate["encrypted"].as_f64() > Some(0.0),
+            rate["bytes"] == 65536
+                && rate["plain"].as_f64() > Some(0.0)
+                && rate["encrypted"].as_f64() > Some(0.0),
             "{rate}"
         );
     }

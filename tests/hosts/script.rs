@@ -21,15 +21,22 @@ fn hosts_end_with_their_processes() {
     let folder = hosts.folder();
     drop(hosts);
     assert!(!sleeper.finish(LIMIT).status.success());
-    assert!(!folder.exists() && found.iter().all(|process| !Path::new(&format!("/proc/{process}")).exists()));
+    assert!(
+        !folder.exists()
+            && found.iter().all(|process| !Path::new(&format!("/proc/{process}")).exists())
+    );
     assert_eq!(others.act(&["run", "h0", "hostname"]), "h0\n");
 }
 
 #[test]
 fn a_cut_cable_and_a_lost_host_are_refused_by_the_agent() {
     let Some(hosts) = Hosts::new(2) else { return };
-    let asked =
-        || hosts.script(&["run", "h0", "sh", "-c", &format!("{} h1 hostname", hosts.agent())]).output().unwrap();
+    let asked = || {
+        hosts
+            .script(&["run", "h0", "sh", "-c", &format!("{} h1 hostname", hosts.agent())])
+            .output()
+            .unwrap()
+    };
     assert_eq!(asked().stdout, b"h1\n");
     hosts.act(&["cut", "h1"]);
     assert_eq!(asked().status.code(), Some(255));

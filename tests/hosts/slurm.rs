@@ -1,5 +1,6 @@
-//! The job scripts of `slurm/` under a real Slurm, which `scripts/slurm-up` starts on two hosts with two simulated GPUs each.
-//! Skipped, with the reason, where Slurm or such hosts are missing. `tests/cli/slurm.rs` runs the scripts with stand-ins.
+//! The job scripts of `slurm/` under a real Slurm, which `scripts/slurm-up` starts on two hosts
+//! with two simulated GPUs each. Skipped, with the reason, where Slurm or such hosts are missing.
+//! `tests/cli/slurm.rs` runs the scripts with stand-ins.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,7 +9,9 @@ use std::time::{Duration, Instant};
 use crate::steps;
 use hpctrain_testkit::hosts::Hosts;
 use hpctrain_testkit::launch::Transport::Alone;
-use hpctrain_testkit::launch::{self, LIMIT, finish, in_our_environment, start, start_beside, test_name};
+use hpctrain_testkit::launch::{
+    self, LIMIT, finish, in_our_environment, start, start_beside, test_name,
+};
 use hpctrain_testkit::program;
 use hpctrain_testkit::runs::{Run, RunFiles, SMALL, json};
 use hpctrain_testkit::simulator::with_simulator;
@@ -18,7 +21,8 @@ const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/slurm-up");
 /// Exit code of the script where Slurm cannot run.
 const NOT_HERE: i32 = 3;
 
-/// A network that trains on a simulated GPU in milliseconds, with the same bits on one rank and four.
+/// A network that trains on a simulated GPU in milliseconds, with the same bits on one rank and
+/// four.
 const SETTINGS: [&str; 7] = [
     "model.layers=1",
     "model.width=16",
@@ -30,7 +34,8 @@ const SETTINGS: [&str; 7] = [
 ];
 
 /// Two tasks on each of two nodes that have two GPUs and 8 CPUs.
-const FOUR_GPUS: [&str; 4] = ["--nodes=2", "--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-per-task=4"];
+const FOUR_GPUS: [&str; 4] =
+    ["--nodes=2", "--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-per-task=4"];
 
 /// Slurm on hosts h0 and h1, until it is dropped.
 struct Slurm {
@@ -66,8 +71,8 @@ impl Slurm {
         finish(self.script(&["run"]).args(words)).succeeded().stdout
     }
 
-    /// Submits a script of `slurm/` with options of sbatch, to train run `name`. `arguments` go to the script, `variables` into
-    /// the job's environment.
+    /// Submits a script of `slurm/` with options of sbatch, to train run `name`. `arguments` go to
+    /// the script, `variables` into the job's environment.
     #[track_caller]
     fn submit(
         &self,
@@ -80,7 +85,10 @@ impl Slurm {
         let log = self.root.path().join(format!("{script}-{name}.log"));
         let mut command = self.script(&["run", "sbatch", "--parsable"]);
         command.arg(format!("--output={}", log.display())).args(options);
-        command.arg(format!("slurm/{script}")).args(arguments).current_dir(env!("CARGO_MANIFEST_DIR"));
+        command
+            .arg(format!("slurm/{script}"))
+            .args(arguments)
+            .current_dir(env!("CARGO_MANIFEST_DIR"));
         command.env("HPCTRAIN", program()).env("RUN_ROOT", self.root.path()).env("RUN_NAME", name);
         with_simulator(&mut command).env("CUDASIM_DEVICES", "2").envs(variables.iter().copied());
         let number = finish(&mut command).succeeded().stdout.trim().to_string();
@@ -119,7 +127,9 @@ impl Job<'_> {
     #[track_caller]
     fn property(&self, name: &str) -> String {
         let text = self.slurm.run(&["scontrol", "--oneliner", "show", "job", &self.number]);
-        let value = text.split_whitespace().find_map(|word| word.strip_prefix(&format!("{name}=")).map(str::to_string));
+        let value = text
+            .split_whitespace()
+            .find_map(|word| word.strip_prefix(&format!("{name}=")).map(str::to_string));
         value.unwrap_or_else(|| panic!("no {name} in {text}"))
     }
 
@@ -132,7 +142,12 @@ impl Job<'_> {
     fn until(&self, what: &str, is_so: impl Fn() -> bool) {
         let begun = Instant::now();
         while !is_so() {
-            assert!(begun.elapsed() < LIMIT, "never {what}: {}: {}", self.property("JobState"), self.log());
+            assert!(
+                begun.elapsed() < LIMIT,
+                "never {what}: {}: {}",
+                self.property("JobState"),
+                self.log()
+            );
             std::thread::sleep(Duration::from_millis(100));
         }
     }
@@ -143,11 +158,14 @@ impl Job<'_> {
         self.slurm.run(&["scontrol", "update", &format!("jobid={}", self.number), "StartTime=now"]);
     }
 
-    /// Waits for the end; panics with the job's log unless it is the expected state, such as `COMPLETED`.
+    /// Waits for the end; panics with the job's log unless it is the expected state, such as
+    /// `COMPLETED`.
     #[track_caller]
     fn ends(&self, state: &str) {
-        let has_ended =
-            || !["PENDING", "CONFIGURING", "RUNNING", "COMPLETING"].contains(&&self.property("JobState")[..]);
+        let has_ended = || {
+            !["PENDING", "CONFIGURING", "RUNNING", "COMPLETING"]
+                .contains(&&self.property("JobState")[..])
+        };
         self.until("ended", has_ended);
         assert_eq!(self.property("JobState"), state, "{}", self.log());
     }
@@ -155,7 +173,11 @@ impl Job<'_> {
 
 /// `--set` before each setting, those of small runs first.
 fn sets(settings: &[&str]) -> Vec<String> {
-    SMALL.iter().chain(settings).flat_map(|setting| ["--set".to_string(), setting.to_string()]).collect()
+    SMALL
+        .iter()
+        .chain(settings)
+        .flat_map(|setting| ["--set".to_string(), setting.to_string()])
+        .collect()
 }
 
 /// A run of one rank on one simulated GPU.
@@ -214,11 +236,13 @@ fn a_gpu_that_computes_wrongly_fails_the_job_before_it_trains() {
 #[ignore = "takes minutes: scripts/test full runs it"]
 fn a_job_trains_on_cores_and_another_evaluates_it_on_a_gpu() {
     let Some(slurm) = Slurm::new() else { return };
-    let settings = [&SETTINGS[..], &["run.steps=200", "run.device=cpu", "eval.inline=false"]].concat();
+    let settings =
+        [&SETTINGS[..], &["run.steps=200", "run.device=cpu", "eval.inline=false"]].concat();
     let sizes = ["--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2"];
     let trainer = slurm.submit(&sizes, "train.sbatch", "x", &sets(&settings), &[]);
     let files = slurm.files("x");
-    let words = [files.0.to_str().unwrap(), "--policy", "every", "--set", "run.device=cuda"].map(String::from);
+    let words = [files.0.to_str().unwrap(), "--policy", "every", "--set", "run.device=cuda"]
+        .map(String::from);
     let evaluator = slurm.submit(&["--gpus=1"], "evaluate.sbatch", "x", &words, &[]);
     trainer.ends("COMPLETED");
     evaluator.ends("COMPLETED");
@@ -231,12 +255,24 @@ fn a_job_trains_on_cores_and_another_evaluates_it_on_a_gpu() {
 fn servers_and_workers_train_in_one_job_with_the_bits_of_one_rank() {
     let Some(slurm) = Slurm::new() else { return };
     let settings = [&SETTINGS[..], &["run.steps=100"]].concat();
-    let parts = ["--ntasks=3", "--cpus-per-task=1", ":", "--ntasks=2", "--cpus-per-task=2", "--gpus-per-task=1"];
+    let parts = [
+        "--ntasks=3",
+        "--cpus-per-task=1",
+        ":",
+        "--ntasks=2",
+        "--cpus-per-task=2",
+        "--gpus-per-task=1",
+    ];
     let job = slurm.submit(&parts, "servers.sbatch", "x", &sets(&settings), &[]);
     job.ends("COMPLETED");
     assert!(job.log().contains("servers    2, "), "{}", job.log());
     let losses = |files: &RunFiles| files.numbers("metrics.jsonl", "loss");
-    assert_eq!(losses(&slurm.files("x")), losses(&on_one_gpu(slurm.root.path(), &settings)), "{}", job.log());
+    assert_eq!(
+        losses(&slurm.files("x")),
+        losses(&on_one_gpu(slurm.root.path(), &settings)),
+        "{}",
+        job.log()
+    );
 }
 
 /// The coordinator and a server run outside of Slurm, so that only the worker is preempted.

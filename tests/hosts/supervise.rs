@@ -13,7 +13,8 @@ use hpctrain_testkit::runs::{Run, RunFiles};
 
 const STEPS: u64 = 400;
 
-/// Steps of some milliseconds, so that a fault comes in their middle; the bits of any ranks that divide the lanes.
+/// Steps of some milliseconds, so that a fault comes in their middle; the bits of any ranks that
+/// divide the lanes.
 const SETTINGS: [&str; 6] = [
     "run.steps=400",
     "parallel.lanes=4",
@@ -27,14 +28,17 @@ const SETTINGS: [&str; 6] = [
 fn supervised(hosts: &Hosts, root: &Path, settings: &[&str]) -> (Run, Running) {
     let run = Run::new(Alone, root, "x", &[&SETTINGS[..], settings].concat());
     let inner = run.command();
-    let mut command = program(["supervise", "--hosts", "h0:2,h1:2", "--agent", &hosts.agent(), "--", "mpirun"]);
+    let mut command =
+        program(["supervise", "--hosts", "h0:2,h1:2", "--agent", &hosts.agent(), "--", "mpirun"]);
     command
         .args(["--host", "{hosts}", "-np", "{ranks}", "-x", "XDG_CACHE_HOME"])
         .arg(inner.get_program())
         .args(inner.get_args());
     command.current_dir(root);
     // A daemon that loses sight of mpirun ends.
-    command.env("OMPI_MCA_oob_tcp_keepalive_time", "15").env("OMPI_MCA_oob_tcp_keepalive_intvl", "1");
+    command
+        .env("OMPI_MCA_oob_tcp_keepalive_time", "15")
+        .env("OMPI_MCA_oob_tcp_keepalive_intvl", "1");
     command.env("OMPI_MCA_oob_tcp_keepalive_probes", "5");
     let job = start(&mut hosts.on("h0", &command));
     (run, job)
@@ -48,8 +52,8 @@ fn restarts(files: &RunFiles) -> Vec<Value> {
 
 /// Trains with this fault in the middle; returns the end, and the lines of `restarts.jsonl`.
 fn disturbed(hosts: &Hosts, root: &Path, fault: &[&str]) -> (Ended, RunFiles, Vec<Value>) {
-    // The other host's daemon gives mpirun up within half a minute, in the place of a quarter of an hour: keepalive does not look
-    // for it while something is under way.
+    // The other host's daemon gives mpirun up within half a minute, in the place of a quarter of an
+    // hour: keepalive does not look for it while something is under way.
     let mut give_up = std::process::Command::new("sh");
     give_up.args(["-c", "echo 6 >/proc/sys/net/ipv4/tcp_retries2"]);
     assert!(hosts.on("h1", &give_up).status().unwrap().success());
@@ -89,8 +93,12 @@ fn a_cut_cable_leaves_a_run_on_one_host() {
     let why = told.2[0]["why"].as_str().unwrap().to_string();
     assert!(why.contains("hosts h0 and h1 do not reach each other: rank "), "{why}: {}", told.0);
     assert!(told.2[0].get("rank").is_none() && told.2[0].get("host").is_none(), "{}", told.2[0]);
-    // Open MPI 4.1's mpirun stays once ranks have aborted, unless it misses the other host's daemon before.
-    let ways = ["the launcher outlives its ranks by 30 s: ending it", "lost communication with a remote daemon"];
+    // Open MPI 4.1's mpirun stays once ranks have aborted, unless it misses the other host's daemon
+    // before.
+    let ways = [
+        "the launcher outlives its ranks by 30 s: ending it",
+        "lost communication with a remote daemon",
+    ];
     assert!(ways.iter().any(|way| told.0.stderr.contains(way)), "{}", told.0);
     went_on(root.path(), told);
 }
@@ -121,13 +129,17 @@ fn a_host_that_is_back_has_ranks_again() {
     hosts.act(&["cut", "h1"]);
     // Not before the hosts of the second start are chosen.
     let path = job.stderr();
-    job.until("on one host", || std::fs::read_to_string(&path).unwrap().contains("no answer from h1"));
+    job.until("on one host", || {
+        std::fs::read_to_string(&path).unwrap().contains("no answer from h1")
+    });
     hosts.act(&["mend", "h1"]);
     job.until("going on", || !ranks(&hosts, "h0", &run).is_empty() && steps_of(&files) > 300);
     send(ranks(&hosts, "h0", &run)[0], libc::SIGKILL);
     let ended = job.finish(LIMIT).succeeded();
-    let told: Vec<_> = restarts(&files).iter().map(|one| one["hosts"].as_str().unwrap().to_string()).collect();
+    let told: Vec<_> =
+        restarts(&files).iter().map(|one| one["hosts"].as_str().unwrap().to_string()).collect();
     assert_eq!(told, ["h0:2,h1:2", "h0:2", "h0:2,h1:2"], "{ended}");
-    let reference = Run::new(Alone, root.path(), "reference", &[&SETTINGS[..], &steps].concat()).succeeds();
+    let reference =
+        Run::new(Alone, root.path(), "reference", &[&SETTINGS[..], &steps].concat()).succeeds();
     files.same_as(&reference, 3000, "on two hosts, one, and two again");
 }

@@ -7,7 +7,8 @@ use hpctrain_testkit::launch::Transport::Alone;
 use hpctrain_testkit::launch::finish;
 use hpctrain_testkit::runs::{Run, json};
 
-/// Microseconds that the measurement of a clock may be off: half of the quickest of its exchanges, on a busy machine.
+/// Microseconds that the measurement of a clock may be off: half of the quickest of its exchanges,
+/// on a busy machine.
 const OFF: f64 = 2000.0;
 
 #[test]
@@ -15,7 +16,12 @@ fn a_trace_of_two_hosts_is_on_one_clock() {
     let Some(hosts) = Hosts::new(2) else { return };
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("trace.json");
-    let run = Run::new(Alone, root.path(), "x", &["comm.algorithm=tree", "eval.every=0", "checkpoint.every=0"]);
+    let run = Run::new(
+        Alone,
+        root.path(),
+        "x",
+        &["comm.algorithm=tree", "eval.every=0", "checkpoint.every=0"],
+    );
     finish(&mut hosts.across("h0:2,h1:2", run.command().arg("--trace").arg(&path))).succeeded();
     let trace = json(&path);
     let events = trace["traceEvents"].as_array().unwrap();
@@ -30,8 +36,11 @@ fn a_trace_of_two_hosts_is_on_one_clock() {
     // Nobody is done with a sum before the last rank has begun it.
     let mut sums: BTreeMap<u64, Vec<(f64, f64)>> = BTreeMap::new();
     for event in events.iter().filter(|event| event["cat"] == "all_reduce") {
-        let (start, lasts) = (event["ts"].as_f64().unwrap(), event["dur"].as_f64().unwrap());
-        sums.entry(event["args"]["number"].as_u64().unwrap()).or_default().push((start, start + lasts));
+        let start = event["ts"].as_f64().unwrap();
+        let lasts = event["dur"].as_f64().unwrap();
+        sums.entry(event["args"]["number"].as_u64().unwrap())
+            .or_default()
+            .push((start, start + lasts));
     }
     let whole: Vec<_> = sums.values().filter(|ranks| ranks.len() == 4).collect();
     assert!(whole.len() >= 6 * 4, "{} sums of all ranks", whole.len());

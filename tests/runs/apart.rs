@@ -1,4 +1,5 @@
-//! `parallel.average_every`: replicas that train apart are averaged, and any ranks that divide them give the same bits.
+//! `parallel.average_every`: replicas that train apart are averaged, and any ranks that divide them
+//! give the same bits.
 
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
 use hpctrain_testkit::launch::finish;
@@ -6,9 +7,11 @@ use hpctrain_testkit::runs::{Run, RunFiles};
 use hpctrain_testkit::simulator::with_simulator;
 
 const STEPS: u64 = 6;
-const APART: [&str; 3] = ["parallel.average_every=2", "parallel.average_replicas=4", "parallel.lanes=8"];
+const APART: [&str; 3] =
+    ["parallel.average_every=2", "parallel.average_replicas=4", "parallel.lanes=8"];
 /// All that is averaged, or is kept between averages.
-const OUTER: [&str; 3] = ["parallel.outer_lr=0.7", "parallel.outer_momentum=0.9", "optimizer.ema=0.75"];
+const OUTER: [&str; 3] =
+    ["parallel.outer_lr=0.7", "parallel.outer_momentum=0.9", "optimizer.ema=0.75"];
 
 fn run(transport: Transport, root: &std::path::Path, name: &str, settings: &[&str]) -> Run {
     Run::new(transport, root, name, &[&APART[..], &["eval.every=2"], settings].concat())
@@ -31,13 +34,16 @@ fn every_layout_gives_the_same_bits_and_goes_on() {
         .enumerate()
         {
             let settings: Vec<&str> = outer.iter().copied().chain(layout.split(' ')).collect();
-            let files = run(transport, root.path(), &format!("{name}-layout-{i}"), &settings).succeeds();
+            let files =
+                run(transport, root.path(), &format!("{name}-layout-{i}"), &settings).succeeds();
             files.same_as(&one, STEPS, layout);
         }
         // An average leaves a checkpoint of any layout.
         let middle = one.checkpoint(4).display().to_string();
         let settings = [outer, &["parallel.zero=3", "parallel.shard=2"]].concat();
-        let on = run(Simulate(4), root.path(), &format!("{name}-on"), &settings).resume(&middle).succeeds();
+        let on = run(Simulate(4), root.path(), &format!("{name}-on"), &settings)
+            .resume(&middle)
+            .succeeds();
         assert_eq!(on.tensors(STEPS), one.tensors(STEPS), "{name}");
     }
     // Without momentum of an outer step it is one of a synchronous run.
@@ -45,35 +51,43 @@ fn every_layout_gives_the_same_bits_and_goes_on() {
     Run::new(Mpirun(2), root.path(), "synchronous", &[]).resume(&middle).succeeds();
 }
 
-/// One average a step of replicas that begin alike is the step by the mean of their gradients, where updates are linear in the
-/// gradient.
+/// One average a step of replicas that begin alike is the step by the mean of their gradients,
+/// where updates are linear in the gradient.
 #[test]
 fn averages_at_every_step_are_gradient_descent() {
     let root = tempfile::tempdir().unwrap();
-    let linear = ["optimizer.kind=sgd", "optimizer.momentum=0.5", "optimizer.grad_clip=0", "parallel.lanes=4"];
+    let linear = [
+        "optimizer.kind=sgd",
+        "optimizer.momentum=0.5",
+        "optimizer.grad_clip=0",
+        "parallel.lanes=4",
+    ];
     let together = Run::new(Mpirun(4), root.path(), "together", &linear).succeeds();
     let settings = [&linear[..], &["parallel.average_every=1"]].concat();
     let apart = Run::new(Mpirun(4), root.path(), "apart", &settings).succeeds();
     for (file, key) in [("metrics.jsonl", "loss"), ("eval.jsonl", "loss")] {
-        let (apart, together) = (apart.numbers(file, key), together.numbers(file, key));
+        let apart = apart.numbers(file, key);
+        let together = together.numbers(file, key);
         assert_eq!(apart.len(), together.len());
         let off = apart.iter().zip(&together).map(|(a, b)| (a - b).abs() / b).fold(0.0, f64::max);
         assert!(off < 1e-6, "{file}: {off:e}");
     }
 }
 
-/// The first outer step, from the initial parameters θ and the mean of the replicas that a run without one finds: its gradient is
-/// θ less the mean, and so is its momentum.
+/// The first outer step, from the initial parameters θ and the mean of the replicas that a run
+/// without one finds: its gradient is θ less the mean, and so is its momentum.
 #[test]
 fn the_outer_step_is_nesterovs() {
     let root = tempfile::tempdir().unwrap();
     let values = |name: &str, step: u64, part: usize, settings: &[&str]| -> Vec<f32> {
-        let files = run(Alone, root.path(), name, &[settings, &["checkpoint.every=2"]].concat()).succeeds();
+        let files =
+            run(Alone, root.path(), name, &[settings, &["checkpoint.every=2"]].concat()).succeeds();
         let end = format!(", part {part}");
         let tensors = files.tensors(step).into_iter().filter(|(name, _)| name.ends_with(&end));
         tensors.flat_map(|(_, bits)| bits).map(f32::from_bits).collect()
     };
-    let start = values("start", 2, 0, &["run.steps=2", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]);
+    let start =
+        values("start", 2, 0, &["run.steps=2", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]);
     let mean = values("mean", 2, 0, &["run.steps=2"]);
     let outer = ["run.steps=2", "parallel.outer_lr=0.7", "parallel.outer_momentum=0.9"];
     let stepped = values("outer", 2, 0, &outer);
@@ -90,11 +104,13 @@ fn the_outer_step_is_nesterovs() {
     }
 }
 
-/// Checkpoints and evaluations that fall between two averages take place at the next one; the last round is as long as the run.
+/// Checkpoints and evaluations that fall between two averages take place at the next one; the last
+/// round is as long as the run.
 #[test]
 fn what_looks_at_parameters_waits_for_averages() {
     let root = tempfile::tempdir().unwrap();
-    let settings = ["parallel.average_every=4", "eval.every=3", "checkpoint.every=3", "checkpoint.keep=9"];
+    let settings =
+        ["parallel.average_every=4", "eval.every=3", "checkpoint.every=3", "checkpoint.keep=9"];
     let run = run(Mpirun(2), root.path(), "x", &[&settings[..], &["run.steps=14"]].concat());
     let files = run.succeeds();
     assert_eq!(files.numbers("metrics.jsonl", "step"), (1..=14).map(f64::from).collect::<Vec<_>>());
@@ -107,11 +123,17 @@ fn what_looks_at_parameters_waits_for_averages() {
 #[test]
 fn they_are_averaged_on_gpus_and_beside_them() {
     let root = tempfile::tempdir().unwrap();
-    let gpu = ["run.device=cuda", "run.steps=3", "device.memory_limit=48MiB", "device.ranks_per_gpu=2"];
+    let gpu =
+        ["run.device=cuda", "run.steps=3", "device.memory_limit=48MiB", "device.ranks_per_gpu=2"];
     for precision in ["precision.compute=f32", "precision.compute=bf16"] {
         let on_gpu = |transport, name: &str, settings: &[&str]| {
             let name = format!("{}-{name}", &precision[18..]);
-            let run = run(transport, root.path(), &name, &[&gpu[..], &OUTER, &[precision], settings].concat());
+            let run = run(
+                transport,
+                root.path(),
+                &name,
+                &[&gpu[..], &OUTER, &[precision], settings].concat(),
+            );
             finish(with_simulator(&mut run.command()).env("CUDASIM_HOST_ACCESS", "0")).succeeded();
             run.files()
         };
@@ -125,8 +147,14 @@ fn they_are_averaged_on_gpus_and_beside_them() {
 #[test]
 fn an_epoch_is_so_many_steps() {
     let root = tempfile::tempdir().unwrap();
-    let files = run(Mpirun(4), root.path(), "epoch", &["parallel.average_every=epoch", "run.steps=2"]).succeeds();
+    let files =
+        run(Mpirun(4), root.path(), "epoch", &["parallel.average_every=epoch", "run.steps=2"])
+            .succeeds();
     // 62,740 samples, eight a step.
-    assert!(files.text("config.toml").contains("average_every = 7843\n"), "{}", files.text("config.toml"));
+    assert!(
+        files.text("config.toml").contains("average_every = 7843\n"),
+        "{}",
+        files.text("config.toml")
+    );
     assert_eq!(files.steps().len(), 2);
 }

@@ -1,4 +1,5 @@
-//! `optimizer.ema`: a running average of the parameters is kept, evaluated, restored, and changes no bit of the training.
+//! `optimizer.ema`: a running average of the parameters is kept, evaluated, restored, and changes
+//! no bit of the training.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -44,13 +45,19 @@ fn it_is_the_average_and_what_evaluations_see() {
         assert_eq!(part(&averaged, step, 3), want, "step {step}");
     }
     // An evaluator beside a run sees what the run sees inline.
-    let alone = run(Mpirun(2), root.path(), "alone", &[EMA, "eval.inline=false", "checkpoint.every=3"]).succeeds();
+    let alone =
+        run(Mpirun(2), root.path(), "alone", &[EMA, "eval.inline=false", "checkpoint.every=3"])
+            .succeeds();
     finish(program(["eval", "--policy", "every", "--run"]).arg(&alone.0)).succeeded();
     assert_eq!(alone.numbers("eval.jsonl", "loss"), averaged.numbers("eval.jsonl", "loss"));
     // Another run that begins with this one's weights begins with the average.
     let from = averaged.checkpoint(STEPS).display().to_string();
-    let mut begun =
-        run(Alone, root.path(), "begun", &["run.steps=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]);
+    let mut begun = run(
+        Alone,
+        root.path(),
+        "begun",
+        &["run.steps=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0"],
+    );
     begun.settings.push(EMA.into());
     finish(begun.resume(&from).command().arg("--weights-only")).succeeded();
     assert_eq!(part(&RunFiles(root.path().join("begun")), 1, 0), want);
@@ -77,11 +84,16 @@ fn it_is_the_same_in_every_layout_and_goes_on() {
         files.same_as(&one, STEPS, layout);
     }
     let middle = one.checkpoint(3).display().to_string();
-    let on = run(Mpirun(2), root.path(), "on", &[EMA, "parallel.zero=3"]).resume(&middle).succeeds();
+    let on =
+        run(Mpirun(2), root.path(), "on", &[EMA, "parallel.zero=3"]).resume(&middle).succeeds();
     assert_eq!(on.tensors(STEPS), one.tensors(STEPS));
     // With a fresh optimizer the average begins anew, at the parameters.
-    let fresh =
-        run(Alone, root.path(), "fresh", &[EMA, "run.steps=4", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]);
+    let fresh = run(
+        Alone,
+        root.path(),
+        "fresh",
+        &[EMA, "run.steps=4", "optimizer.lr=1e-30", "optimizer.weight_decay=0"],
+    );
     finish(fresh.resume(&middle).command().arg("--skip-optimizer")).succeeded();
     let fresh = RunFiles(root.path().join("fresh"));
     assert_eq!(part(&fresh, 4, 3), part(&one, 3, 0));
@@ -90,18 +102,26 @@ fn it_is_the_same_in_every_layout_and_goes_on() {
 #[test]
 fn it_is_kept_on_gpus_and_beside_them() {
     let root = tempfile::tempdir().unwrap();
-    let gpu = ["run.device=cuda", "run.steps=3", "device.memory_limit=48MiB", "device.ranks_per_gpu=2"];
+    let gpu =
+        ["run.device=cuda", "run.steps=3", "device.memory_limit=48MiB", "device.ranks_per_gpu=2"];
     for precision in ["precision.compute=f32", "precision.compute=bf16"] {
         let on_gpu = |transport, name: &str, settings: &[&str]| {
             let name = format!("{}-{name}", &precision[18..]);
-            let run = run(transport, root.path(), &name, &[&gpu[..], &[EMA, precision], settings].concat());
+            let run = run(
+                transport,
+                root.path(),
+                &name,
+                &[&gpu[..], &[EMA, precision], settings].concat(),
+            );
             finish(with_simulator(&mut run.command()).env("CUDASIM_HOST_ACCESS", "0")).succeeded();
             run.files()
         };
         let one = on_gpu(Alone, "one", &[]);
         on_gpu(Mpirun(2), "sharded", &["parallel.zero=3"]).same_as(&one, 3, precision);
-        on_gpu(Mpirun(2), "stages", &["parallel.pipeline=2", "batch.micro=2"]).same_as(&one, 3, precision);
-        on_gpu(Mpirun(2), "offloaded", &["parallel.zero=1", "optimizer.offload=true"]).same_as(&one, 3, precision);
+        on_gpu(Mpirun(2), "stages", &["parallel.pipeline=2", "batch.micro=2"])
+            .same_as(&one, 3, precision);
+        on_gpu(Mpirun(2), "offloaded", &["parallel.zero=1", "optimizer.offload=true"])
+            .same_as(&one, 3, precision);
         let peaks = json(&one.path("run.json"))["peak_bytes"].clone();
         assert!(peaks["optimizer"].as_u64().unwrap() > 0, "{peaks}");
     }

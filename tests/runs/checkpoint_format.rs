@@ -24,8 +24,8 @@ fn bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-/// Every tensor of the checkpoint in `dir` by the path of its dataset, from the documented format alone. Panics where a
-/// byte of it is under no checksum.
+/// Every tensor of the checkpoint in `dir` by the path of its dataset, from the documented format
+/// alone. Panics where a byte of it is under no checksum.
 fn rebuilt(dir: &Path) -> BTreeMap<String, Vec<f32>> {
     let text = std::fs::read(dir.join("manifest.json")).unwrap();
     let seal = std::fs::read_to_string(dir.join("manifest.crc32")).unwrap();
@@ -40,14 +40,18 @@ fn rebuilt(dir: &Path) -> BTreeMap<String, Vec<f32>> {
         let shape: Vec<usize> = array(&entry["shape"]).iter().map(number).collect();
         let elements = shape.iter().product();
         let mut parts = vec![vec![f32::NAN; elements]; groups.len()];
-        let (mut found, mut files) = (vec![0; elements], Vec::new());
+        let mut found = vec![0; elements];
+        let mut files = Vec::new();
         for piece in array(&entry["pieces"]) {
-            let (start, len) = (number(&piece["start"]), number(&piece["len"]));
+            let start = number(&piece["start"]);
+            let len = number(&piece["len"]);
             let columns: Option<Vec<usize>> =
                 piece.get("columns").map(|columns| array(columns).iter().map(number).collect());
             // Places of the elements that the piece counts.
             let places: Vec<usize> = match &columns {
-                Some(columns) => (0..elements).filter(|i| (columns[0]..columns[1]).contains(&(i % shape[1]))).collect(),
+                Some(columns) => (0..elements)
+                    .filter(|i| (columns[0]..columns[1]).contains(&(i % shape[1])))
+                    .collect(),
                 None => (0..elements).collect(),
             };
             let places = &places[start..start + len];
@@ -60,16 +64,29 @@ fn rebuilt(dir: &Path) -> BTreeMap<String, Vec<f32>> {
             files.push(name);
             let file = hdf5::File::open(dir.join(name)).unwrap();
             assert_eq!(array(&piece["parts"]).len(), groups.len());
-            for ((group, part), values) in groups.iter().zip(array(&piece["parts"])).zip(&mut parts) {
+            for ((group, part), values) in groups.iter().zip(array(&piece["parts"])).zip(&mut parts)
+            {
                 let dataset = file.group(group).unwrap().dataset(&dataset_name).unwrap();
-                assert!(!dataset.is_chunked() && dataset.filters().is_empty() && dataset.shape() == [len]);
-                assert_eq!(dataset.attr("start").unwrap().read_scalar::<u64>().unwrap() as usize, start);
-                assert_eq!(dataset.attr("columns").ok().map(|columns| columns.read_raw().unwrap()), columns);
+                assert!(
+                    !dataset.is_chunked()
+                        && dataset.filters().is_empty()
+                        && dataset.shape() == [len]
+                );
+                assert_eq!(
+                    dataset.attr("start").unwrap().read_scalar::<u64>().unwrap() as usize,
+                    start
+                );
+                assert_eq!(
+                    dataset.attr("columns").ok().map(|columns| columns.read_raw().unwrap()),
+                    columns
+                );
                 let offset = number(&part["offset"]);
                 assert_eq!(dataset.offset(), Some(offset as u64));
                 let read = dataset.read_raw::<f32>().unwrap();
-                let sums: Vec<u32> = read.chunks(BLOCK).map(|block| crc32fast::hash(&bytes(block))).collect();
-                let written: Vec<u32> = array(&part["crc32"]).iter().map(|sum| number(sum) as u32).collect();
+                let sums: Vec<u32> =
+                    read.chunks(BLOCK).map(|block| crc32fast::hash(&bytes(block))).collect();
+                let written: Vec<u32> =
+                    array(&part["crc32"]).iter().map(|sum| number(sum) as u32).collect();
                 assert_eq!(sums, written, "/{group}/{tensor}");
                 used.entry(name).or_default().push((offset, offset + 4 * len));
                 places.iter().zip(read).for_each(|(&place, value)| values[place] = value);
@@ -85,7 +102,8 @@ fn rebuilt(dir: &Path) -> BTreeMap<String, Vec<f32>> {
         assert_eq!(content.len(), number(&entry["bytes"]), "{name}");
         let mut ranges = used.remove(name.as_str()).unwrap_or_default();
         ranges.sort_unstable();
-        let (mut rest, mut at) = (crc32fast::Hasher::new(), 0);
+        let mut rest = crc32fast::Hasher::new();
+        let mut at = 0;
         for (start, end) in ranges {
             rest.update(&content[at..start]);
             at = end;
@@ -101,12 +119,21 @@ fn rebuilt(dir: &Path) -> BTreeMap<String, Vec<f32>> {
 fn the_documented_format_suffices() {
     let root = tempfile::tempdir().unwrap();
     // A tensor of more than one block, in pieces that do not end with blocks.
-    let large = ["parallel.zero=1", "model.vocabulary=80000", "run.steps=1", "eval.samples=4", "model.width=30"];
+    let large = [
+        "parallel.zero=1",
+        "model.vocabulary=80000",
+        "run.steps=1",
+        "eval.samples=4",
+        "model.width=30",
+    ];
     let files = Run::new(Mpirun(2), root.path(), "x", &large).succeeds();
     let dir = files.checkpoint(1);
     let rebuilt = rebuilt(&dir);
     let manifest = json(&dir.join("manifest.json"));
-    let longest = array(&manifest["tensors"]["wte.weight"]["pieces"]).iter().map(|piece| number(&piece["len"])).max();
+    let longest = array(&manifest["tensors"]["wte.weight"]["pieces"])
+        .iter()
+        .map(|piece| number(&piece["len"]))
+        .max();
     assert!(longest.unwrap() > BLOCK, "{longest:?}");
 
     // It is what the program reads, bit by bit.
@@ -121,18 +148,22 @@ fn the_documented_format_suffices() {
     the_script_agrees(&dir, &rebuilt);
 }
 
-/// The script in the documentation finds the same, where there is a Python with h5py and numpy: `PYTHON` says which.
+/// The script in the documentation finds the same, where there is a Python with h5py and numpy:
+/// `PYTHON` says which.
 fn the_script_agrees(dir: &Path, rebuilt: &BTreeMap<String, Vec<f32>>) {
     let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
-    let libraries = inherits_nothing(Command::new(&python).args(["-c", "import h5py, numpy"])).output();
+    let libraries =
+        inherits_nothing(Command::new(&python).args(["-c", "import h5py, numpy"])).output();
     if !libraries.is_ok_and(|output| output.status.success()) {
         println!("skipped: {python} has no h5py and numpy");
         return;
     }
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/rebuild_checkpoint.py");
     let ended = finish(Command::new(&python).arg(&script).arg(dir)).succeeded();
-    let want: Vec<String> =
-        rebuilt.iter().map(|(name, values)| format!("{name} {:08x}", crc32fast::hash(&bytes(values)))).collect();
+    let want: Vec<String> = rebuilt
+        .iter()
+        .map(|(name, values)| format!("{name} {:08x}", crc32fast::hash(&bytes(values))))
+        .collect();
     let mut found: Vec<&str> = ended.stdout.lines().collect();
     found.sort_unstable();
     assert_eq!(found, want);
@@ -143,7 +174,10 @@ fn the_script_agrees(dir: &Path, rebuilt: &BTreeMap<String, Vec<f32>>) {
             let mut content = std::fs::read(&path).unwrap();
             content[at] ^= 1;
             std::fs::write(&path, &content).unwrap();
-            assert!(!finish(Command::new(&python).arg(&script).arg(dir)).status.success(), "{name} {at}");
+            assert!(
+                !finish(Command::new(&python).arg(&script).arg(dir)).status.success(),
+                "{name} {at}"
+            );
             content[at] ^= 1;
             std::fs::write(&path, content).unwrap();
         }
@@ -152,7 +186,9 @@ fn the_script_agrees(dir: &Path, rebuilt: &BTreeMap<String, Vec<f32>>) {
 
 #[test]
 fn the_documentation_shows_the_script() {
-    let file = |name: &str| std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap();
+    let file = |name: &str| {
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap()
+    };
     let script = file("tests/golden/rebuild_checkpoint.py");
     assert!(file("docs/checkpoint-format.md").contains(&format!("```python\n{script}```\n")));
 }

@@ -1,4 +1,5 @@
-//! `hpctrain checkpoint`: what it says of good checkpoints, of damaged ones, and of those that others made.
+//! `hpctrain checkpoint`: what it says of good checkpoints, of damaged ones, and of those that
+//! others made.
 
 use std::path::Path;
 
@@ -10,7 +11,8 @@ use hpctrain_testkit::launch::{Ended, finish, program};
 use hpctrain_testkit::runs::{Run, RunFiles, copy, json};
 
 /// Saves and evaluates every second of six steps.
-const SETTINGS: [&str; 4] = ["checkpoint.every=2", "checkpoint.keep=9", "eval.every=2", "parallel.lanes=2"];
+const SETTINGS: [&str; 4] =
+    ["checkpoint.every=2", "checkpoint.keep=9", "eval.every=2", "parallel.lanes=2"];
 
 fn run(root: &Path, name: &str, more: &[&str]) -> RunFiles {
     Run::new(Alone, root, name, &[&SETTINGS, more].concat()).succeeds()
@@ -38,7 +40,8 @@ fn printed(args: &[&str]) -> String {
     ended.stdout
 }
 
-/// Panics unless it ended with exit code 2, one error with all `words`, and a hint. Returns what it printed before.
+/// Panics unless it ended with exit code 2, one error with all `words`, and a hint. Returns what it
+/// printed before.
 #[track_caller]
 fn refused(args: &[&str], words: &[&str]) -> String {
     let ended = checkpoint(args);
@@ -72,8 +75,11 @@ fn edit(dir: &Path, change: impl FnOnce(&mut Value)) {
     let mut manifest = json(&path);
     change(&mut manifest);
     let text = manifest.to_string();
-    std::fs::write(dir.join("manifest.crc32"), format!("{:08x}  manifest.json\n", crc32fast::hash(text.as_bytes())))
-        .unwrap();
+    std::fs::write(
+        dir.join("manifest.crc32"),
+        format!("{:08x}  manifest.json\n", crc32fast::hash(text.as_bytes())),
+    )
+    .unwrap();
     std::fs::write(path, text).unwrap();
 }
 
@@ -89,10 +95,12 @@ fn values(dir: &Path, tensor: &str, part: usize) -> Vec<f32> {
 fn a_run_is_listed_inspected_and_verified() {
     let root = tempfile::tempdir().unwrap();
     let files = run_on_two(root.path(), "x");
-    let (run, checkpoints) = (text(&files.0), text(files.path("checkpoints")));
+    let run = text(&files.0);
+    let checkpoints = text(files.path("checkpoints"));
     let listed = printed(&["list", &run]);
     assert_eq!(listed, printed(&["list", &checkpoints]));
-    let lines: Vec<Vec<&str>> = listed.lines().map(|line| line.split_whitespace().collect()).collect();
+    let lines: Vec<Vec<&str>> =
+        listed.lines().map(|line| line.split_whitespace().collect()).collect();
     assert_eq!(lines.iter().map(|line| line[0]).collect::<Vec<_>>(), ["step", "2", "4", "6"]);
     assert!(lines[3].contains(&"latest,") || lines[3].contains(&"latest"), "{listed}");
     assert_eq!(listed.matches("best").count(), 1, "{listed}");
@@ -137,13 +145,19 @@ fn a_run_is_listed_inspected_and_verified() {
 fn paths_that_are_none_are_refused() {
     let root = tempfile::tempdir().unwrap();
     let files = run(root.path(), "x", &["run.steps=2"]);
-    let (nowhere, here, one) = (text(root.path().join("y")), text(root.path()), text(files.checkpoint(2)));
+    let nowhere = text(root.path().join("y"));
+    let here = text(root.path());
+    let one = text(files.checkpoint(2));
     let out = text(root.path().join("out"));
     for command in ["list", "inspect", "verify"] {
         refused(&[command, &nowhere], &["y does not exist"]);
     }
-    for args in [&["inspect", &here][..], &["verify", &here], &["diff", &one, &here], &["export", &here, "--out", &out]]
-    {
+    for args in [
+        &["inspect", &here][..],
+        &["verify", &here],
+        &["diff", &one, &here],
+        &["export", &here, "--out", &out],
+    ] {
         refused(args, &["neither a checkpoint nor a run"]);
     }
     for args in [&["list", &here][..], &["prune", &here, "--keep", "1"]] {
@@ -161,7 +175,9 @@ fn paths_that_are_none_are_refused() {
 fn damage_is_found_wherever_it_is() {
     let root = tempfile::tempdir().unwrap();
     let whole = run_on_two(root.path(), "whole");
-    let first = Reader::open(&whole.checkpoint(2)).unwrap().manifest().tensors["wpe.weight"].pieces[0].clone();
+    let first = Reader::open(&whole.checkpoint(2)).unwrap().manifest().tensors["wpe.weight"].pieces
+        [0]
+    .clone();
     let size = whole.checkpoint(2).join(&first.file).metadata().unwrap().len() as usize;
     let cases = [
         ("manifest.json", 200),
@@ -179,7 +195,10 @@ fn damage_is_found_wherever_it_is() {
         flip(&dir.join(name), at);
         let told = refused(&["verify", &text(&dir)], &["1 of ", " files are damaged"]);
         let bad: Vec<&str> = told.lines().filter(|line| !line.contains(": ok, ")).collect();
-        assert!(bad.len() == 1 && bad[0].contains(name) && bad[0].contains("checksum"), "{name} {at}: {told}");
+        assert!(
+            bad.len() == 1 && bad[0].contains(name) && bad[0].contains("checksum"),
+            "{name} {at}: {told}"
+        );
         // The others are whole.
         let told = refused(&["verify", &text(&files.0)], &["1 of "]);
         assert!(told.matches(": ok, ").count() >= 6, "{told}");
@@ -187,11 +206,15 @@ fn damage_is_found_wherever_it_is() {
         let listed = printed(&["list", &text(&files.0)]);
         assert_eq!(listed.contains("damaged: "), name.starts_with("manifest"), "{listed}");
         let out = root.path().join("out");
-        let (good, bad) = (text(whole.checkpoint(2)), text(&dir));
+        let good = text(whole.checkpoint(2));
+        let bad = text(&dir);
         if name.starts_with("manifest") || at == first.parts[0].offset as usize {
             refused(&["diff", &good, &bad], &[name]);
             refused(&["export", &bad, "--out", &text(&out)], &[name]);
-            assert!(!out.exists() && std::fs::read_dir(root.path()).unwrap().count() == 2 + i, "{name}");
+            assert!(
+                !out.exists() && std::fs::read_dir(root.path()).unwrap().count() == 2 + i,
+                "{name}"
+            );
         }
     }
 
@@ -227,10 +250,22 @@ fn manifests_that_make_no_sense_are_refused() {
     let cases: [(Change, &str); 8] = [
         (|m| add(&mut pieces(m)[1]["start"], -1), "pieces of tensor wte.weight overlap at element"),
         (|m| add(&mut pieces(m)[1]["start"], 1), "no piece of tensor wte.weight holds element"),
-        (|m| drop(pieces(m).as_array_mut().unwrap().pop()), "no piece of tensor wte.weight holds element"),
-        (|m| add(&mut m["tensors"]["wte.weight"]["shape"][0], 1), "no piece of tensor wte.weight holds element 2080"),
-        (|m| pieces(m)[0]["file"] = "rank-00007.h5".into(), "in the file rank-00007.h5, unknown there"),
-        (|m| pieces(m)[0]["parts"][1]["offset"] = (1u64 << 40).into(), "does not fit into rank-00000.h5"),
+        (
+            |m| drop(pieces(m).as_array_mut().unwrap().pop()),
+            "no piece of tensor wte.weight holds element",
+        ),
+        (
+            |m| add(&mut m["tensors"]["wte.weight"]["shape"][0], 1),
+            "no piece of tensor wte.weight holds element 2080",
+        ),
+        (
+            |m| pieces(m)[0]["file"] = "rank-00007.h5".into(),
+            "in the file rank-00007.h5, unknown there",
+        ),
+        (
+            |m| pieces(m)[0]["parts"][1]["offset"] = (1u64 << 40).into(),
+            "does not fit into rank-00000.h5",
+        ),
         (|m| m["version"] = 4.into(), "format version 4 is newer than 3"),
         (|m| drop(m.as_object_mut().unwrap().remove("position")), "position"),
     ];
@@ -253,7 +288,8 @@ fn differences_are_named() {
     let one = run(root.path(), "one", &[]);
     let two = run_on_two(root.path(), "two");
     let other = run(root.path(), "other", &["run.seed=8"]);
-    let (a, b) = (text(&one.0), text(&other.0));
+    let a = text(&one.0);
+    let b = text(&other.0);
     // The layout makes no difference.
     let same = printed(&["diff", &a, &text(&two.0)]);
     assert_eq!(same, "identical: 45 tensors, 81,984 elements\n");
@@ -262,8 +298,12 @@ fn differences_are_named() {
     assert!(told.contains("seed: 7 in A, 8 in B\n"), "{told}");
     for (group, part) in [("params", 0), ("m", 1), ("v", 2)] {
         let [x, y] = [&one, &other].map(|files| values(&files.checkpoint(6), "wte.weight", part));
-        let apart: Vec<usize> = (0..x.len()).filter(|at| x[*at].to_bits() != y[*at].to_bits()).collect();
-        let largest = apart.iter().map(|at| (f64::from(x[*at]) - f64::from(y[*at])).abs()).fold(0.0, f64::max);
+        let apart: Vec<usize> =
+            (0..x.len()).filter(|at| x[*at].to_bits() != y[*at].to_bits()).collect();
+        let largest = apart
+            .iter()
+            .map(|at| (f64::from(x[*at]) - f64::from(y[*at])).abs())
+            .fold(0.0, f64::max);
         let first = apart[0];
         let elements = hpctrain::telemetry::grouped(apart.len() as u64);
         let line = format!(
@@ -281,7 +321,8 @@ fn differences_are_named() {
     for words in ["step: 4 in A, 6 in B", "updates: 4 in A, 6 in B", "position: 32 in A, 48 in B"] {
         assert!(told.contains(words), "{told}");
     }
-    let wider = run(root.path(), "wider", &["model.width=36", "model.bias=true", "optimizer.kind=sgd"]);
+    let wider =
+        run(root.path(), "wider", &["model.width=36", "model.bias=true", "optimizer.kind=sgd"]);
     let told = differences(&[&a, &text(&wider.0)]);
     for words in [
         "wte.weight: [65, 32] in A, [65, 36] in B\n",
@@ -296,7 +337,8 @@ fn differences_are_named() {
 #[test]
 fn pruning_removes_what_it_says() {
     let root = tempfile::tempdir().unwrap();
-    let files = run(root.path(), "x", &["checkpoint.every=1", "eval.every=1", "checkpoint.keep_best=0"]);
+    let files =
+        run(root.path(), "x", &["checkpoint.every=1", "eval.every=1", "checkpoint.keep_best=0"]);
     let run = text(&files.0);
     let checkpoints = Checkpoints::new(files.path("checkpoints"));
     assert_eq!(checkpoints.steps().unwrap(), [1, 2, 3, 4, 5, 6]);
@@ -309,12 +351,17 @@ fn pruning_removes_what_it_says() {
     let would: String = [1, 4, 5].map(|step| format!("would remove step-{step:08}\n")).concat();
     assert_eq!(told, would.clone() + "kept step-00000002: leased\n");
     assert_eq!(checkpoints.steps().unwrap(), [1, 2, 3, 4, 5, 6]);
-    assert_eq!(printed(&ask), would.replace("would remove", "removed") + "kept step-00000002: leased\n");
+    assert_eq!(
+        printed(&ask),
+        would.replace("would remove", "removed") + "kept step-00000002: leased\n"
+    );
     assert_eq!(checkpoints.steps().unwrap(), [2, 3, 6]);
     drop(lease);
     // The one with the lowest loss stays, whatever else goes.
     let losses = files.numbers("eval.jsonl", "loss");
-    let best = [2u64, 3, 6].into_iter().min_by(|a, b| losses[*a as usize - 1].total_cmp(&losses[*b as usize - 1]));
+    let best = [2u64, 3, 6]
+        .into_iter()
+        .min_by(|a, b| losses[*a as usize - 1].total_cmp(&losses[*b as usize - 1]));
     printed(&["prune", &run, "--keep", "1"]);
     let mut kept = vec![best.unwrap(), 6];
     kept.dedup();
@@ -329,20 +376,29 @@ fn what_is_exported_comes_back() {
     let root = tempfile::tempdir().unwrap();
     let path = |name: &str| text(root.path().join(name));
     let files = run(root.path(), "x", &["model.bias=true"]);
-    let (from, there, back) = (text(&files.0), path("there"), path("back"));
+    let from = text(&files.0);
+    let there = path("there");
+    let back = path("back");
     let told = printed(&["export", &from, "--out", &there]);
     assert!(told.contains("28 tensors, 28,064 elements"), "{told}");
     let told = printed(&["import", &there, "--out", &back]);
     assert!(told.contains("28 tensors, 28,064 parameters"), "{told}");
     printed(&["verify", &back]);
-    assert_eq!(printed(&["diff", &from, &back, "--weights-only"]), "identical: 28 tensors, 28,064 elements\n");
+    assert_eq!(
+        printed(&["diff", &from, &back, "--weights-only"]),
+        "identical: 28 tensors, 28,064 elements\n"
+    );
     let told = differences(&[&from, &back]);
-    assert!(told.contains("optimizer state m: only in A\n") && !told.contains("/params/"), "{told}");
+    assert!(
+        told.contains("optimizer state m: only in A\n") && !told.contains("/params/"),
+        "{told}"
+    );
     assert!(printed(&["inspect", &back]).contains("state        none: parameters alone\n"));
     assert!(!printed(&["list", &from]).contains("leased"));
 
     // Another run begins with it. It has its tokenizer, without which there is no text.
-    let fine = Run::new(Alone, root.path(), "fine", &["model.bias=true", "run.steps=1"]).resume(&back);
+    let fine =
+        Run::new(Alone, root.path(), "fine", &["model.bias=true", "run.steps=1"]).resume(&back);
     let mut command = fine.command();
     assert!(finish(command.arg("--weights-only")).succeeded().stdout.contains("at step 0 from"));
     let sample = |checkpoint: &str| finish(&mut program(["sample", "--checkpoint", checkpoint]));
@@ -357,11 +413,16 @@ fn what_is_exported_comes_back() {
     refused(&["import", &there, "--out", &back], &["back exists already"]);
     // A model without biases gets some; one with enough ids can be told its tokenizer.
     let plain = run(root.path(), "plain", &["model.bias=false", "model.vocabulary=300"]);
-    let (plain_there, plain_back) = (path("plain-there"), path("plain-back"));
+    let plain_there = path("plain-there");
+    let plain_back = path("plain-back");
     let told = printed(&["export", &text(&plain.0), "--out", &plain_there]);
     assert!(told.contains("28 tensors, 13 of them biases of zero"), "{told}");
     printed(&["import", &plain_there, "--out", &plain_back, "--tokenizer", "byte"]);
-    assert!(values(Path::new(&plain_back), "h.1.mlp.c_fc.bias", 0).iter().all(|bias| bias.to_bits() == 0));
+    assert!(
+        values(Path::new(&plain_back), "h.1.mlp.c_fc.bias", 0)
+            .iter()
+            .all(|bias| bias.to_bits() == 0)
+    );
     finish(&mut program(["sample", "--checkpoint", &plain_back, "--tokens", "5"])).succeeded();
     let gpt2 = ["import", &plain_there, "--out", &path("no"), "--tokenizer", "gpt2"];
     refused(&gpt2, &["the tokenizer gpt2 has 50257 ids, the model only 300"]);

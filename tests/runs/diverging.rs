@@ -1,4 +1,5 @@
-//! Losses and gradients that are not finite: skipped, counted, and the end of the run when they stay.
+//! Losses and gradients that are not finite: skipped, counted, and the end of the run when they
+//! stay.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -35,12 +36,16 @@ fn a_run_that_diverges_skips_and_then_gives_up() {
     for arguments in [&["train"][..], &["simulate", "--ranks", "2"]] {
         let root = tempfile::tempdir().unwrap();
         // The first update throws the weights beyond f32; nothing is finite after it.
-        let settings = ["run.steps=50", "run.max_skipped=4", "optimizer.lr=1e38", "schedule.warmup=0"];
+        let settings =
+            ["run.steps=50", "run.max_skipped=4", "optimizer.lr=1e38", "schedule.warmup=0"];
         let output = run(root.path(), arguments, &settings);
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{stderr}");
         assert_eq!(stderr.matches("error:").count(), 1, "{stderr}");
-        assert!(stderr.contains("4 steps in a row were not finite") && stderr.contains("hint:"), "{stderr}");
+        assert!(
+            stderr.contains("4 steps in a row were not finite") && stderr.contains("hint:"),
+            "{stderr}"
+        );
         let records = records(root.path());
         let skipped = records.iter().filter(|record| record["skipped"] == true).count();
         assert_eq!(skipped, 4);

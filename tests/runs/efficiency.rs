@@ -10,8 +10,10 @@ use hpctrain_testkit::launch::Transport::{Alone, Mpirun, Simulate};
 use hpctrain_testkit::launch::{finish, program};
 use hpctrain_testkit::runs::{Run, RunFiles, json};
 
-/// Model FLOPs per token of the network of [`Run`]: two blocks of width 32, contexts of 16, 65 characters.
-const FLOPS_PER_TOKEN: f64 = 6.0 * (12.0 * 2.0 * 32.0 * 32.0 + 65.0 * 32.0) + 12.0 * 2.0 * 32.0 * 16.0;
+/// Model FLOPs per token of the network of [`Run`]: two blocks of width 32, contexts of 16, 65
+/// characters.
+const FLOPS_PER_TOKEN: f64 =
+    6.0 * (12.0 * 2.0 * 32.0 * 32.0 + 65.0 * 32.0) + 12.0 * 2.0 * 32.0 * 16.0;
 
 /// Every record of `metrics.jsonl` that has `key`.
 fn known(files: &RunFiles, key: &str) -> Vec<f64> {
@@ -34,25 +36,35 @@ fn mfu_is_that_of_the_measured_peak() {
     assert!(ended.stdout.contains("FLOP/s  ETA"), "{ended}");
     let rates = without.numbers("metrics.jsonl", "tokens_per_second");
     for (rate, tflops) in rates.iter().zip(without.numbers("metrics.jsonl", "tflops_per_rank")) {
-        assert!((tflops * 1e12 / (rate * FLOPS_PER_TOKEN) - 1.0).abs() < 1e-9, "{tflops} at {rate} tokens/s");
+        assert!(
+            (tflops * 1e12 / (rate * FLOPS_PER_TOKEN) - 1.0).abs() < 1e-9,
+            "{tflops} at {rate} tokens/s"
+        );
     }
 
-    let bench = ["bench", "kernels", "--preset", "gpt-char", "--samples", "1", "--steps", "1", "--json"];
+    let bench =
+        ["bench", "kernels", "--preset", "gpt-char", "--samples", "1", "--steps", "1", "--json"];
     let settings = ["--set", "run.threads=1"];
-    let measured = finish(program(bench.into_iter().chain(settings)).env("XDG_CACHE_HOME", &cache)).succeeded();
+    let measured = finish(program(bench.into_iter().chain(settings)).env("XDG_CACHE_HOME", &cache))
+        .succeeded();
     let measured: Value = serde_json::from_str(&measured.stdout).unwrap();
-    let (peak, threads) = (measured["peak_gflops"].as_f64().unwrap() * 1e9, measured["threads"].as_f64().unwrap());
-    for (transport, name, ranks) in [(Alone, "one", 1.0), (Mpirun(2), "two", 2.0), (Simulate(2), "threads", 2.0)] {
+    let peak = measured["peak_gflops"].as_f64().unwrap() * 1e9;
+    let threads = measured["threads"].as_f64().unwrap();
+    for (transport, name, ranks) in
+        [(Alone, "one", 1.0), (Mpirun(2), "two", 2.0), (Simulate(2), "threads", 2.0)]
+    {
         let (ended, files) = run(transport, name);
         assert!(ended.stdout.contains("MFU"), "{ended}");
-        let (rates, mfu) = (files.numbers("metrics.jsonl", "tokens_per_second"), known(&files, "mfu"));
+        let rates = files.numbers("metrics.jsonl", "tokens_per_second");
+        let mfu = known(&files, "mfu");
         assert_eq!(rates.len(), mfu.len());
         for (rate, mfu) in rates.iter().zip(mfu) {
             let by_hand = rate * FLOPS_PER_TOKEN / (ranks * peak / threads);
             assert!((mfu / by_hand - 1.0).abs() < 1e-6, "{name}: {mfu}, by hand {by_hand}");
         }
         let card = json(&files.path("run.json"));
-        let by_hand = card["tokens_per_second"].as_f64().unwrap() * FLOPS_PER_TOKEN / (ranks * peak / threads);
+        let by_hand = card["tokens_per_second"].as_f64().unwrap() * FLOPS_PER_TOKEN
+            / (ranks * peak / threads);
         assert!((card["mfu"].as_f64().unwrap() / by_hand - 1.0).abs() < 1e-6, "{card}");
     }
 }
@@ -72,10 +84,12 @@ fn plant(root: &Path) {
 
 /// Runs `work` while the planted counter grows and wraps; returns the µJ that it grew by.
 fn while_it_grows(root: &Path, work: impl FnOnce()) -> u64 {
-    let (is_over, grown) = (AtomicBool::new(false), AtomicU64::new(0));
+    let is_over = AtomicBool::new(false);
+    let grown = AtomicU64::new(0);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let (file, new) = (root.join("intel-rapl:0/energy_uj"), root.join("new"));
+            let file = root.join("intel-rapl:0/energy_uj");
+            let new = root.join("new");
             while !is_over.load(Ordering::Relaxed) {
                 let all = 99_990 + grown.fetch_add(GROWS, Ordering::Relaxed) + GROWS;
                 std::fs::write(&new, format!("{}\n", all % RANGE)).unwrap();
@@ -91,18 +105,30 @@ fn while_it_grows(root: &Path, work: impl FnOnce()) -> u64 {
 
 #[test]
 fn energy_of_counters_that_wrap_is_recorded_across_starts() {
-    let (root, counters) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let root = tempfile::tempdir().unwrap();
+    let counters = tempfile::tempdir().unwrap();
     plant(counters.path());
     let run = |transport, steps: &str| {
-        Run::new(transport, root.path(), "run", &[steps, "log.every=2", "checkpoint.every=2", "log.tensorboard=true"])
+        Run::new(
+            transport,
+            root.path(),
+            "run",
+            &[steps, "log.every=2", "checkpoint.every=2", "log.tensorboard=true"],
+        )
     };
     let start = |run: &Run| {
         while_it_grows(counters.path(), || {
-            let ended = finish(run.command().env("HPCTRAIN_POWERCAP_ROOT", counters.path())).succeeded();
-            assert!(ended.stdout.contains(" J/token") && ended.stdout.contains("energy  0.000 kWh"), "{ended}");
+            let ended =
+                finish(run.command().env("HPCTRAIN_POWERCAP_ROOT", counters.path())).succeeded();
+            assert!(
+                ended.stdout.contains(" J/token") && ended.stdout.contains("energy  0.000 kWh"),
+                "{ended}"
+            );
         })
     };
-    let joules = |files: &RunFiles| known(files, "energy_kwh").iter().map(|kwh| kwh * 3.6e6).collect::<Vec<f64>>();
+    let joules = |files: &RunFiles| {
+        known(files, "energy_kwh").iter().map(|kwh| kwh * 3.6e6).collect::<Vec<f64>>()
+    };
 
     let grown = start(&run(Mpirun(2), "run.steps=6")) as f64 * 1e-6;
     let files = run(Alone, "").files();
@@ -111,7 +137,10 @@ fn energy_of_counters_that_wrap_is_recorded_across_starts() {
     assert!(first.is_sorted() && first[0] > 0.0 && first[2] <= grown, "{first:?} of {grown} J");
     let per_token = known(&files, "joules_per_token");
     let tokens = 2.0 * 8.0 * 16.0;
-    assert!((per_token[2] * tokens / (first[2] - first[1]) - 1.0).abs() < 1e-6, "{per_token:?} {first:?}");
+    assert!(
+        (per_token[2] * tokens / (first[2] - first[1]) - 1.0).abs() < 1e-6,
+        "{per_token:?} {first:?}"
+    );
     let card = json(&files.path("run.json"))["energy"].clone();
     assert_eq!(card["sources"], serde_json::json!(["cpu"]));
     assert!(card["kwh"].as_f64().unwrap() * 3.6e6 >= first[2], "{card}");
@@ -133,7 +162,8 @@ fn energy_of_counters_that_wrap_is_recorded_across_starts() {
 fn without_counters_there_is_no_energy() {
     let root = tempfile::tempdir().unwrap();
     let run = Run::new(Mpirun(2), root.path(), "run", &["log.every=2"]);
-    let ended = finish(run.command().env("HPCTRAIN_POWERCAP_ROOT", root.path().join("none"))).succeeded();
+    let ended =
+        finish(run.command().env("HPCTRAIN_POWERCAP_ROOT", root.path().join("none"))).succeeded();
     assert!(!ended.stdout.contains("J/token") && !ended.stdout.contains("kWh"), "{ended}");
     let records = run.files().text("metrics.jsonl") + &run.files().text("run.json");
     assert!(!records.contains("joules") && !records.contains("energy"), "{records}");

@@ -1,4 +1,5 @@
-//! Runs by epochs: their length and intervals, the end of the schedule, early stops; and evaluations by class and by data set.
+//! Runs by epochs: their length and intervals, the end of the schedule, early stops; and
+//! evaluations by class and by data set.
 
 use std::path::Path;
 
@@ -13,7 +14,8 @@ use serde_json::Value;
 use hpctrain_testkit::launch::{finish, program};
 use hpctrain_testkit::runs::RunFiles;
 
-/// Points around a circle, in as many classes as it has sectors; or with one value, of its halves. Of several data sets.
+/// Points around a circle, in as many classes as it has sectors; or with one value, of its halves.
+/// Of several data sets.
 #[derive(Clone)]
 struct Circle {
     sets: Vec<u64>,
@@ -27,7 +29,12 @@ impl Source for Circle {
     }
 
     fn sizes(&self) -> Sizes {
-        Sizes { features: 2, classes: usize::from(!self.value), values: usize::from(self.value), ..Sizes::default() }
+        Sizes {
+            features: 2,
+            classes: usize::from(!self.value),
+            values: usize::from(self.value),
+            ..Sizes::default()
+        }
     }
 
     fn parts(&self) -> Vec<u64> {
@@ -84,10 +91,18 @@ fn train_on_circle(
     let ended = on_threads(ranks, |comm| {
         let validation: Option<Box<dyn Source>> = Some(Box::new(data.clone()));
         let own = Customization {
-            data: Some(Splits { name: "a circle".into(), train: Box::new(data.clone()), validation }),
+            data: Some(Splits {
+                name: "a circle".into(),
+                train: Box::new(data.clone()),
+                validation,
+            }),
             ..Customization::default()
         };
-        let request = Request { threads: Some(1), resume: resume.clone(), ..Request::new(config.clone(), "circle") };
+        let request = Request {
+            threads: Some(1),
+            resume: resume.clone(),
+            ..Request::new(config.clone(), "circle")
+        };
         train(comm, &request, own, None)
     });
     (RunFiles(root.join(name)), ended.unwrap().swap_remove(0))
@@ -103,8 +118,17 @@ fn epochs_decide_length_evaluations_and_checkpoints() {
     let data = Circle { sets: vec![40], sectors: 2, value: true };
     let network = network(1);
     let by = |epochs: &str| {
-        let settings = [&network, "loss.kind=binary-cross-entropy", "eval.every_epochs=1", "checkpoint.every_epochs=2"];
-        [&settings[..], &["checkpoint.keep=9", epochs]].concat().into_iter().map(String::from).collect::<Vec<_>>()
+        let settings = [
+            &network,
+            "loss.kind=binary-cross-entropy",
+            "eval.every_epochs=1",
+            "checkpoint.every_epochs=2",
+        ];
+        [&settings[..], &["checkpoint.keep=9", epochs]]
+            .concat()
+            .into_iter()
+            .map(String::from)
+            .collect::<Vec<_>>()
     };
     let run = |name: &str, epochs: &str, resume| {
         let settings = by(epochs);
@@ -120,7 +144,10 @@ fn epochs_decide_length_evaluations_and_checkpoints() {
     let lr = last(&files, "metrics.jsonl")["lr"].as_f64().unwrap();
     assert_eq!(lr.to_bits(), (0.05f64 * 0.1).to_bits(), "the last step has the minimum");
     let config: toml::Table = toml::from_str(&files.text("config.toml")).unwrap();
-    assert_eq!((config["run"]["steps"].as_integer(), config["run"]["epochs"].as_integer()), (Some(8), Some(0)));
+    assert_eq!(
+        (config["run"]["steps"].as_integer(), config["run"]["epochs"].as_integer()),
+        (Some(8), Some(0))
+    );
     // Longer by an epoch.
     let files = run("x", "run.epochs=4", Resume::Auto);
     assert_eq!(files.numbers("metrics.jsonl", "step").len(), 10);
@@ -138,14 +165,28 @@ fn an_early_stop_costs_no_further_evaluation() {
     let root = tempfile::tempdir().unwrap();
     let data = Circle { sets: vec![40], sectors: 3, value: false };
     let network = network(3);
-    let settings = [&network, "run.steps=500", "optimizer.lr=5.0", "eval.every=4", "eval.patience=2"];
+    let settings =
+        [&network, "run.steps=500", "optimizer.lr=5.0", "eval.every=4", "eval.patience=2"];
     let mut steps = vec![];
     for ranks in [1, 2] {
-        let (files, ending) = train_on_circle(root.path(), &format!("on-{ranks}"), ranks, &data, &settings, Resume::No);
-        assert!(matches!(&ending, RunOutcome::Stopped(why) if why.contains("no validation loss lower")), "{ending:?}");
+        let (files, ending) = train_on_circle(
+            root.path(),
+            &format!("on-{ranks}"),
+            ranks,
+            &data,
+            &settings,
+            Resume::No,
+        );
+        assert!(
+            matches!(&ending, RunOutcome::Stopped(why) if why.contains("no validation loss lower")),
+            "{ending:?}"
+        );
         let step = last(&files, "metrics.jsonl")["step"].as_u64().unwrap();
         let evaluated: Vec<f64> = (1..=step / 4).map(|n| 4.0 * n as f64).collect();
-        assert_eq!((files.numbers("eval.jsonl", "step"), step % 4, step < 500), (evaluated, 0, true));
+        assert_eq!(
+            (files.numbers("eval.jsonl", "step"), step % 4, step < 500),
+            (evaluated, 0, true)
+        );
         assert!(files.checkpoint(step).exists());
         steps.push(step);
     }
@@ -169,32 +210,46 @@ fn classes_and_data_sets_are_told_alike_on_any_ranks() {
         (1, Circle { sets: vec![30, 11], sectors: 2, value: true }),
     ] {
         let network = network(outputs);
-        let loss = if outputs == 1 { "loss.kind=binary-cross-entropy" } else { "loss.kind=cross-entropy" };
+        let loss =
+            if outputs == 1 { "loss.kind=binary-cross-entropy" } else { "loss.kind=cross-entropy" };
         let settings = [&network, loss, mix, "run.steps=6", "batch.micro=2", "eval.every=3"];
         let mut all = vec![];
         for (number, (ranks, layout)) in layouts.into_iter().enumerate() {
             let name = format!("{outputs}-{number}");
-            let (files, _) =
-                train_on_circle(root.path(), &name, ranks, &data, &[&settings[..], layout].concat(), Resume::No);
+            let (files, _) = train_on_circle(
+                root.path(),
+                &name,
+                ranks,
+                &data,
+                &[&settings[..], layout].concat(),
+                Resume::No,
+            );
             all.push(files.evaluations());
         }
         assert!(all.iter().all(|other| *other == all[0]), "{all:#?}");
         let found: Value = serde_json::from_str(all[0].last().unwrap()).unwrap();
         let classes = &found["classes"];
         let counts: Vec<Vec<u64>> = serde_json::from_value(classes["confusion"].clone()).unwrap();
-        assert_eq!((counts.len() as u32, counts.iter().flatten().sum::<u64>()), (outputs.max(2), 41));
+        assert_eq!(
+            (counts.len() as u32, counts.iter().flatten().sum::<u64>()),
+            (outputs.max(2), 41)
+        );
         let right: u64 = (0..counts.len()).map(|class| counts[class][class]).sum();
         let accuracy = found["metrics"]["accuracy"].as_f64().unwrap();
         assert!((accuracy - right as f64 / 41.0).abs() < 1e-12, "{found}");
         assert_eq!(classes["roc_auc"].as_f64().is_some(), outputs < 3, "{found}");
         let of = |value: &Value| value.as_f64().unwrap();
         let [first, second] = ["first", "second"].map(|name| of(&found["sets"][name]));
-        assert!(((30.0 * first + 11.0 * second) / 41.0 - of(&found["loss"])).abs() < 1e-6, "{found}");
+        assert!(
+            ((30.0 * first + 11.0 * second) / 41.0 - of(&found["loss"])).abs() < 1e-6,
+            "{found}"
+        );
         assert_ne!(first, second);
     }
 }
 
-/// A run on servers has the evaluations of one without: the workers' codes of samples add up to the same counts.
+/// A run on servers has the evaluations of one without: the workers' codes of samples add up to the
+/// same counts.
 #[test]
 fn epochs_and_classes_of_runs_on_servers() {
     let root = tempfile::tempdir().unwrap();
@@ -204,16 +259,38 @@ fn epochs_and_classes_of_runs_on_servers() {
         let angle = std::f64::consts::TAU * turn;
         format!("{:.4},{:.4},{}\n", angle.cos(), angle.sin(), (2.0 * turn) as u32)
     };
-    std::fs::write(at("circle.csv"), format!("x,y,half\n{}", (0..60).map(row).collect::<String>())).unwrap();
-    let import =
-        ["data", "import", "csv", &at("circle.csv"), "--target", "half", "--val-every", "3", "--out", &at("data")];
+    std::fs::write(at("circle.csv"), format!("x,y,half\n{}", (0..60).map(row).collect::<String>()))
+        .unwrap();
+    let import = [
+        "data",
+        "import",
+        "csv",
+        &at("circle.csv"),
+        "--target",
+        "half",
+        "--val-every",
+        "3",
+        "--out",
+        &at("data"),
+    ];
     finish(&mut program(import)).succeeded();
-    let (network, data, place) = (network(2), format!("data.path={}", at("data")), format!("run.root={}", at("runs")));
+    let network = network(2);
+    let data = format!("data.path={}", at("data"));
+    let place = format!("run.root={}", at("runs"));
     let settings = [
         &SETTINGS[..],
-        &[&network, &data, &place, "run.epochs=3", "eval.every_epochs=1", "batch.micro=4", "log.sample=0"],
+        &[
+            &network,
+            &data,
+            &place,
+            "run.epochs=3",
+            "eval.every_epochs=1",
+            "batch.micro=4",
+            "log.sample=0",
+        ],
     ];
-    let settings: Vec<&str> = settings.concat().iter().flat_map(|setting| ["--set", setting]).collect();
+    let settings: Vec<&str> =
+        settings.concat().iter().flat_map(|setting| ["--set", setting]).collect();
     let run = |name: &str, command: &[&str]| {
         let name_it = format!("run.name={name}");
         finish(&mut program([command, &settings, &["--set", &name_it]].concat())).succeeded();
@@ -224,5 +301,8 @@ fn epochs_and_classes_of_runs_on_servers() {
     assert_eq!(alone.numbers("eval.jsonl", "step"), [3.0, 5.0, 8.0]);
     assert_eq!(served.evaluations(), alone.evaluations());
     let classes = &last(&served, "eval.jsonl")["classes"];
-    assert!(classes["roc_auc"].as_f64().is_some() && classes["names"] == serde_json::json!(["0", "1"]), "{classes}");
+    assert!(
+        classes["roc_auc"].as_f64().is_some() && classes["names"] == serde_json::json!(["0", "1"]),
+        "{classes}"
+    );
 }

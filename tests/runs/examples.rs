@@ -1,5 +1,5 @@
-//! The programs in `examples/`, alone and on two ranks. `cargo test` builds them; before a part of the tests,
-//! `cargo build --examples` does.
+//! The programs in `examples/`, alone and on two ranks. `cargo test` builds them; before a part of
+//! the tests, `cargo build --examples` does.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -35,8 +35,14 @@ fn run(name: &str, ranks: usize, args: &[&str]) -> Ended {
 }
 
 /// Settings of a small GPT, whose sums have the same tree on one rank and two.
-const SMALL: [&str; 6] =
-    ["model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "batch.global=8", "parallel.lanes=2"];
+const SMALL: [&str; 6] = [
+    "model.layers=1",
+    "model.width=32",
+    "model.heads=2",
+    "model.context=16",
+    "batch.global=8",
+    "parallel.lanes=2",
+];
 
 /// The output of an example is the same on one rank and on two.
 #[track_caller]
@@ -50,12 +56,15 @@ fn same_on_two(name: &str, settings: &[&str], sharded: &str) -> String {
 
 #[test]
 fn training_loop() {
-    let source =
-        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/training_loop.rs")).unwrap();
+    let source = std::fs::read_to_string(
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/training_loop.rs"),
+    )
+    .unwrap();
     assert!(source.lines().count() < 60, "a loop of one's own is short");
     let printed = same_on_two("training_loop", &["run.steps=30"], "parallel.zero=3");
     let loss = |line: &str| -> f64 { line.split_whitespace().nth(3).unwrap().parse().unwrap() };
-    let losses: Vec<f64> = printed.lines().filter(|line| line.starts_with("step ")).map(loss).collect();
+    let losses: Vec<f64> =
+        printed.lines().filter(|line| line.starts_with("step ")).map(loss).collect();
     assert!(losses.len() == 3 && losses[2] < losses[0], "{printed}");
     assert!(printed.contains("validation loss ") && printed.contains("perplexity "), "{printed}");
 }
@@ -64,7 +73,10 @@ fn training_loop() {
 fn own_block() {
     let printed = same_on_two("own_block", &["run.steps=20"], "parallel.zero=2");
     for tensor in ["adapter.down.weight", "adapter.up.weight", "input"] {
-        assert!(printed.lines().any(|line| line.starts_with(tensor) && line.contains(" by backward")), "{printed}");
+        assert!(
+            printed.lines().any(|line| line.starts_with(tensor) && line.contains(" by backward")),
+            "{printed}"
+        );
     }
     assert_eq!(printed.lines().filter(|line| line.starts_with("step ")).count(), 4, "{printed}");
 }
@@ -75,19 +87,31 @@ fn own_network() {
     let place = format!("run.root={}", root.path().display());
     let of = |name: &str| root.path().join(name);
     let settings = ["checkpoint.every=100", "batch.micro=8", &place];
-    let layouts = [(1, "one", "parallel.zero=0"), (2, "two", "parallel.zero=3"), (2, "stages", "parallel.pipeline=2")];
+    let layouts = [
+        (1, "one", "parallel.zero=0"),
+        (2, "two", "parallel.zero=3"),
+        (2, "stages", "parallel.pipeline=2"),
+    ];
     let mut told = vec![];
     for (ranks, name, layout) in layouts {
         let name = format!("run.name={name}");
         let more = [&settings[..], &[layout, &name]].concat();
         let ended = run("own_network", ranks, &more).succeeded();
-        assert_eq!(ended.stdout.lines().filter(|line| line.contains(" by backward")).count(), 3, "{ended}");
+        assert_eq!(
+            ended.stdout.lines().filter(|line| line.contains(" by backward")).count(),
+            3,
+            "{ended}"
+        );
         let last = ended.stdout.lines().last().unwrap();
-        assert!(last.starts_with("step 200: validation loss ") && last.contains("ROC AUC "), "{ended}");
+        assert!(
+            last.starts_with("step 200: validation loss ") && last.contains("ROC AUC "),
+            "{ended}"
+        );
         told.push(last.to_owned());
     }
     assert!(told.iter().all(|other| *other == told[0]), "{told:#?}");
-    let bits = |name: &str, step: u64| tensors(&of(name).join(format!("checkpoints/step-{step:08}")));
+    let bits =
+        |name: &str, step: u64| tensors(&of(name).join(format!("checkpoints/step-{step:08}")));
     let outputs = |name: &str, step: u64| -> Vec<f32> {
         let file = hdf5::File::open(of(name).join(format!("predictions-{step}.h5"))).unwrap();
         file.dataset("outputs").unwrap().read_raw().unwrap()
@@ -100,14 +124,18 @@ fn own_network() {
     let evaluated: Value = serde_json::from_str(records.lines().last().unwrap()).unwrap();
     assert!(evaluated["metrics"]["accuracy"].as_f64().unwrap() > 0.9, "{evaluated}");
     // It goes on, on other ranks.
-    let more = [&settings[..], &["run.name=one", "run.steps=220", "parallel.zero=1", "--resume"]].concat();
+    let more =
+        [&settings[..], &["run.name=one", "run.steps=220", "parallel.zero=1", "--resume"]].concat();
     run("own_network", 2, &more).succeeded();
     assert_eq!(outputs("one", 220).len(), 310);
     // The program alone can build it.
     let refused = finish(&mut program(["eval", "--checkpoint", &of("one").display().to_string()]));
     assert_eq!(refused.code(), 2);
     let wanted = "model.own = \"3 residual blocks of width 16\": the network is a program's own";
-    assert!(refused.stderr.contains(wanted) && refused.stderr.contains("hint: use that program"), "{refused}");
+    assert!(
+        refused.stderr.contains(wanted) && refused.stderr.contains("hint: use that program"),
+        "{refused}"
+    );
 }
 
 #[test]
@@ -135,10 +163,20 @@ fn own_data() {
 fn evaluate_predict() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name).display().to_string();
-    let table: String = (0..500).map(|i| format!("{},{}\n", i as f32 / 250.0 - 1.0, i as f32 / 500.0)).collect();
+    let table: String =
+        (0..500).map(|i| format!("{},{}\n", i as f32 / 250.0 - 1.0, i as f32 / 500.0)).collect();
     std::fs::write(at("table.csv"), format!("x,y\n{table}")).unwrap();
-    finish(&mut program(["data", "import", "csv", &at("table.csv"), "--target", "y", "--out", &at("data")]))
-        .succeeded();
+    finish(&mut program([
+        "data",
+        "import",
+        "csv",
+        &at("table.csv"),
+        "--target",
+        "y",
+        "--out",
+        &at("data"),
+    ]))
+    .succeeded();
     let settings = [
         "model.kind=layers",
         "model.input=[1]",
@@ -154,35 +192,61 @@ fn evaluate_predict() {
     ];
     let train = settings.iter().flat_map(|setting| ["--set", setting]);
     finish(&mut program(["train"].into_iter().chain(train))).succeeded();
-    finish(&mut program(["predict", "--checkpoint", &at("runs/it"), "--data", &at("data"), "--out", &at("known.h5")]))
-        .succeeded();
+    finish(&mut program([
+        "predict",
+        "--checkpoint",
+        &at("runs/it"),
+        "--data",
+        &at("data"),
+        "--out",
+        &at("known.h5"),
+    ]))
+    .succeeded();
 
     let outputs = |name: &str| -> Vec<f32> {
         hdf5::File::open(at(name)).unwrap().dataset("outputs").unwrap().read_raw().unwrap()
     };
     let card = json(&folder.path().join("runs/it/run.json"));
-    let loss = format!("step 20: validation loss {:.4}, mae", card["validation_loss"].as_f64().unwrap());
+    let loss =
+        format!("step 20: validation loss {:.4}, mae", card["validation_loss"].as_f64().unwrap());
     for (ranks, out) in [(1, "one.h5"), (2, "two.h5")] {
-        let ended = run("evaluate_predict", ranks, &[&at("runs/it"), &at("data"), &at(out)]).succeeded();
+        let ended =
+            run("evaluate_predict", ranks, &[&at("runs/it"), &at("data"), &at(out)]).succeeded();
         assert!(ended.stdout.starts_with(&loss), "{loss}: {ended}");
         assert_eq!(outputs(out), outputs("known.h5"));
     }
     let refused = run("evaluate_predict", 2, &[&at("runs/it")]);
     assert_eq!(refused.code(), 2);
-    assert_eq!(refused.stderr.matches("error: arguments: a run or checkpoint").count(), 1, "{refused}");
+    assert_eq!(
+        refused.stderr.matches("error: arguments: a run or checkpoint").count(),
+        1,
+        "{refused}"
+    );
 }
 
 #[test]
 fn hooks() {
     let root = tempfile::tempdir().unwrap();
     let place = format!("run.root={}", root.path().display());
-    let settings = ["optimizer.lr=0.01", "schedule.warmup=2", "eval.samples=20", "run.device=cpu", &place];
+    let settings =
+        ["optimizer.lr=0.01", "schedule.warmup=2", "eval.samples=20", "run.device=cpu", &place];
     for (ranks, name) in [(1, "one"), (2, "two")] {
-        let ended = run("hooks", ranks, &[&SMALL[..], &settings, &[&format!("run.name={name}")]].concat()).succeeded();
-        assert!(ended.stdout.contains("is enough") && ended.stdout.contains("is safe in "), "{ended}");
-        assert!(json(&root.path().join(name).join("END"))["why"].as_str().unwrap().ends_with(" is enough"));
+        let ended =
+            run("hooks", ranks, &[&SMALL[..], &settings, &[&format!("run.name={name}")]].concat())
+                .succeeded();
+        assert!(
+            ended.stdout.contains("is enough") && ended.stdout.contains("is safe in "),
+            "{ended}"
+        );
+        assert!(
+            json(&root.path().join(name).join("END"))["why"]
+                .as_str()
+                .unwrap()
+                .ends_with(" is enough")
+        );
     }
-    let table = |name: &str| std::fs::read_to_string(root.path().join(name).join("losses.csv")).unwrap();
+    let table =
+        |name: &str| std::fs::read_to_string(root.path().join(name).join("losses.csv")).unwrap();
     assert_eq!(table("one"), table("two"));
     let steps = table("one").lines().count() as u64 - 1;
     assert_eq!(json(&root.path().join("one/END"))["step"], steps);

@@ -31,7 +31,12 @@ impl Source for Line {
     }
 
     fn sizes(&self) -> Sizes {
-        Sizes { features: 1, values: self.values, weights: usize::from(self.weight.is_some()), ..Sizes::default() }
+        Sizes {
+            features: 1,
+            values: self.values,
+            weights: usize::from(self.weight.is_some()),
+            ..Sizes::default()
+        }
     }
 
     fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
@@ -65,7 +70,11 @@ impl Hook for Notes {
         if self.fails_at == Some(step.step) {
             return Err(Error::input("no more paper").hint("bring some"));
         }
-        Ok(if self.stops_at == Some(step.step) { Break(format!("enough at {}", step.step)) } else { Continue(()) })
+        Ok(if self.stops_at == Some(step.step) {
+            Break(format!("enough at {}", step.step))
+        } else {
+            Continue(())
+        })
     }
 
     fn evaluation(&mut self, step: u64, measures: &Metrics) -> Result<ControlFlow<String>> {
@@ -77,10 +86,19 @@ impl Hook for Notes {
         }
     }
 
-    fn epoch(&mut self, epoch: u64, step: &Step, measures: Option<&Metrics>) -> Result<ControlFlow<String>> {
+    fn epoch(
+        &mut self,
+        epoch: u64,
+        step: &Step,
+        measures: Option<&Metrics>,
+    ) -> Result<ControlFlow<String>> {
         let evaluated = if measures.is_some() { ", evaluated" } else { "" };
         self.told.push(format!("epoch {epoch} with step {}{evaluated}", step.step));
-        Ok(if self.stops_at_epoch == Some(epoch) { Break(format!("enough of {epoch} epochs")) } else { Continue(()) })
+        Ok(if self.stops_at_epoch == Some(epoch) {
+            Break(format!("enough of {epoch} epochs"))
+        } else {
+            Continue(())
+        })
     }
 
     fn checkpoint(&mut self, step: u64, directory: &Path) -> Result<ControlFlow<String>> {
@@ -121,7 +139,8 @@ fn config_with(root: &Path, more: &[&str]) -> Config {
         "run.device=cpu",
         &format!("run.root={}", root.display()),
     ];
-    let overrides: Vec<String> = settings.iter().chain(more).map(|setting| setting.to_string()).collect();
+    let overrides: Vec<String> =
+        settings.iter().chain(more).map(|setting| setting.to_string()).collect();
     load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap().0
 }
 
@@ -130,7 +149,11 @@ fn line(train: Line) -> Splits {
 }
 
 /// Calls of the hook of each rank, and the end of the run; `hook` makes that of a rank.
-fn run(ranks: usize, data: Line, hook: impl Fn(usize) -> Notes + Sync) -> (Vec<Vec<String>>, Vec<Result<RunOutcome>>) {
+fn run(
+    ranks: usize,
+    data: Line,
+    hook: impl Fn(usize) -> Notes + Sync,
+) -> (Vec<Vec<String>>, Vec<Result<RunOutcome>>) {
     run_with(ranks, data, &[], hook)
 }
 
@@ -172,7 +195,10 @@ fn every_rank_is_told_everything() {
         let (told, ended) = run(ranks, LINE, |_| Notes::default());
         assert_eq!(
             (told, ended),
-            (vec![expected.map(String::from).to_vec(); ranks], vec![Ok(RunOutcome::Finished); ranks])
+            (
+                vec![expected.map(String::from).to_vec(); ranks],
+                vec![Ok(RunOutcome::Finished); ranks]
+            )
         );
     }
 }
@@ -180,7 +206,8 @@ fn every_rank_is_told_everything() {
 /// Epochs of 40 samples in steps of 16.
 #[test]
 fn epochs_are_told_after_their_evaluations() {
-    let settings = ["run.steps=0", "run.epochs=3", "batch.global=16", "eval.every=0", "eval.every_epochs=2"];
+    let settings =
+        ["run.steps=0", "run.epochs=3", "batch.global=16", "eval.every=0", "eval.every_epochs=2"];
     let expected = [
         "step 1",
         "step 2",
@@ -204,15 +231,32 @@ fn epochs_are_told_after_their_evaluations() {
         let (told, ended) = run_with(ranks, LINE, &settings, |_| Notes::default());
         assert_eq!(
             (told, ended),
-            (vec![expected.map(String::from).to_vec(); ranks], vec![Ok(RunOutcome::Finished); ranks])
+            (
+                vec![expected.map(String::from).to_vec(); ranks],
+                vec![Ok(RunOutcome::Finished); ranks]
+            )
         );
     }
-    // Several epochs of a round are told after its average, and a request to stop is heard with the next.
-    let apart = ["parallel.average_every=4", "parallel.average_replicas=2", "parallel.lanes=2", "checkpoint.every=0"];
+    // Several epochs of a round are told after its average, and a request to stop is heard with the
+    // next.
+    let apart = [
+        "parallel.average_every=4",
+        "parallel.average_replicas=2",
+        "parallel.lanes=2",
+        "checkpoint.every=0",
+    ];
     let hook = |_| Notes { stops_at_epoch: Some(1), ..Notes::default() };
     let (told, ended) = run_with(2, LINE, &[&settings[..], &apart].concat(), hook);
     assert_eq!(ended, vec![Ok(RunOutcome::Stopped("enough of 1 epochs".into())); 2]);
-    let expected = ["step 4", "epoch 1 with step 3", "step 5", "step 6", "step 7", "step 8", "epoch 2 with step 5"];
+    let expected = [
+        "step 4",
+        "epoch 1 with step 3",
+        "step 5",
+        "step 6",
+        "step 7",
+        "step 8",
+        "epoch 2 with step 5",
+    ];
     assert_eq!(told[0][3..10], expected, "{:?}", told[0]);
 }
 
@@ -224,7 +268,8 @@ fn one_rank_that_asks_stops_all() {
         assert_eq!(ended, vec![Ok(RunOutcome::Stopped("enough at 2".into())); ranks]);
         for told in told {
             // The step that carried the wish is the last one.
-            let last = ["step 3", "evaluation 3", "checkpoint 3", "end 3: Stopped(\"enough at 2\")"];
+            let last =
+                ["step 3", "evaluation 3", "checkpoint 3", "end 3: Stopped(\"enough at 2\")"];
             assert_eq!(told[told.len() - 4..], last, "{told:?}");
         }
     }
@@ -237,7 +282,10 @@ fn a_hook_that_fails_ends_the_run_on_all_ranks() {
         let (told, ended) = run(ranks, LINE, hook);
         for (told, ended) in told.into_iter().zip(ended) {
             let error = ended.unwrap_err();
-            assert_eq!((error.message(), error.advice()), ("hook notes: no more paper", Some("bring some")));
+            assert_eq!(
+                (error.message(), error.advice()),
+                ("hook notes: no more paper", Some("bring some"))
+            );
             assert_eq!((ranks == 1 || error.is_shared(), error.exit_code()), (true, 2));
             assert_eq!(told.last().unwrap(), "end 3: hook notes: no more paper");
         }
@@ -280,14 +328,18 @@ fn samples_that_the_network_cannot_take_are_refused() {
 #[test]
 fn samples_of_a_source_may_have_weights() {
     let root = tempfile::tempdir().unwrap();
-    let own = Customization { data: Some(line(Line { weight: Some(2.0), ..LINE })), ..Customization::default() };
+    let own = Customization {
+        data: Some(line(Line { weight: Some(2.0), ..LINE })),
+        ..Customization::default()
+    };
     train(&comm::single(), &Request::new(config(root.path()), "line"), own, None).unwrap();
     let text = std::fs::read_to_string(root.path().join("here/metrics.jsonl")).unwrap();
     // One sample counts, and six steps of four see it once.
     assert_eq!(text.lines().filter(|line| line.contains("\"loss\":0.0,")).count(), 5, "{text}");
     for (weight, shown) in [(-0.5, "-0.5"), (f32::NAN, "NaN"), (f32::INFINITY, "inf")] {
         let ended = run(1, Line { weight: Some(weight), ..LINE }, |_| Notes::default()).1.remove(0);
-        let (told, wanted) = (ended.unwrap_err().to_string(), format!("a line: sample 17: weight {shown} is not a"));
+        let told = ended.unwrap_err().to_string();
+        let wanted = format!("a line: sample 17: weight {shown} is not a");
         assert!(told.starts_with(&wanted), "{told}");
     }
 }

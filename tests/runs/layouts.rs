@@ -22,12 +22,19 @@ fn layouts_with_the_same_lanes_give_the_same_bits() {
 /// Rounds and bytes of a step, as rank 0 of `simulate` counts them.
 fn step_of(ranks: usize, settings: &[&str]) -> (u64, u64) {
     let root = tempfile::tempdir().unwrap();
-    let quiet = ["eval.every=0", "checkpoint.every=0", "eval.samples=2", "comm.algorithm=tree", "model.width=64"];
+    let quiet = [
+        "eval.every=0",
+        "checkpoint.every=0",
+        "eval.samples=2",
+        "comm.algorithm=tree",
+        "model.width=64",
+    ];
     let batch = format!("batch.global={ranks}");
     let counted = |steps: u64| {
         let steps = format!("run.steps={steps}");
         let all = [&quiet[..], settings, &[&batch, &steps]].concat();
-        let files = Run::new(Simulate(ranks), root.path(), &steps.replace('.', "-"), &all).succeeds();
+        let files =
+            Run::new(Simulate(ranks), root.path(), &steps.replace('.', "-"), &all).succeeds();
         let card = json(&files.path("run.json"));
         ["comm_rounds", "comm_sent_bytes"].map(|key| card[key].as_u64().unwrap())
     };
@@ -35,8 +42,8 @@ fn step_of(ranks: usize, settings: &[&str]) -> (u64, u64) {
     ((more - rounds) / 3, (larger - bytes) / 3)
 }
 
-/// The rounds of a step grow with the logarithm of the ranks, and its bytes with none but those of the facts that all tell.
-/// `HPCTRAIN_MANY_RANKS` is a list of numbers of ranks, 12 and 64 without.
+/// The rounds of a step grow with the logarithm of the ranks, and its bytes with none but those of
+/// the facts that all tell. `HPCTRAIN_MANY_RANKS` is a list of numbers of ranks, 12 and 64 without.
 #[test]
 fn a_step_of_many_ranks_has_few_rounds() {
     let many = std::env::var("HPCTRAIN_MANY_RANKS").unwrap_or("12,64".into());
@@ -46,7 +53,9 @@ fn a_step_of_many_ranks_has_few_rounds() {
             let (rounds, bytes) = step_of(ranks, settings);
             println!("| {ranks} | {name} | {rounds} | {bytes} |");
             // Four units; debug builds compare each request with a neighbour's first.
-            let (sum, gather, compared) = (2 * log + 2, log, u64::from(cfg!(debug_assertions)));
+            let sum = 2 * log + 2;
+            let gather = log;
+            let compared = u64::from(cfg!(debug_assertions));
             let of_units = match name {
                 "data parallel" => 4 * (sum + gather + compared),
                 // Each unit is gathered for its forward and its backward.
@@ -57,8 +66,8 @@ fn a_step_of_many_ranks_has_few_rounds() {
     }
 }
 
-/// A rank with several micro-batches of 64 rows or more multiplies by weights in panels, one with a single micro-batch does
-/// not.
+/// A rank with several micro-batches of 64 rows or more multiplies by weights in panels, one with a
+/// single micro-batch does not.
 #[test]
 fn weights_in_panels_give_the_same_bits() {
     let root = tempfile::tempdir().unwrap();
@@ -92,29 +101,39 @@ const CLOSE: [(Transport, &str); 13] = [
     (Simulate(4), "comm.algorithm=ring parallel.zero=3 parallel.shard=2"),
 ];
 
-/// Two orders of adding n numbers in single precision differ by less than about n·2⁻²⁴ of the sum of their
-/// magnitudes: some 1e-6 of a gradient here. Adam divides by the gradient's own size, so that elements near zero may
-/// move by a good part of the rate instead, but those hardly move the loss. In six steps the loss has been seen to
-/// be off by 1e-8 and the norm by 1e-7. A lost or doubled contribution of a rank is worth more than 1e-2.
+/// Two orders of adding n numbers in single precision differ by less than about n·2⁻²⁴ of the sum
+/// of their magnitudes: some 1e-6 of a gradient here. Adam divides by the gradient's own size, so
+/// that elements near zero may move by a good part of the rate instead, but those hardly move the
+/// loss. In six steps the loss has been seen to be off by 1e-8 and the norm by 1e-7. A lost or
+/// doubled contribution of a rank is worth more than 1e-2.
 const LOSS: f64 = 1e-6;
 const NORM: f64 = 1e-5;
 
 #[test]
 fn other_orders_of_adding_give_almost_the_same() {
     let root = tempfile::tempdir().unwrap();
-    let settings =
-        |more: &'static str| ["batch.global=24"].into_iter().chain(more.split_whitespace()).collect::<Vec<_>>();
+    let settings = |more: &'static str| {
+        ["batch.global=24"].into_iter().chain(more.split_whitespace()).collect::<Vec<_>>()
+    };
     let reference = Run::new(Alone, root.path(), "reference", &settings("")).succeeds();
     for (i, (transport, more)) in CLOSE.into_iter().enumerate() {
-        let files = Run::new(transport, root.path(), &format!("row-{i}"), &settings(more)).succeeds();
-        for (file, key, bound) in
-            [("metrics.jsonl", "loss", LOSS), ("metrics.jsonl", "grad_norm", NORM), ("eval.jsonl", "loss", LOSS)]
-        {
-            let (got, wanted) = (files.numbers(file, key), reference.numbers(file, key));
+        let files =
+            Run::new(transport, root.path(), &format!("row-{i}"), &settings(more)).succeeds();
+        for (file, key, bound) in [
+            ("metrics.jsonl", "loss", LOSS),
+            ("metrics.jsonl", "grad_norm", NORM),
+            ("eval.jsonl", "loss", LOSS),
+        ] {
+            let got = files.numbers(file, key);
+            let wanted = reference.numbers(file, key);
             assert_eq!(got.len(), wanted.len());
             for (step, (got, wanted)) in got.iter().zip(wanted).enumerate() {
                 let off = (got - wanted).abs() / wanted;
-                assert!(off < bound, "{transport:?} {more}: {file} line {}: {key} is off by {off:e}", step + 1);
+                assert!(
+                    off < bound,
+                    "{transport:?} {more}: {file} line {}: {key} is off by {off:e}",
+                    step + 1
+                );
             }
         }
     }

@@ -32,7 +32,12 @@ fn scattered(from: &Path, to: &Path) {
     std::fs::create_dir(to).unwrap();
     let mut manifest: Value = read(&from.join("manifest.json"));
     let elements = |entry: &Value| -> usize {
-        entry["pieces"].as_array().unwrap().iter().map(|piece| piece["len"].as_u64().unwrap() as usize).sum()
+        entry["pieces"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|piece| piece["len"].as_u64().unwrap() as usize)
+            .sum()
     };
     let all: usize = manifest["tensors"].as_object().unwrap().values().map(elements).sum();
     let chunk = (all / FILES).max(1);
@@ -41,10 +46,13 @@ fn scattered(from: &Path, to: &Path) {
         let mut pieces = Vec::new();
         for piece in entry["pieces"].as_array().unwrap() {
             let source = std::fs::read(from.join(piece["file"].as_str().unwrap())).unwrap();
-            let (start, len) = (piece["start"].as_u64().unwrap() as usize, piece["len"].as_u64().unwrap() as usize);
+            let start = piece["start"].as_u64().unwrap() as usize;
+            let len = piece["len"].as_u64().unwrap() as usize;
             for first in (0..len).step_by(chunk) {
                 let count = chunk.min(len - first);
-                let (name, mut bytes, mut parts) = (format!("rank-{:05}.h5", files.len()), Vec::new(), Vec::new());
+                let name = format!("rank-{:05}.h5", files.len());
+                let mut bytes = Vec::new();
+                let mut parts = Vec::new();
                 for part in piece["parts"].as_array().unwrap() {
                     let offset = part["offset"].as_u64().unwrap() as usize + 4 * first;
                     let some = &source[offset..offset + 4 * count];
@@ -52,7 +60,9 @@ fn scattered(from: &Path, to: &Path) {
                     bytes.extend_from_slice(some);
                 }
                 std::fs::write(to.join(&name), &bytes).unwrap();
-                pieces.push(json!({"file": name, "start": start + first, "len": count, "parts": parts}));
+                pieces.push(
+                    json!({"file": name, "start": start + first, "len": count, "parts": parts}),
+                );
                 files.insert(name, json!({"bytes": bytes.len(), "rest_crc32": 0}));
             }
         }
@@ -62,8 +72,11 @@ fn scattered(from: &Path, to: &Path) {
     manifest["files"] = files.into();
     // As older versions wrote it.
     let text = serde_json::to_string_pretty(&manifest).unwrap();
-    std::fs::write(to.join("manifest.crc32"), format!("{:08x}  manifest.json\n", crc32fast::hash(text.as_bytes())))
-        .unwrap();
+    std::fs::write(
+        to.join("manifest.crc32"),
+        format!("{:08x}  manifest.json\n", crc32fast::hash(text.as_bytes())),
+    )
+    .unwrap();
     std::fs::write(to.join("manifest.json"), text).unwrap();
 }
 
@@ -80,8 +93,9 @@ fn a_checkpoint_of_two_thousand_files_is_read_with_few_descriptors() {
     limited(&program(["checkpoint", "verify", at])).succeeded();
     limited(&program(["sample", "--checkpoint", at, "--tokens", "5"])).succeeded();
     // Going on from it is going on from the original.
-    let on =
-        |name: &str, from: &Path| Run::new(Alone, root.path(), name, &["run.steps=4"]).resume(from.to_str().unwrap());
+    let on = |name: &str, from: &Path| {
+        Run::new(Alone, root.path(), name, &["run.steps=4"]).resume(from.to_str().unwrap())
+    };
     limited(&on("of-many", &many).command()).succeeded();
     on("of-one", &files.path("checkpoints/latest")).succeeds();
     assert_eq!(on("of-many", &many).files().steps(), on("of-one", &many).files().steps());
@@ -93,7 +107,8 @@ fn data_of_more_shards_than_descriptors_is_trained_on() {
     let [text, data] = ["text", "data"].map(|name| root.path().join(name));
     std::fs::write(&text, "to be or not to be, that is the question; ".repeat(1200)).unwrap();
     let [text, at] = [&text, &data].map(|path| path.to_str().unwrap());
-    let arguments = ["data", "import", "text", text, "--shards", "400", "--val-fraction", "0.1", "--out", at];
+    let arguments =
+        ["data", "import", "text", text, "--shards", "400", "--val-fraction", "0.1", "--out", at];
     finish(&mut program(arguments)).succeeded();
     // Every shard is read, again and again.
     let settings = ["run.steps=150", &format!("data.path={at}")[..], "schedule.warmup=1"];

@@ -1,4 +1,5 @@
-//! Bytes of parameters, gradients and optimizer state a rank: measured, by formula, and as docs/memory.md has them.
+//! Bytes of parameters, gradients and optimizer state a rank: measured, by formula, and as
+//! docs/memory.md has them.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -16,12 +17,14 @@ use hpctrain::parallel::{ControlFlags, Hyper, Zero};
 use hpctrain_testkit::{Cut, engine, micro};
 
 /// Small, and of many blocks, as networks are that one shards.
-const GPT: Gpt = Gpt { layers: 12, heads: 2, width: 64, context: 8, vocabulary: 64, bias: true, dropout: 0.0 };
+const GPT: Gpt =
+    Gpt { layers: 12, heads: 2, width: 64, context: 8, vocabulary: 64, bias: true, dropout: 0.0 };
 const RULE: UpdateRule = UpdateRule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
 const STAGES: [Zero; 4] = [Zero::Zero, Zero::One, Zero::Two, Zero::Three];
 const RANKS: [usize; 4] = [1, 2, 4, 8];
 
-/// Blocks whose full parameters ZeRO 3 gathers ahead of their use: the default of `parallel.prefetch`.
+/// Blocks whose full parameters ZeRO 3 gathers ahead of their use: the default of
+/// `parallel.prefetch`.
 const GATHERED_AHEAD: usize = 1;
 
 /// Measured and computed bytes may differ by this part.
@@ -33,7 +36,8 @@ fn measured(ranks: usize, zero: Zero) -> usize {
     let mesh = Mesh { pipeline: 1, replica, shard, tensor: 1 };
     let cut = Cut { lanes: ranks, ..Cut::WHOLE };
     let peaks = on_threads(ranks, |comm| {
-        let mut engine = engine(comm, &Network::Gpt(GPT), mesh, zero, RULE, cut, (GPT.context * ranks) as u64);
+        let mut engine =
+            engine(comm, &Network::Gpt(GPT), mesh, zero, RULE, cut, (GPT.context * ranks) as u64);
         let backend = engine.model.backend.clone();
         let ids = vec![1; GPT.context];
         for step in 0..3 {
@@ -42,7 +46,12 @@ fn measured(ranks: usize, zero: Zero) -> usize {
                 || Ok(micro(&backend, &ids, &ids, GPT.context, comm.rank() as u64)),
                 ControlFlags::empty,
             )?;
-            engine.model.sharded.update(Hyper { lr: 1e-3, weight_decay: 0.0, step: step + 1, grad_scale: 1.0 })?;
+            engine.model.sharded.update(Hyper {
+                lr: 1e-3,
+                weight_decay: 0.0,
+                step: step + 1,
+                grad_scale: 1.0,
+            })?;
         }
         let categories = [MemoryKind::Parameters, MemoryKind::Gradients, MemoryKind::Optimizer];
         Ok(categories.map(|what| backend.ledger().peak(what)).iter().sum::<usize>())
@@ -53,9 +62,13 @@ fn measured(ranks: usize, zero: Zero) -> usize {
 /// The same by formula, as the documentation has it.
 fn computed(ranks: usize, zero: Zero) -> f64 {
     let blocks = GPT.blocks::<Cpu>();
-    let padded = blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), ranks).padded);
+    let padded =
+        blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), ranks).padded);
     let padded: Vec<f64> = padded.map(|len| len as f64).collect();
-    let (psi, table, block, n) = (padded.iter().sum::<f64>(), padded[0], padded[1], ranks as f64);
+    let psi = padded.iter().sum::<f64>();
+    let table = padded[0];
+    let block = padded[1];
+    let n = ranks as f64;
     // Memory that one rank owns whole is not given up.
     let zero = if ranks == 1 { Zero::Zero } else { zero };
     // The head's gradient of the tied table waits for the embedding's.
@@ -78,14 +91,20 @@ const END: &str = "<!-- end -->\n";
 #[test]
 fn memory_follows_the_formula() {
     let mib = |bytes: f64| bytes / f64::from(1 << 20);
-    let mut table = String::from("| ranks | ZeRO 0 | ZeRO 1 | ZeRO 2 | ZeRO 3 |\n|---|---|---|---|---|\n");
+    let mut table =
+        String::from("| ranks | ZeRO 0 | ZeRO 1 | ZeRO 2 | ZeRO 3 |\n|---|---|---|---|---|\n");
     let mut wrong = Vec::new();
     for ranks in RANKS {
         write!(table, "| {ranks} |").unwrap();
         for zero in STAGES {
-            let (have, want) = (measured(ranks, zero) as f64, computed(ranks, zero));
+            let have = measured(ranks, zero) as f64;
+            let want = computed(ranks, zero);
             if (have - want).abs() > TOLERANCE * want {
-                wrong.push(format!("{ranks} ranks {zero:?}: {:.3} MiB, by formula {:.3} MiB", mib(have), mib(want)));
+                wrong.push(format!(
+                    "{ranks} ranks {zero:?}: {:.3} MiB, by formula {:.3} MiB",
+                    mib(have),
+                    mib(want)
+                ));
             }
             write!(table, " {:.2} ({:.2}) |", mib(have), mib(want)).unwrap();
         }
@@ -102,5 +121,8 @@ fn memory_follows_the_formula() {
         std::fs::write(&path, format!("{before}{BEGIN}{table}{END}{after}")).unwrap();
         return;
     }
-    assert_eq!(there, table, "docs/memory.md is out of date; write it: UPDATE=1 cargo test --test runs memory_table");
+    assert_eq!(
+        there, table,
+        "docs/memory.md is out of date; write it: UPDATE=1 cargo test --test runs memory_table"
+    );
 }

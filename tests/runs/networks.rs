@@ -1,8 +1,11 @@
-//! Every family of networks in every layout: the bits of one rank, on CPUs and simulated GPUs, resumed and evaluated.
+//! Every family of networks in every layout: the bits of one rank, on CPUs and simulated GPUs,
+//! resumed and evaluated.
 
 use std::path::Path;
 
-use hpctrain::data::import::{Categories, ImportCsv, ImportIdx, ImportOptions, NotFinite, import_csv, import_idx};
+use hpctrain::data::import::{
+    Categories, ImportCsv, ImportIdx, ImportOptions, NotFinite, import_csv, import_idx,
+};
 
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
 use hpctrain_testkit::launch::{finish, mpirun, program};
@@ -31,33 +34,48 @@ pub fn data(folder: &Path) {
         out: folder.join(name),
     };
     let pixel = |i: usize| (i * 37 % 101 + i / 42 % 4 * 30) as u8;
-    std::fs::write(folder.join("images"), idx(&[60, 7, 6], (0..60 * 42).map(pixel).collect())).unwrap();
+    std::fs::write(folder.join("images"), idx(&[60, 7, 6], (0..60 * 42).map(pixel).collect()))
+        .unwrap();
     std::fs::write(folder.join("labels"), idx(&[60], (0..60).map(|i| i % 4).collect())).unwrap();
-    let (images, labels) = (folder.join("images"), folder.join("labels"));
+    let images = folder.join("images");
+    let labels = folder.join("labels");
     import_idx(&ImportIdx { images, labels, kept: kept("pictures") }).unwrap();
     let line = |i: u32| {
         let [a, b, c] = [i * 7 % 11, i * 5 % 13, i * 3 % 17].map(f64::from);
         format!("{a},{b},{c},{},{},{}\n", a * 0.3 - b * 0.1, (c - a) * 0.2, i % 4)
     };
-    let table: String = std::iter::once("a,b,c,up,down,weight\n".to_string()).chain((0..60).map(line)).collect();
+    let table: String =
+        std::iter::once("a,b,c,up,down,weight\n".to_string()).chain((0..60).map(line)).collect();
     std::fs::write(folder.join("table.csv"), table).unwrap();
     let targets = ["up", "down"].map(String::from).to_vec();
     let input = folder.join("table.csv");
     let weight = Some("weight".to_owned());
     import_csv(&ImportCsv { targets, weight, ..ImportCsv::new(input, kept("table")) }).unwrap();
-    let line = |i: u32| format!("{},{},{},{}\n", i % 2, ["x", "y", "z"][(i * 7 % 3) as usize], i * 5 % 11, i * 3 % 7);
-    let clicks: String = std::iter::once("clicked,site,age,device\n".to_string()).chain((0..60).map(line)).collect();
+    let line = |i: u32| {
+        format!(
+            "{},{},{},{}\n",
+            i % 2,
+            ["x", "y", "z"][(i * 7 % 3) as usize],
+            i * 5 % 11,
+            i * 3 % 7
+        )
+    };
+    let clicks: String =
+        std::iter::once("clicked,site,age,device\n".to_string()).chain((0..60).map(line)).collect();
     std::fs::write(folder.join("clicks.csv"), clicks).unwrap();
     let columns = ["site", "device"].map(String::from).to_vec();
     let categories = Categories::Named { columns, hash: None };
-    let (input, targets) = (folder.join("clicks.csv"), vec!["clicked".into()]);
-    import_csv(&ImportCsv { targets, categories, ..ImportCsv::new(input, kept("clicks")) }).unwrap();
+    let input = folder.join("clicks.csv");
+    let targets = vec!["clicked".into()];
+    import_csv(&ImportCsv { targets, categories, ..ImportCsv::new(input, kept("clicks")) })
+        .unwrap();
 }
 
 fn networks(folder: &Path) -> Vec<Network> {
     let network = |name, settings: &[String]| Network { name, settings: settings.to_vec() };
     let at = |name: &str| format!("data.path={}", folder.join(name).display());
-    let text = |settings: &[&str]| settings.iter().map(|setting| setting.to_string()).collect::<Vec<_>>();
+    let text =
+        |settings: &[&str]| settings.iter().map(|setting| setting.to_string()).collect::<Vec<_>>();
     vec![
         network("llama", &text(&["model.kind=llama", "model.kv_heads=1", "model.hidden=24", "model.dropout=0.1"])),
         network(
@@ -152,14 +170,21 @@ fn every_network_in_every_layout_has_the_bits_of_one_rank() {
             if settings == IN_THE_MIDDLE {
                 // It goes on from there, on another number of ranks.
                 let middle = files.checkpoint(3).display().to_string();
-                let again = run(&network, Alone, root.path(), "again", "").resume(&middle).succeeds();
+                let again =
+                    run(&network, Alone, root.path(), "again", "").resume(&middle).succeeds();
                 assert_eq!(again.tensors(6), reference.tensors(6), "{}, resumed", network.name);
             }
         }
     }
 }
 
-fn on_gpu(network: &Network, transport: Transport, root: &Path, name: &str, settings: &str) -> RunFiles {
+fn on_gpu(
+    network: &Network,
+    transport: Transport,
+    root: &Path,
+    name: &str,
+    settings: &str,
+) -> RunFiles {
     let gpu = "run.device=cuda run.steps=3 device.memory_limit=64MiB device.ranks_per_gpu=2";
     let run = run(network, transport, root, name, &format!("{gpu} {settings}"));
     finish(with_simulator(&mut run.command()).env("CUDASIM_HOST_ACCESS", "0")).succeeded();
@@ -176,21 +201,43 @@ fn every_network_trains_on_gpus() {
             let settings = format!("precision.compute={precision}");
             let one = on_gpu(&network, Alone, root.path(), precision, &settings);
             for (file, key) in [("metrics.jsonl", "loss"), ("eval.jsonl", "loss")] {
-                let (got, want) = (one.numbers(file, key), cpu.numbers(file, key));
-                let off = got.iter().zip(&want).map(|(got, want)| (got / want - 1.0).abs()).fold(0.0, f64::max);
-                assert!(got.len() == want.len() && off < bound, "{} in {precision}: {key} {off:e}", network.name);
+                let got = one.numbers(file, key);
+                let want = cpu.numbers(file, key);
+                let off = got
+                    .iter()
+                    .zip(&want)
+                    .map(|(got, want)| (got / want - 1.0).abs())
+                    .fold(0.0, f64::max);
+                assert!(
+                    got.len() == want.len() && off < bound,
+                    "{} in {precision}: {key} {off:e}",
+                    network.name
+                );
             }
             let name = format!("{precision}-sharded");
-            let two = on_gpu(&network, Mpirun(2), root.path(), &name, &format!("{settings} parallel.zero=3"));
+            let two = on_gpu(
+                &network,
+                Mpirun(2),
+                root.path(),
+                &name,
+                &format!("{settings} parallel.zero=3"),
+            );
             two.same_as(&one, 3, &format!("{} in {precision}", network.name));
             let name = format!("{precision}-stages");
-            let two = on_gpu(&network, Mpirun(2), root.path(), &name, &format!("{settings} parallel.pipeline=2"));
+            let two = on_gpu(
+                &network,
+                Mpirun(2),
+                root.path(),
+                &name,
+                &format!("{settings} parallel.pipeline=2"),
+            );
             two.same_as(&one, 3, &format!("{} in {precision}, in stages", network.name));
         }
     }
 }
 
-/// The statistics of a batch are those of all ranks' samples, however the network's state is sharded, and running ones go on.
+/// The statistics of a batch are those of all ranks' samples, however the network's state is
+/// sharded, and running ones go on.
 #[test]
 fn ranks_share_the_statistics_of_a_batch() {
     let root = tempfile::tempdir().unwrap();
@@ -201,14 +248,18 @@ fn ranks_share_the_statistics_of_a_batch() {
              synchronised={synchronised}}}, {{kind='gelu'}}, {{kind='flatten'}}, {{kind='dense', units=4}}]"
         );
         let path = format!("data.path={}", root.path().join("pictures").display());
-        let rest = ["model.kind=layers", "model.input=[7, 6, 1]", "batch.global=8", "optimizer.kind=sgd"];
+        let rest =
+            ["model.kind=layers", "model.input=[7, 6, 1]", "batch.global=8", "optimizer.kind=sgd"];
         let settings = rest.map(String::from).into_iter().chain([layers, path]).collect();
         Network { name: if synchronised { "shared" } else { "apart" }, settings }
     };
     let shared = network(true);
-    let losses =
-        |files: &RunFiles| [files.numbers("metrics.jsonl", "loss"), files.numbers("eval.jsonl", "loss")].concat();
-    let off = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| (a / b - 1.0).abs()).fold(0.0, f64::max);
+    let losses = |files: &RunFiles| {
+        [files.numbers("metrics.jsonl", "loss"), files.numbers("eval.jsonl", "loss")].concat()
+    };
+    let off = |a: &[f64], b: &[f64]| {
+        a.iter().zip(b).map(|(a, b)| (a / b - 1.0).abs()).fold(0.0, f64::max)
+    };
     let one = run(&shared, Alone, root.path(), "one", "parallel.lanes=1").succeeds();
     let two = run(&shared, Mpirun(2), root.path(), "two", "parallel.lanes=2").succeeds();
     let far = off(&losses(&one), &losses(&two));
@@ -230,15 +281,22 @@ fn ranks_share_the_statistics_of_a_batch() {
         files.same_as(&two, 6, layout);
     }
     let middle = root.path().join("shared-1/checkpoints/step-00000003").display().to_string();
-    let on = run(&shared, Mpirun(2), root.path(), "on", "parallel.lanes=2").resume(&middle).succeeds();
+    let on =
+        run(&shared, Mpirun(2), root.path(), "on", "parallel.lanes=2").resume(&middle).succeeds();
     assert_eq!(on.tensors(6), two.tensors(6));
     // On GPUs as well.
-    let gpus =
-        on_gpu(&shared, Mpirun(2), root.path(), "gpus", "parallel.lanes=2 parallel.zero=3 precision.compute=f32");
+    let gpus = on_gpu(
+        &shared,
+        Mpirun(2),
+        root.path(),
+        "gpus",
+        "parallel.lanes=2 parallel.zero=3 precision.compute=f32",
+    );
     let far = off(&gpus.numbers("metrics.jsonl", "loss"), &two.numbers("metrics.jsonl", "loss"));
     assert!(far < 1e-4, "{far:e}");
     let tensors = two.tensors(6);
-    let running = tensors.iter().find(|(name, _)| name.contains("layers.1.running_var, part 0")).unwrap();
+    let running =
+        tensors.iter().find(|(name, _)| name.contains("layers.1.running_var, part 0")).unwrap();
     let moved = |bits: &u32| f32::from_bits(*bits) > 0.0 && f32::from_bits(*bits) != 1.0;
     assert!(running.1.iter().all(moved), "{:?}", running.1);
 }
@@ -250,8 +308,7 @@ fn every_optimizer_in_every_stage_has_the_bits_of_one_rank() {
     data(root.path());
     let networks = networks(root.path());
     let network = networks.iter().find(|network| network.name == "regression").unwrap();
-    let groups =
-        "optimizer.groups=[{names='*.bias',lr_factor=2.0,weight_decay=0.3},{names='layers.1.*',lr_factor=0.0}]";
+    let groups = "optimizer.groups=[{names='*.bias',lr_factor=2.0,weight_decay=0.3},{names='layers.1.*',lr_factor=0.0}]";
     for (kind, more) in ["adam", "adagrad", "rmsprop", "lamb", "lars", "lion", "sgd"]
         .map(|kind| (kind, ""))
         .into_iter()
@@ -261,7 +318,8 @@ fn every_optimizer_in_every_stage_has_the_bits_of_one_rank() {
         let one = run(network, Alone, root.path(), kind, &settings).succeeds();
         for zero in 0..4 {
             let settings = format!("{settings} parallel.zero={zero}");
-            let two = run(network, Mpirun(2), root.path(), &format!("{kind}-{zero}"), &settings).succeeds();
+            let two = run(network, Mpirun(2), root.path(), &format!("{kind}-{zero}"), &settings)
+                .succeeds();
             two.same_as(&one, 6, &settings);
         }
         let settings = format!("{settings} parallel.pipeline=2");
@@ -269,9 +327,16 @@ fn every_optimizer_in_every_stage_has_the_bits_of_one_rank() {
             .succeeds()
             .same_as(&one, 6, &settings);
     }
-    // Tensors of a group without updates stay as before the first step; the bias beside them is of another group.
-    let start =
-        run(network, Alone, root.path(), "start", &format!("{groups} optimizer.lr=1e-30 run.steps=1")).succeeds();
+    // Tensors of a group without updates stay as before the first step; the bias beside them is of
+    // another group.
+    let start = run(
+        network,
+        Alone,
+        root.path(),
+        "start",
+        &format!("{groups} optimizer.lr=1e-30 run.steps=1"),
+    )
+    .succeeds();
     let of = |files: &RunFiles, step, name: &str| {
         let tensors = files.tensors(step);
         tensors.into_iter().find(|(tensor, _)| tensor == name).unwrap().1
@@ -301,7 +366,9 @@ fn predictions_are_in_the_order_of_the_rows() {
         let predicted = |transport: Option<usize>, name: &str, settings: &[&str]| {
             let out = root.path().join(format!("{}-{name}", network.name));
             let mut args: Vec<String> = vec!["predict".into()];
-            for (key, value) in [("--checkpoint", &files.0), ("--data", &unlabelled), ("--out", &out)] {
+            for (key, value) in
+                [("--checkpoint", &files.0), ("--data", &unlabelled), ("--out", &out)]
+            {
                 args.extend([key.into(), value.display().to_string()]);
             }
             args.extend(settings.iter().flat_map(|setting| ["--set".into(), setting.to_string()]));
@@ -316,7 +383,8 @@ fn predictions_are_in_the_order_of_the_rows() {
             finish(&mut command).succeeded();
             let file = hdf5::File::open(&out).unwrap();
             let outputs: Vec<f32> = file.dataset("outputs").unwrap().read_raw().unwrap();
-            let classes: Option<Vec<u32>> = file.dataset("classes").ok().map(|classes| classes.read_raw().unwrap());
+            let classes: Option<Vec<u32>> =
+                file.dataset("classes").ok().map(|classes| classes.read_raw().unwrap());
             (outputs, classes)
         };
         let (outputs, classes) = predicted(None, "whole.h5", &["eval.batch=1000"]);
@@ -327,12 +395,15 @@ fn predictions_are_in_the_order_of_the_rows() {
             // Of one logit.
             assert_eq!(classes, Some(outputs.iter().map(|x| u32::from(*x > 0.0)).collect()));
         } else if let Some(classes) = &classes {
-            let best = |row: &[f32]| (0..4).fold(0, |best, i| if row[i] > row[best] { i } else { best }) as u32;
+            let best = |row: &[f32]| {
+                (0..4).fold(0, |best, i| if row[i] > row[best] { i } else { best }) as u32
+            };
             assert_eq!(*classes, outputs.chunks(4).map(best).collect::<Vec<_>>());
         }
         for (ranks, name) in [(2, "two.h5"), (3, "three.h5")] {
             let several = predicted(Some(ranks), name, &["eval.batch=5"]);
-            let off = several.0.iter().zip(&outputs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            let off =
+                several.0.iter().zip(&outputs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             assert!(
                 several.0.len() == outputs.len() && off < 1e-5 && several.1 == classes,
                 "{}: {off:e}",
@@ -343,13 +414,26 @@ fn predictions_are_in_the_order_of_the_rows() {
 }
 
 /// Bits of what `predict` writes.
-fn outputs(checkpoint: &Path, data: &Path, out: &Path, more: &[&str]) -> (Vec<u32>, Option<Vec<u32>>, String) {
-    let args =
-        [Path::new("predict"), "--checkpoint".as_ref(), checkpoint, "--data".as_ref(), data, "--out".as_ref(), out];
+fn outputs(
+    checkpoint: &Path,
+    data: &Path,
+    out: &Path,
+    more: &[&str],
+) -> (Vec<u32>, Option<Vec<u32>>, String) {
+    let args = [
+        Path::new("predict"),
+        "--checkpoint".as_ref(),
+        checkpoint,
+        "--data".as_ref(),
+        data,
+        "--out".as_ref(),
+        out,
+    ];
     let ended = finish(program(args).args(more)).succeeded();
     let file = hdf5::File::open(out).unwrap();
     let outputs: Vec<f32> = file.dataset("outputs").unwrap().read_raw().unwrap();
-    let classes: Option<Vec<u32>> = file.dataset("classes").ok().map(|classes| classes.read_raw().unwrap());
+    let classes: Option<Vec<u32>> =
+        file.dataset("classes").ok().map(|classes| classes.read_raw().unwrap());
     drop(file);
     std::fs::remove_file(out).unwrap();
     (outputs.into_iter().map(f32::to_bits).collect(), classes, ended.stderr)
@@ -357,7 +441,14 @@ fn outputs(checkpoint: &Path, data: &Path, out: &Path, more: &[&str]) -> (Vec<u3
 
 /// The object that `eval --checkpoint --json` prints.
 fn measured(checkpoint: &Path, data: &Path, more: &[&str]) -> serde_json::Value {
-    let args = [Path::new("eval"), "--checkpoint".as_ref(), checkpoint, "--data".as_ref(), data, "--json".as_ref()];
+    let args = [
+        Path::new("eval"),
+        "--checkpoint".as_ref(),
+        checkpoint,
+        "--data".as_ref(),
+        data,
+        "--json".as_ref(),
+    ];
     let ended = finish(program(args).args(more)).succeeded();
     serde_json::from_str(&ended.stdout).unwrap_or_else(|e| panic!("{e}: {ended}"))
 }
@@ -368,12 +459,16 @@ fn without_preprocessing(from: &Path, to: &Path) {
     let mut manifest = json(&to.join("manifest.json"));
     manifest.as_object_mut().unwrap().remove("preprocessing").unwrap();
     let text = manifest.to_string();
-    std::fs::write(to.join("manifest.crc32"), format!("{:08x}  manifest.json\n", crc32fast::hash(text.as_bytes())))
-        .unwrap();
+    std::fs::write(
+        to.join("manifest.crc32"),
+        format!("{:08x}  manifest.json\n", crc32fast::hash(text.as_bytes())),
+    )
+    .unwrap();
     std::fs::write(to.join("manifest.json"), text).unwrap();
 }
 
-/// The same rows from the shards of the training, imported by themselves, and as a file of other make, which has no scale.
+/// The same rows from the shards of the training, imported by themselves, and as a file of other
+/// make, which has no scale.
 #[test]
 fn rows_reach_the_network_as_it_learned_them_whoever_stored_them() {
     let root = tempfile::tempdir().unwrap();
@@ -391,9 +486,15 @@ fn rows_reach_the_network_as_it_learned_them_whoever_stored_them() {
     let classes: Vec<u32> = kept.dataset("targets").unwrap().read_raw().unwrap();
     drop(kept);
     std::fs::write(at("few"), idx(&[12, 7, 6], pixels.clone())).unwrap();
-    std::fs::write(at("their"), idx(&[12], classes.iter().map(|class| *class as u8).collect())).unwrap();
-    let kept =
-        ImportOptions { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: at("few-imported") };
+    std::fs::write(at("their"), idx(&[12], classes.iter().map(|class| *class as u8).collect()))
+        .unwrap();
+    let kept = ImportOptions {
+        not_finite: NotFinite::Error,
+        every: 0,
+        shards: 1,
+        normalize: true,
+        out: at("few-imported"),
+    };
     import_idx(&ImportIdx { images: at("few"), labels: at("their"), kept }).unwrap();
     let raw = hdf5::File::create(at("raw.h5")).unwrap();
     raw.new_dataset::<u8>().shape([12, 7, 6]).create("inputs").unwrap().write_raw(&pixels).unwrap();
@@ -401,13 +502,15 @@ fn rows_reach_the_network_as_it_learned_them_whoever_stored_them() {
     drop(raw);
 
     let sets = [at("pictures"), at("few-imported"), at("raw.h5")];
-    let [own, imported, raw] = sets.each_ref().map(|data| outputs(&checkpoint, data, &at("out.h5"), &[]));
+    let [own, imported, raw] =
+        sets.each_ref().map(|data| outputs(&checkpoint, data, &at("out.h5"), &[]));
     assert_eq!(own.0.len(), 12 * 4);
     assert_eq!((&imported.0, &imported.1), (&own.0, &own.1), "imported by themselves");
     assert_eq!((&raw.0, &raw.1), (&own.0, &own.1), "of other make");
-    for (told, words) in
-        [(&imported.2, "learned with (its own in the data)"), (&raw.2, "learned with (none in the data)")]
-    {
+    for (told, words) in [
+        (&imported.2, "learned with (its own in the data)"),
+        (&raw.2, "learned with (none in the data)"),
+    ] {
         assert!(told.contains(words), "{told}");
     }
     assert!(!own.2.contains("learned"), "{}", own.2);
@@ -423,17 +526,20 @@ fn rows_reach_the_network_as_it_learned_them_whoever_stored_them() {
         assert_eq!(measured(&checkpoint, data, &["--set", "eval.samples=12"])["samples"], 12);
     }
 
-    // A run that begins with the weights keeps to the scale they were learned with, and says so; so does one that goes on.
+    // A run that begins with the weights keeps to the scale they were learned with, and says so; so
+    // does one that goes on.
     let tuned = |name: &str, more: &[&str]| {
         let path = format!("data.path={} data.validation=train-*.h5", at("few-imported").display());
-        let run =
-            run_of(name, &format!("{path} run.steps=22 parallel.lanes=1")).resume(&checkpoint.display().to_string());
+        let run = run_of(name, &format!("{path} run.steps=22 parallel.lanes=1"))
+            .resume(&checkpoint.display().to_string());
         finish(run.command().args(more).args(["--set", "parallel.lanes=1"])).succeeded()
     };
     for (name, more) in [("tuned", &["--weights-only"][..]), ("on", &["--allow-changed-data"])] {
         let ended = tuned(name, more);
         assert!(
-            ended.stdout.contains("inputs get the scale that the network learned with (its own in the data)"),
+            ended.stdout.contains(
+                "inputs get the scale that the network learned with (its own in the data)"
+            ),
             "{ended}"
         );
         let of = |dir: &Path| json(&dir.join("manifest.json"))["preprocessing"].clone();
@@ -445,15 +551,21 @@ fn rows_reach_the_network_as_it_learned_them_whoever_stored_them() {
     // Bytes divided by 255 are the same numbers however they are stored, with any scale.
     let floats: Vec<f32> = pixels.iter().map(|pixel| f32::from(*pixel)).collect();
     let file = hdf5::File::create(at("floats.h5")).unwrap();
-    file.new_dataset::<f32>().shape([12, 7, 6]).create("inputs").unwrap().write_raw(&floats).unwrap();
+    file.new_dataset::<f32>()
+        .shape([12, 7, 6])
+        .create("inputs")
+        .unwrap()
+        .write_raw(&floats)
+        .unwrap();
     drop(file);
     let unit = format!("data.path={} data.scale=unit run.steps=2", at("raw.h5").display());
     let unit = run_of("unit", &unit).succeeds().checkpoint(2);
-    let [bytes, scaled, floats] =
-        ["raw.h5", "few-imported", "floats.h5"].map(|data| outputs(&unit, &at(data), &at("out.h5"), &[]).0);
+    let [bytes, scaled, floats] = ["raw.h5", "few-imported", "floats.h5"]
+        .map(|data| outputs(&unit, &at(data), &at("out.h5"), &[]).0);
     assert_eq!((&scaled, &floats), (&bytes, &bytes));
 
-    // A checkpoint that does not tell is used as ever: with the scale of the data, and a word about it.
+    // A checkpoint that does not tell is used as ever: with the scale of the data, and a word about
+    // it.
     without_preprocessing(&checkpoint, &at("old"));
     let before = outputs(&at("old"), &sets[0], &at("out.h5"), &[]);
     assert_eq!((&before.0, &before.1), (&own.0, &own.1));
@@ -472,8 +584,15 @@ fn tables_reach_the_network_as_it_learned_them() {
     let files = run(network, Alone, root.path(), "run", "").succeeds();
     let import = |name: &str, table: &str, categories: Categories| {
         std::fs::write(at(name).with_extension("csv"), table).unwrap();
-        let kept = ImportOptions { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: at(name) };
-        let (input, targets) = (at(name).with_extension("csv"), vec!["clicked".into()]);
+        let kept = ImportOptions {
+            not_finite: NotFinite::Error,
+            every: 0,
+            shards: 1,
+            normalize: true,
+            out: at(name),
+        };
+        let input = at(name).with_extension("csv");
+        let targets = vec!["clicked".into()];
         import_csv(&ImportCsv { targets, categories, ..ImportCsv::new(input, kept) }).unwrap();
     };
     let named = |columns: &[&str], hash| Categories::Named {
@@ -490,20 +609,27 @@ fn tables_reach_the_network_as_it_learned_them() {
     import("own", &table([2, 1, 0]), named(&["device", "site"], None));
     let [like, own] = ["like", "own"].map(|name| outputs(&files.0, &at(name), &at("out.h5"), &[]));
     assert_eq!((like.0.len(), &like.0), (4, &own.0));
-    for words in ["values of categories get the ids that the network learned", "categories are taken in the order"] {
+    for words in [
+        "values of categories get the ids that the network learned",
+        "categories are taken in the order",
+    ] {
         assert!(own.2.contains(words) && !like.2.contains(words), "{} / {}", own.2, like.2);
     }
     // Rows that have no target at all, by way of the command line.
-    let unlabelled: String =
-        table([1, 0, 2]).lines().map(|line| line.split_once(',').unwrap().1.to_owned() + "\n").collect();
+    let unlabelled: String = table([1, 0, 2])
+        .lines()
+        .map(|line| line.split_once(',').unwrap().1.to_owned() + "\n")
+        .collect();
     std::fs::write(at("new.csv"), unlabelled).unwrap();
     let args = ["new.csv", "--like", "clicks", "--out", "new"];
-    let args =
-        args.map(|arg| if arg == "--like" || arg == "--out" { arg.into() } else { at(arg).display().to_string() });
+    let args = args.map(|arg| {
+        if arg == "--like" || arg == "--out" { arg.into() } else { at(arg).display().to_string() }
+    });
     let ended = finish(program(["data", "import", "csv"]).args(args)).succeeded();
     assert!(ended.stdout.contains("without targets: for hpctrain predict"), "{ended}");
     assert_eq!(outputs(&files.0, &at("new"), &at("out.h5"), &[]).0, like.0);
-    let ended = finish(program(["eval", "--checkpoint"]).arg(&files.0).arg("--data").arg(at("new")));
+    let ended =
+        finish(program(["eval", "--checkpoint"]).arg(&files.0).arg("--data").arg(at("new")));
     assert!(ended.code() == 2 && ended.stderr.contains("has no dataset /targets"), "{ended}");
     // Hashes lead back to no values.
     import("hashed", &table([0, 1, 2]), named(&["site", "device"], Some(4)));
@@ -511,12 +637,16 @@ fn tables_reach_the_network_as_it_learned_them() {
         let mut command = program([verb, "--checkpoint"]);
         command.arg(&files.0).arg("--data").arg(at("hashed"));
         command.args(
-            (verb == "predict").then(|| ["--out".to_string(), at("out.h5").display().to_string()]).iter().flatten(),
+            (verb == "predict")
+                .then(|| ["--out".to_string(), at("out.h5").display().to_string()])
+                .iter()
+                .flatten(),
         );
         let ended = finish(&mut command);
         assert_eq!(ended.code(), 2, "{ended}");
         assert!(
-            ended.stderr.contains("column \"site\" are hashed to 4 ids") && ended.stderr.contains("--like"),
+            ended.stderr.contains("column \"site\" are hashed to 4 ids")
+                && ended.stderr.contains("--like"),
             "{ended}"
         );
         assert_eq!(ended.stderr.matches("error: ").count(), 1, "{ended}");
@@ -529,12 +659,19 @@ fn any_checkpoint_is_measured_on_any_data_and_no_run_is_touched() {
     let root = tempfile::tempdir().unwrap();
     data(root.path());
     let networks = networks(root.path());
-    for network in networks.iter().filter(|network| ["llama", "regression"].contains(&network.name)) {
+    for network in networks.iter().filter(|network| ["llama", "regression"].contains(&network.name))
+    {
         let files = run(network, Alone, root.path(), "run", "").succeeds();
         let tree = || {
-            let ended = finish(std::process::Command::new("find").arg(&files.0).args(["-printf", "%p %y %l %s %T@\n"]));
-            let mut lines: Vec<String> = ended.succeeded().stdout.lines().map(str::to_owned).collect();
-            // Leases come and go in a directory of theirs, in which they take turns, and so does the watch's: none may be left.
+            let ended = finish(
+                std::process::Command::new("find")
+                    .arg(&files.0)
+                    .args(["-printf", "%p %y %l %s %T@\n"]),
+            );
+            let mut lines: Vec<String> =
+                ended.succeeded().stdout.lines().map(str::to_owned).collect();
+            // Leases come and go in a directory of theirs, in which they take turns, and so does
+            // the watch's: none may be left.
             let is_place = |line: &str| {
                 let places = ["/.leases d", "/.leases/.turn f", "/checkpoints d", "/logs d"];
                 places.iter().any(|place| line.contains(place))
@@ -545,7 +682,8 @@ fn any_checkpoint_is_measured_on_any_data_and_no_run_is_touched() {
         };
         let before = tree();
         let recorded = files.text("eval.jsonl");
-        let own: serde_json::Value = serde_json::from_str(recorded.lines().last().unwrap()).unwrap();
+        let own: serde_json::Value =
+            serde_json::from_str(recorded.lines().last().unwrap()).unwrap();
         for ranks in [1, 2, 3] {
             let mut command = if ranks == 1 { program(["eval"]) } else { mpirun(ranks) };
             if ranks > 1 {
@@ -554,17 +692,26 @@ fn any_checkpoint_is_measured_on_any_data_and_no_run_is_touched() {
             let ended = finish(command.arg("--checkpoint").arg(&files.0).arg("--json")).succeeded();
             let found: serde_json::Value =
                 serde_json::from_str(&ended.stdout).unwrap_or_else(|e| panic!("{e}: {ended}"));
-            assert_eq!(found["loss"].as_f64().map(f64::to_bits), own["loss"].as_f64().map(f64::to_bits), "{found}");
+            assert_eq!(
+                found["loss"].as_f64().map(f64::to_bits),
+                own["loss"].as_f64().map(f64::to_bits),
+                "{found}"
+            );
             assert_eq!(
                 (&found["samples"], &found["step"], &found["split"]),
                 (&10.into(), &6.into(), &"validation".into())
             );
             match network.name {
                 "llama" => assert_eq!(found["perplexity"], own["perplexity"]),
-                _ => assert_eq!((&found["metrics"], found.get("perplexity")), (&own["metrics"], None)),
+                _ => assert_eq!(
+                    (&found["metrics"], found.get("perplexity")),
+                    (&own["metrics"], None)
+                ),
             }
         }
-        let ended = finish(program(["eval", "--split", "train", "--checkpoint"]).arg(files.checkpoint(6))).succeeded();
+        let ended =
+            finish(program(["eval", "--split", "train", "--checkpoint"]).arg(files.checkpoint(6)))
+                .succeeded();
         let words = [
             "step-00000006: loss ",
             "over 10 samples of ",
@@ -574,8 +721,13 @@ fn any_checkpoint_is_measured_on_any_data_and_no_run_is_touched() {
         assert!(words.iter().all(|words| ended.stdout.contains(words)), "{ended}");
         assert_eq!(tree(), before);
 
-        // Records name their data; another set is not recorded as the run's own, but the same data elsewhere is.
-        assert_eq!((&own["samples"], own["data"].as_str().map(str::len)), (&10.into(), Some(16)), "{own}");
+        // Records name their data; another set is not recorded as the run's own, but the same data
+        // elsewhere is.
+        assert_eq!(
+            (&own["samples"], own["data"].as_str().map(str::len)),
+            (&10.into(), Some(16)),
+            "{own}"
+        );
         let eval = |settings: &[&str]| {
             let mut command = program(["eval", "--run"]);
             command.arg(&files.0).args(settings.iter().flat_map(|setting| ["--set", setting]));
@@ -586,20 +738,32 @@ fn any_checkpoint_is_measured_on_any_data_and_no_run_is_touched() {
             let ended = eval(settings);
             assert_eq!(ended.code(), 2, "{ended}");
             if settings[0] != other {
-                assert!(ended.stderr.contains("\nhint: hpctrain eval --checkpoint CHECKPOINT --data PATH"), "{ended}");
+                assert!(
+                    ended
+                        .stderr
+                        .contains("\nhint: hpctrain eval --checkpoint CHECKPOINT --data PATH"),
+                    "{ended}"
+                );
             }
         }
         assert_eq!(files.text("eval.jsonl"), recorded);
         if network.name == "regression" {
             let ended = finish(program(["sample", "--checkpoint"]).arg(&files.0));
             let words = ["is no language model\nhint: hpctrain predict", "eval --checkpoint"];
-            assert!(ended.code() == 2 && words.iter().all(|words| ended.stderr.contains(words)), "{ended}");
+            assert!(
+                ended.code() == 2 && words.iter().all(|words| ended.stderr.contains(words)),
+                "{ended}"
+            );
             copy(&root.path().join("table"), &root.path().join("moved"));
-            let ended = eval(&[&format!("data.path={}", root.path().join("moved").display())]).succeeded();
+            let ended =
+                eval(&[&format!("data.path={}", root.path().join("moved").display())]).succeeded();
             assert!(ended.stdout.contains("validation loss"), "{ended}");
             let last: serde_json::Value =
                 serde_json::from_str(files.text("eval.jsonl").lines().last().unwrap()).unwrap();
-            assert_eq!((&last["loss"], &last["data"], &last["samples"]), (&own["loss"], &own["data"], &own["samples"]));
+            assert_eq!(
+                (&last["loss"], &last["data"], &last["samples"]),
+                (&own["loss"], &own["data"], &own["samples"])
+            );
         }
     }
 }

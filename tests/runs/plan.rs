@@ -32,15 +32,27 @@ fn json(command: &mut std::process::Command) -> Value {
 fn measured_layouts_are_listed_and_tried() {
     let threads = json(&mut program(["plan", "--ranks", "2", "--measure", "--try", "3"]));
     let mut ranks = mpirun(2);
-    ranks.arg(hpctrain_testkit::program()).args(["plan", "--measure", "--try", "8", "--set", "batch.micro=2"]);
+    ranks.arg(hpctrain_testkit::program()).args([
+        "plan",
+        "--measure",
+        "--try",
+        "8",
+        "--set",
+        "batch.micro=2",
+    ]);
     let ranks = json(&mut ranks);
     for (plan, tried) in [(&threads, 3), (&ranks, 8)] {
         let layouts = plan["layouts"].as_array().unwrap();
-        // Replicas, ZeRO 1 to 3, slices with rows divided or not, and both orders of a pipeline; each with several micro-batches.
+        // Replicas, ZeRO 1 to 3, slices with rows divided or not, and both orders of a pipeline;
+        // each with several micro-batches.
         let shape = |layout: &Value| {
             format!(
                 "{} {} {} {} {}",
-                layout["pipeline"], layout["schedule"], layout["tensor"], layout["sequence"], layout["zero"]
+                layout["pipeline"],
+                layout["schedule"],
+                layout["tensor"],
+                layout["sequence"],
+                layout["zero"]
             )
         };
         let mut shapes: Vec<String> = layouts.iter().map(shape).collect();
@@ -53,7 +65,8 @@ fn measured_layouts_are_listed_and_tried() {
             assert_eq!(layout.get("tried").is_some(), number < tried, "{number}: {layout}");
         }
         // In the order of real time.
-        let times: Vec<f64> = layouts.iter().filter_map(|layout| layout["tried"]["step_ms"].as_f64()).collect();
+        let times: Vec<f64> =
+            layouts.iter().filter_map(|layout| layout["tried"]["step_ms"].as_f64()).collect();
         assert_eq!(times.len(), tried.min(layouts.len()));
         assert!(times.is_sorted(), "{times:?}");
         for layout in layouts.iter().filter(|layout| layout.get("tried").is_some()) {
@@ -79,8 +92,10 @@ fn runs_take_the_first_and_say_so() {
         assert!(files.text("config.toml").contains("layout = \"given\""), "{ended}");
         let again = Run::new(transport, root.path(), &format!("again-{number}"), &SETTINGS);
         let mut command = again.command();
-        let ended =
-            finish(command.args(["--set", "run.steps=4", "--config"]).arg(files.path("config.toml"))).succeeded();
+        let ended = finish(
+            command.args(["--set", "run.steps=4", "--config"]).arg(files.path("config.toml")),
+        )
+        .succeeded();
         assert!(!ended.stdout.contains("layout = auto"), "{ended}");
         again.files().same_as(&files, 4, "the layout of its own choice");
     }
@@ -97,7 +112,8 @@ fn a_given_key_stays() {
     assert!(ended.stdout.contains("parallel.layout = auto: pipeline 2"), "{ended}");
 }
 
-/// A GPU with room for the parameters and gradients of a network, and not for its optimizer's state.
+/// A GPU with room for the parameters and gradients of a network, and not for its optimizer's
+/// state.
 const SMALL_GPU: &str = r#"
 name = "a small GPU"
 source = "none"
@@ -118,7 +134,13 @@ fn what_has_no_room_on_a_gpu_is_proposed_for_its_host() {
     let machine = root.path().join("machine.toml");
     std::fs::write(&machine, SMALL_GPU).unwrap();
     let plan = |more: &[&str]| {
-        let sizes = ["model.layers=6", "model.width=512", "model.heads=8", "batch.global=1", "eval.batch=1"];
+        let sizes = [
+            "model.layers=6",
+            "model.width=512",
+            "model.heads=8",
+            "batch.global=1",
+            "eval.batch=1",
+        ];
         let sets = sizes.iter().flat_map(|setting| ["--set", setting]);
         let mut command = program(["plan", "--ranks", "1", "--machine"]);
         finish(command.arg(&machine).args(sets).args(more))
@@ -130,12 +152,22 @@ fn what_has_no_room_on_a_gpu_is_proposed_for_its_host() {
     assert!(best["memory_bytes"].as_u64().unwrap() <= 200 << 20, "{best}");
     // Masters, moments and a slot of copies for each of 19 million parameters.
     assert!(best["host_bytes"].as_u64().unwrap() > 19_000_000 * 16, "{best}");
-    assert!(best["toml"].as_str().unwrap().ends_with("[optimizer]\noffload = true\n\n[batch]\nmicro = 1"), "{best}");
+    assert!(
+        best["toml"]
+            .as_str()
+            .unwrap()
+            .ends_with("[optimizer]\noffload = true\n\n[batch]\nmicro = 1"),
+        "{best}"
+    );
     let text = plan(&[]).succeeded().stdout;
-    assert!(text.contains("one rank, optimizer on the host, micro 1") && text.contains(", host "), "{text}");
+    assert!(
+        text.contains("one rank, optimizer on the host, micro 1") && text.contains(", host "),
+        "{text}"
+    );
     assert!(text.contains("  > ") && text.contains("the time of the copies"), "{text}");
     // Tables on the host: the layouts that they go with, and the memory of both.
-    let tables = ["model.kind=llama", "model.layers=1", "model.vocabulary=20000", "model.place.tables=host"];
+    let tables =
+        ["model.kind=llama", "model.layers=1", "model.vocabulary=20000", "model.place.tables=host"];
     let tables: Vec<&str> = tables.iter().flat_map(|setting| ["--set", setting]).collect();
     let ended = plan(&[&tables[..], &["--json"]].concat()).succeeded();
     let told: Value = serde_json::from_str(&ended.stdout).unwrap();
@@ -143,7 +175,10 @@ fn what_has_no_room_on_a_gpu_is_proposed_for_its_host() {
     // Parameters, gradients and moments of 10 million elements.
     assert!(best["host_bytes"].as_u64().unwrap() > 10_240_000 * 16, "{best}");
     let text = plan(&tables).succeeded().stdout;
-    assert!(text.contains("  > ") && text.contains("the tables on the host are in none of these times"), "{text}");
+    assert!(
+        text.contains("  > ") && text.contains("the tables on the host are in none of these times"),
+        "{text}"
+    );
     let ended = plan(&["--set", "optimizer.offload=false"]);
     assert_eq!(ended.code(), 2, "{ended}");
     assert!(ended.stderr.contains("no layout fits: of 1 ranks the smallest needs "), "{ended}");

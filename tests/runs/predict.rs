@@ -1,4 +1,5 @@
-//! `hpctrain predict` of tables, arrays and folders of images, to tables, lines of JSON and HDF5: the outputs of shards.
+//! `hpctrain predict` of tables, arrays and folders of images, to tables, lines of JSON and HDF5:
+//! the outputs of shards.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +9,8 @@ use hpctrain_testkit::runs::{Run, RunFiles};
 
 /// Imports with these arguments in the directory.
 fn import(root: &Path, arguments: &str) {
-    finish(program(["data", "import"]).args(arguments.split_whitespace()).current_dir(root)).succeeded();
+    finish(program(["data", "import"]).args(arguments.split_whitespace()).current_dir(root))
+        .succeeded();
 }
 
 /// Trains a few steps on the data in `name`.
@@ -56,13 +58,21 @@ fn names(root: &Path) -> Vec<String> {
 
 const FLOWERS: [&str; 3] = ["setosa", "vera", "virginica"];
 
-/// A table of flowers as a spreadsheet has it: semicolons, decimal commas, missing numbers, names of classes.
+/// A table of flowers as a spreadsheet has it: semicolons, decimal commas, missing numbers, names
+/// of classes.
 fn flowers(rows: std::ops::Range<usize>, with_names: bool) -> String {
-    let mut table = String::from(if with_names { "id;long;wide;colour;kind\n" } else { "wide;colour;id;long\n" });
+    let mut table = String::from(if with_names {
+        "id;long;wide;colour;kind\n"
+    } else {
+        "wide;colour;id;long\n"
+    });
     for row in rows {
-        let (long, wide) = (row * 7 % 13, row * 5 % 11);
+        let long = row * 7 % 13;
+        let wide = row * 5 % 11;
         let long = if row % 9 == 4 { "NA".to_owned() } else { format!("{},5", long) };
-        let (wide, colour, kind) = (format!("{},25", wide), ["red", "blue", ""][row % 3], FLOWERS[row * 7 % 13 / 5]);
+        let wide = format!("{},25", wide);
+        let colour = ["red", "blue", ""][row % 3];
+        let kind = FLOWERS[row * 7 % 13 / 5];
         table += &match with_names {
             true => format!("{row};{long};{wide};{colour};{kind}\n"),
             false => format!("{wide};{colour};f{row};{long}\n"),
@@ -77,7 +87,8 @@ fn a_table_is_predicted_as_its_import_is() {
     let at = |name: &str| root.path().join(name);
     std::fs::write(at("flowers.csv"), flowers(0..60, true)).unwrap();
     std::fs::write(at("new.csv"), flowers(60..83, false)).unwrap();
-    let options = "--decimal-comma --target kind --drop id --categorical colour --missing mean --out flowers";
+    let options =
+        "--decimal-comma --target kind --drop id --categorical colour --missing mean --out flowers";
     import(root.path(), &format!("csv flowers.csv {options}"));
     import(root.path(), "csv new.csv --decimal-comma --like flowers --out imported");
     let layers = "model.layers=[{kind='embedding_tables', ids=[3], width=2, dense=[{kind='dense', units=2}]}, {kind='flatten'}, {kind='dense', units=8}, {kind='tanh'}, {kind='dense', units=3}]";
@@ -124,7 +135,10 @@ fn a_table_is_predicted_as_its_import_is() {
     let text = std::fs::read_to_string(at("new.jsonl")).unwrap();
     for ((row, line), cells) in text.lines().enumerate().zip(&table[1..]) {
         let object: serde_json::Value = serde_json::from_str(line).unwrap();
-        assert_eq!((object["row"].as_u64(), object["class"].as_str()), (Some(row as u64), Some(&cells[2][..])));
+        assert_eq!(
+            (object["row"].as_u64(), object["class"].as_str()),
+            (Some(row as u64), Some(&cells[2][..]))
+        );
         for (name, cell) in FLOWERS.iter().zip(&cells[3..]) {
             assert_eq!(object["probabilities"][name].as_f64(), cell.parse().ok());
         }
@@ -165,7 +179,12 @@ fn a_table_is_predicted_as_its_import_is() {
         ("new.csv", "o.csv", &["--decimal-comma", "--keep", "name"], "there is no column \"name\""),
         // Before the numbers are read.
         ("new.csv", "o.csv", &["--keep", "name"], "there is no column \"name\""),
-        ("new.csv", "o.csv", &["--decimal-comma", "--missing", "skip"], "every row gets a prediction"),
+        (
+            "new.csv",
+            "o.csv",
+            &["--decimal-comma", "--missing", "skip"],
+            "every row gets a prediction",
+        ),
         ("new.csv", "o.txt", comma, "o.txt: the form of a file with such a name is not known"),
         ("new.csv", "new.jsonl", comma, "new.jsonl exists"),
         ("rows.txt", "o.csv", &[], "rows.txt: the form of a file with such a name is not known"),
@@ -198,18 +217,21 @@ fn images_in_a_folder_are_predicted_by_name() {
     for (class, name) in ["cat", "dog"].iter().enumerate() {
         std::fs::create_dir_all(at("photos").join(name)).unwrap();
         for i in 0..12 {
-            image(2 * i + class, [6, 5]).save(at("photos").join(name).join(format!("{i:02}.png"))).unwrap();
+            image(2 * i + class, [6, 5])
+                .save(at("photos").join(name).join(format!("{i:02}.png")))
+                .unwrap();
         }
     }
     std::fs::create_dir(at("new")).unwrap();
     for i in 0..7 {
         // Some are of another size.
-        image(3 * i, if i % 2 == 0 { [6, 5] } else { [12, 14] }).save(at("new").join(format!("p{i}.png"))).unwrap();
+        image(3 * i, if i % 2 == 0 { [6, 5] } else { [12, 14] })
+            .save(at("new").join(format!("p{i}.png")))
+            .unwrap();
     }
     import(root.path(), "images photos --out photos-imported");
     import(root.path(), "images new --no-target --size 6x5 --out new-imported");
-    let layers =
-        "model.layers=[{kind='conv2d', filters=4, kernel=3}, {kind='relu'}, {kind='flatten'}, {kind='dense', units=2}]";
+    let layers = "model.layers=[{kind='conv2d', filters=4, kernel=3}, {kind='relu'}, {kind='flatten'}, {kind='dense', units=2}]";
     let run = train(root.path(), "photos-imported", &["model.input=[6, 5, 3]", layers]);
     for (input, out) in [("new", "folder.csv"), ("new-imported", "shards.csv")] {
         predict(Mpirun(2), root.path(), &run, &["--input", input, "--out", out]).succeeded();
@@ -227,11 +249,13 @@ fn images_in_a_folder_are_predicted_by_name() {
     }
     predict(Alone, root.path(), &run, &["--input", "new", "--out", "names.h5"]).succeeded();
     let file = hdf5::File::open(at("names.h5")).unwrap();
-    let names: Vec<hdf5::types::VarLenUnicode> = file.dataset("rows/file").unwrap().read_raw().unwrap();
+    let names: Vec<hdf5::types::VarLenUnicode> =
+        file.dataset("rows/file").unwrap().read_raw().unwrap();
     assert_eq!((names.len(), names[6].as_str()), (7, "p6.png"));
 }
 
-/// Arrays of numbers: of a network of numbers, whose outputs have the names of the targets, and of one logit.
+/// Arrays of numbers: of a network of numbers, whose outputs have the names of the targets, and of
+/// one logit.
 #[test]
 fn arrays_and_numbers_are_predicted() {
     let root = tempfile::tempdir().unwrap();
@@ -241,22 +265,30 @@ fn arrays_and_numbers_are_predicted() {
         let [a, b] = row(i);
         format!("{a},{b},{},{},{}\n", a + b, a * b, if a + b > 4.0 { "yes" } else { "no" })
     });
-    let table: String = std::iter::once("a,b,sum,product,large\n".to_owned()).chain(lines).collect();
+    let table: String =
+        std::iter::once("a,b,sum,product,large\n".to_owned()).chain(lines).collect();
     std::fs::write(at("table.csv"), table).unwrap();
     // The header of an array of 5 rows of 2 numbers, as numpy.save writes it.
-    let header = format!("{:<117}\n", "{'descr': '<f4', 'fortran_order': False, 'shape': (5, 2), }");
+    let header =
+        format!("{:<117}\n", "{'descr': '<f4', 'fortran_order': False, 'shape': (5, 2), }");
     let numbers = (0..5).flat_map(row).flat_map(f32::to_le_bytes);
-    let array: Vec<u8> = b"\x93NUMPY\x01\x00v\x00".iter().copied().chain(header.bytes()).chain(numbers).collect();
+    let array: Vec<u8> =
+        b"\x93NUMPY\x01\x00v\x00".iter().copied().chain(header.bytes()).chain(numbers).collect();
     std::fs::write(at("rows.npy"), array).unwrap();
-    let few: String =
-        std::iter::once("b,a\n".to_owned()).chain((0..5).map(|i| format!("{},{}\n", row(i)[1], row(i)[0]))).collect();
+    let few: String = std::iter::once("b,a\n".to_owned())
+        .chain((0..5).map(|i| format!("{},{}\n", row(i)[1], row(i)[0])))
+        .collect();
     std::fs::write(at("few.csv"), few).unwrap();
 
     import(root.path(), "csv table.csv --target sum --target product --drop large --out numbers");
-    let run =
-        train(root.path(), "numbers", &["model.input=[2]", "model.layers=[{kind='dense', units=2}]", "loss.kind=mse"]);
+    let run = train(
+        root.path(),
+        "numbers",
+        &["model.input=[2]", "model.layers=[{kind='dense', units=2}]", "loss.kind=mse"],
+    );
     for (input, out) in [("rows.npy", "rows.csv"), ("few.csv", "few-out.csv")] {
-        let ended = predict(Alone, root.path(), &run, &["--input", input, "--out", out]).succeeded();
+        let ended =
+            predict(Alone, root.path(), &run, &["--input", input, "--out", out]).succeeded();
         assert!(!ended.stderr.contains("warn"), "{ended}");
     }
     let [rows, few] = ["rows.csv", "few-out.csv"].map(|name| cells(at(name)));
@@ -265,7 +297,8 @@ fn arrays_and_numbers_are_predicted() {
     predict(Alone, root.path(), &run, &["--input", "rows.npy", "--out", "rows.h5"]).succeeded();
     let (outputs, classes) = arrays(at("rows.h5"));
     assert_eq!(classes, None);
-    let found: Vec<f32> = rows[1..].iter().flat_map(|row| &row[1..]).map(|cell| cell.parse().unwrap()).collect();
+    let found: Vec<f32> =
+        rows[1..].iter().flat_map(|row| &row[1..]).map(|cell| cell.parse().unwrap()).collect();
     assert_eq!(found, outputs);
     predict(Alone, root.path(), &run, &["--input", "rows.npy", "--out", "rows.jsonl"]).succeeded();
     let text = std::fs::read_to_string(at("rows.jsonl")).unwrap();
@@ -273,7 +306,11 @@ fn arrays_and_numbers_are_predicted() {
     assert_eq!(first["outputs"]["product"].as_f64().unwrap() as f32, outputs[1]);
 
     import(root.path(), "csv table.csv --target large --drop sum,product --out answers");
-    let settings = ["model.input=[2]", "model.layers=[{kind='dense', units=1}]", "loss.kind=binary-cross-entropy"];
+    let settings = [
+        "model.input=[2]",
+        "model.layers=[{kind='dense', units=1}]",
+        "loss.kind=binary-cross-entropy",
+    ];
     let run = train(root.path(), "answers", &settings);
     predict(Alone, root.path(), &run, &["--input", "rows.npy", "--out", "answers.csv"]).succeeded();
     let answers = cells(at("answers.csv"));

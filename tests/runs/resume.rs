@@ -36,7 +36,8 @@ fn whole(transport: Transport, more: &[&str]) -> RunFiles {
     run(transport, Path::new(""), "", more).shared()
 }
 
-/// The run `from`, as if it had been killed after step `step` was saved and before the next checkpoint was.
+/// The run `from`, as if it had been killed after step `step` was saved and before the next
+/// checkpoint was.
 fn interrupted(from: &RunFiles, step: u64, to: &Path) -> RunFiles {
     copy(&from.0, to);
     let files = RunFiles(to.to_path_buf());
@@ -55,7 +56,13 @@ const PAIRS: [(Transport, &str, Transport, &str, u64); 14] = [
     (Mpirun(4), "parallel.zero=3", Mpirun(4), "parallel.zero=3", 6),
     (Mpirun(4), "parallel.zero=3", Mpirun(2), "parallel.zero=0", 3),
     (Mpirun(4), "parallel.zero=2 parallel.shard=2", Alone, "parallel.zero=0", 6),
-    (Mpirun(2), "parallel.zero=1", Mpirun(4), "parallel.zero=3 parallel.shard=2 parallel.recompute=true", 3),
+    (
+        Mpirun(2),
+        "parallel.zero=1",
+        Mpirun(4),
+        "parallel.zero=3 parallel.shard=2 parallel.recompute=true",
+        3,
+    ),
     (Simulate(4), "parallel.zero=0", Mpirun(2), "parallel.zero=3", 6),
     (Simulate(8), "parallel.zero=3", Simulate(2), "parallel.zero=1", 3),
     (Mpirun(4), "parallel.storage=central", Mpirun(2), "parallel.zero=3", 3),
@@ -63,7 +70,13 @@ const PAIRS: [(Transport, &str, Transport, &str, u64); 14] = [
     // Stages into one rank, one rank into stages, stages into other stages.
     (Mpirun(4), "parallel.pipeline=4", Alone, "parallel.zero=0", 3),
     (Alone, "", Mpirun(4), "parallel.pipeline=2 parallel.zero=1", 6),
-    (Mpirun(2), "parallel.pipeline=2 parallel.stages=[3,1]", Simulate(8), "parallel.pipeline=4 parallel.zero=3", 3),
+    (
+        Mpirun(2),
+        "parallel.pipeline=2 parallel.stages=[3,1]",
+        Simulate(8),
+        "parallel.pipeline=4 parallel.zero=3",
+        3,
+    ),
 ];
 
 #[test]
@@ -73,7 +86,8 @@ fn resumed_runs_equal_uninterrupted_ones_on_any_ranks() {
     assert_eq!(reference.steps().len() as u64, STEPS);
     assert_eq!(reference.numbers("eval.jsonl", "step"), [3.0, 6.0, 9.0]);
     for (i, (before, zero_before, after, zero_after, step)) in PAIRS.into_iter().enumerate() {
-        let what = format!("{before:?} {zero_before} until step {step}, then {after:?} {zero_after}");
+        let what =
+            format!("{before:?} {zero_before} until step {step}, then {after:?} {zero_after}");
         let settings = |zero: &'static str| zero.split_whitespace().collect::<Vec<_>>();
         let name = format!("resumed-{i}");
         interrupted(&whole(before, &settings(zero_before)), step, &root.path().join(&name));
@@ -82,7 +96,11 @@ fn resumed_runs_equal_uninterrupted_ones_on_any_ranks() {
         let resumed = resumed.files();
         assert!(ended.stdout.contains(&format!("at step {step} from")), "{what}: {ended}");
         resumed.same_as(&reference, STEPS, &what);
-        assert_eq!(resumed.path("checkpoints/latest").canonicalize().unwrap(), resumed.checkpoint(STEPS), "{what}");
+        assert_eq!(
+            resumed.path("checkpoints/latest").canonicalize().unwrap(),
+            resumed.checkpoint(STEPS),
+            "{what}"
+        );
         assert!(resumed.path("run.json").exists(), "{what}");
     }
 }
@@ -128,7 +146,8 @@ fn weights_alone_begin_another_run() {
     assert!(ended.stdout.contains("at step 0 from"), "{ended}");
     let files = tuned.files();
     assert_eq!(files.numbers("metrics.jsonl", "step"), [1.0, 2.0, 3.0]);
-    // It saved at once, for its own directory is all that a restart knows of: killed now, it goes on from there.
+    // It saved at once, for its own directory is all that a restart knows of: killed now, it goes
+    // on from there.
     let parameters = |files: &RunFiles, step| {
         let all = files.tensors(step);
         all.into_iter().filter(|(name, _)| name.ends_with("part 0")).collect::<Vec<_>>()
@@ -144,7 +163,10 @@ fn weights_alone_begin_another_run() {
         std::fs::remove_dir_all(files.checkpoint(step)).unwrap();
     }
     let ended = run(Mpirun(2), root.path(), "tuned", &other).resume("auto").ends().succeeded();
-    assert!(ended.stdout.contains("at step 0 from") && ended.stdout.contains("base/checkpoints"), "{ended}");
+    assert!(
+        ended.stdout.contains("at step 0 from") && ended.stdout.contains("base/checkpoints"),
+        "{ended}"
+    );
     files.same_as(&whole, 3, "weights alone, then killed before its first save");
     // Every restart of a job script would begin the run again.
     let ended = flagged(&run(Alone, root.path(), "tuned", &other).resume("auto"), "--weights-only");
@@ -157,11 +179,13 @@ fn the_optimizer_can_be_left_behind() {
     let root = tempfile::tempdir().unwrap();
     let base = whole(Alone, &[]);
     let from = base.checkpoint(6);
-    let asked = run(Mpirun(2), root.path(), "fresh", &["optimizer.kind=sgd"]).resume(from.to_str().unwrap());
+    let asked = run(Mpirun(2), root.path(), "fresh", &["optimizer.kind=sgd"])
+        .resume(from.to_str().unwrap());
     let ended = asked.ends();
     assert_eq!(ended.code(), 2, "{ended}");
     assert!(
-        ended.stderr.contains("checkpoint of another optimizer") && ended.stderr.contains("--skip-optimizer"),
+        ended.stderr.contains("checkpoint of another optimizer")
+            && ended.stderr.contains("--skip-optimizer"),
         "{ended}"
     );
     flagged(&asked, "--skip-optimizer").succeeded();
@@ -171,9 +195,11 @@ fn the_optimizer_can_be_left_behind() {
     assert_eq!((manifest.step, manifest.updates, manifest.position), (9, 3, 9 * 16));
 }
 
-/// Four training shards and one for validation of a text whose letters from `from` on are other ones.
+/// Four training shards and one for validation of a text whose letters from `from` on are other
+/// ones.
 fn import(folder: &Path, name: &str, from: usize) -> PathBuf {
-    let (input, out) = (folder.join("text"), folder.join(name));
+    let input = folder.join("text");
+    let out = folder.join(name);
     let letter = |i: usize| char::from(b'a' + ((i * i + i / 7 + usize::from(i >= from)) % 7) as u8);
     std::fs::write(&input, (0..4000).map(letter).collect::<String>()).unwrap();
     let mut import = ImportText::new(input, TokenizerKind::Char, &out);
@@ -198,7 +224,11 @@ fn changed_data_is_refused_unless_it_is_meant() {
     // The same shards elsewhere are the same data.
     let moved = root.path().join("moved");
     copy(&data, &moved);
-    go_on(Mpirun(2), "moved-run", &moved).succeeds().same_as(&reference, STEPS, "the data was moved");
+    go_on(Mpirun(2), "moved-run", &moved).succeeds().same_as(
+        &reference,
+        STEPS,
+        "the data was moved",
+    );
 
     for transport in [Alone, Mpirun(2)] {
         let name = format!("refused-{transport:?}");
@@ -212,16 +242,24 @@ fn changed_data_is_refused_unless_it_is_meant() {
     let branch = run(Alone, root.path(), "branch", &[&at(&other)]).resume(from.to_str().unwrap());
     assert_eq!(flagged(&branch, "--skip-optimizer").code(), 2);
     // Another run makes no such promise.
-    flagged(&run(Alone, root.path(), "tuned", &[&at(&other)]).resume(from.to_str().unwrap()), "--weights-only")
-        .succeeded();
+    flagged(
+        &run(Alone, root.path(), "tuned", &[&at(&other)]).resume(from.to_str().unwrap()),
+        "--weights-only",
+    )
+    .succeeded();
 
     let meant = go_on(Mpirun(2), "meant", &other);
     let ended = flagged(&meant, "--allow-changed-data").succeeded();
-    assert!(ended.stderr.contains("other training data: train-00002.h5 has other content"), "{ended}");
+    assert!(
+        ended.stderr.contains("other training data: train-00002.h5 has other content"),
+        "{ended}"
+    );
     let files = meant.files();
-    let changed =
-        |files: &RunFiles, step| Reader::open(&files.checkpoint(step)).unwrap().manifest().data.clone().unwrap();
-    let (before, after) = (changed(&reference, STEPS), changed(&files, STEPS));
+    let changed = |files: &RunFiles, step| {
+        Reader::open(&files.checkpoint(step)).unwrap().manifest().data.clone().unwrap()
+    };
+    let before = changed(&reference, STEPS);
+    let after = changed(&files, STEPS);
     assert!(before.changes.is_empty() && before.fingerprint != after.fingerprint);
     let [change] = &after.changes[..] else { panic!("{:?}", after.changes) };
     assert_eq!((change.step, &change.what[..]), (6, "train-00002.h5 has other content"));
@@ -230,42 +268,63 @@ fn changed_data_is_refused_unless_it_is_meant() {
     assert_eq!(card["data"], after.fingerprint.digest().as_str());
     assert_eq!(card["data_changes"][0]["step"], 6);
     // From then on this is its data: no flag, and no second note.
-    let more = run(Alone, root.path(), "meant", &[&at(&other), "run.steps=12"]).resume("auto").succeeds();
+    let more =
+        run(Alone, root.path(), "meant", &[&at(&other), "run.steps=12"]).resume("auto").succeeds();
     assert_eq!(changed(&more, 12).changes.len(), 1);
-    let shown = finish(&mut program(["checkpoint", "inspect", more.checkpoint(12).to_str().unwrap()])).succeeded();
+    let shown =
+        finish(&mut program(["checkpoint", "inspect", more.checkpoint(12).to_str().unwrap()]))
+            .succeeded();
     assert!(shown.stdout.contains(" samples of 4 shards"), "{shown}");
     assert!(
-        shown.stdout.contains("until step 6 ") && shown.stdout.contains("train-00002.h5 has other content"),
+        shown.stdout.contains("until step 6 ")
+            && shown.stdout.contains("train-00002.h5 has other content"),
         "{shown}"
     );
 }
 
 /// Token shards without any for validation, of `tokens` letters.
 fn without_validation(root: &Path, tokens: usize) -> PathBuf {
-    let (input, out) = (root.join("text"), root.join("only-train"));
-    std::fs::write(&input, (0..tokens).map(|i| char::from(b'a' + (i * i % 7) as u8)).collect::<String>()).unwrap();
+    let input = root.join("text");
+    let out = root.join("only-train");
+    std::fs::write(
+        &input,
+        (0..tokens).map(|i| char::from(b'a' + (i * i % 7) as u8)).collect::<String>(),
+    )
+    .unwrap();
     let mut import = ImportText::new(input, TokenizerKind::Char, &out);
     (import.to.shards, import.to.val_fraction) = (2, 0.0);
     import_text(&import).unwrap();
     out
 }
 
-/// Nothing is evaluated, and the best checkpoint is that of the lowest mean training loss of an epoch.
+/// Nothing is evaluated, and the best checkpoint is that of the lowest mean training loss of an
+/// epoch.
 #[test]
 fn a_run_needs_no_validation_data() {
     let root = tempfile::tempdir().unwrap();
     // Of 16 ids each: 62 windows, so an epoch is four steps.
     let data = format!("data.path={}", without_validation(root.path(), 1000).display());
-    let settings = [&data[..], "checkpoint.keep=1", "checkpoint.keep_best=1", "optimizer.lr=0.3", "schedule.warmup=0"];
+    let settings = [
+        &data[..],
+        "checkpoint.keep=1",
+        "checkpoint.keep_best=1",
+        "optimizer.lr=0.3",
+        "schedule.warmup=0",
+    ];
     let reference = run(Mpirun(2), root.path(), "reference", &settings);
     let ended = reference.ends().succeeded();
-    assert!(ended.stdout.contains("62 training samples (1,000 tokens), no validation data"), "{ended}");
+    assert!(
+        ended.stdout.contains("62 training samples (1,000 tokens), no validation data"),
+        "{ended}"
+    );
     assert!(!ended.stdout.contains("validation loss"), "{ended}");
     let files = reference.files();
     let losses: Vec<f64> = files
         .text("metrics.jsonl")
         .lines()
-        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["loss"].as_f64().unwrap())
+        .map(|line| {
+            serde_json::from_str::<serde_json::Value>(line).unwrap()["loss"].as_f64().unwrap()
+        })
         .collect();
     let found: Vec<serde_json::Value> =
         files.text("eval.jsonl").lines().map(|line| serde_json::from_str(line).unwrap()).collect();
@@ -275,34 +334,50 @@ fn a_run_needs_no_validation_data() {
     for (line, step) in found.iter().zip(steps) {
         let epoch = &losses[(step as usize).saturating_sub(4)..step as usize];
         let mean = epoch.iter().sum::<f64>() / epoch.len() as f64;
-        assert_eq!((line["over"].as_str(), line["loss"].as_f64()), (Some("training"), Some(mean)), "{line}");
+        assert_eq!(
+            (line["over"].as_str(), line["loss"].as_f64()),
+            (Some("training"), Some(mean)),
+            "{line}"
+        );
         best = if mean < best.0 { (mean, step) } else { best };
     }
     let link = std::fs::read_link(files.path("checkpoints/best")).unwrap();
     assert_eq!(link.to_str(), Some(&format!("step-{:08}", best.1)[..]), "{found:?}");
     assert!(files.checkpoint(best.1).exists());
-    let listed = finish(&mut program(["checkpoint", "list", files.0.to_str().unwrap()])).succeeded();
+    let listed =
+        finish(&mut program(["checkpoint", "list", files.0.to_str().unwrap()])).succeeded();
     assert!(listed.stdout.contains("training loss"), "{listed}");
 
-    let all = run(Alone, root.path(), "all", &[&settings[..], &["checkpoint.keep=9"]].concat()).succeeds();
+    let all = run(Alone, root.path(), "all", &[&settings[..], &["checkpoint.keep=9"]].concat())
+        .succeeds();
     for (name, transport) in [("resumed-alone", Alone), ("resumed", Mpirun(2))] {
         interrupted(&all, 6, &root.path().join(name));
-        let again = run(transport, root.path(), name, &[&settings[..], &["checkpoint.keep=9"]].concat()).resume("auto");
+        let again =
+            run(transport, root.path(), name, &[&settings[..], &["checkpoint.keep=9"]].concat())
+                .resume("auto");
         let again = again.succeeds();
         again.same_as(&all, STEPS, name);
         assert_eq!(again.evaluations(), all.evaluations());
     }
 
     for (settings, told) in [
-        (&["eval.patience=2"][..], "has no validation data: eval.patience cannot tell when to stop\nhint: "),
+        (
+            &["eval.patience=2"][..],
+            "has no validation data: eval.patience cannot tell when to stop\nhint: ",
+        ),
         (&["data.validation=test-*.h5"], "matches test-*.h5\nhint: "),
     ] {
-        let ended = run(Mpirun(2), root.path(), "refused", &[&[&data[..]], settings].concat()).ends();
+        let ended =
+            run(Mpirun(2), root.path(), "refused", &[&[&data[..]], settings].concat()).ends();
         assert_eq!((ended.code(), ended.stderr.matches(told).count()), (2, 1), "{ended}");
     }
     let evaluator = finish(&mut program(["eval", "--run", files.0.to_str().unwrap()]));
     assert_ne!(evaluator.code(), 0, "{evaluator}");
-    assert_eq!(evaluator.stderr.matches("has no validation data: nothing can be evaluated").count(), 1, "{evaluator}");
+    assert_eq!(
+        evaluator.stderr.matches("has no validation data: nothing can be evaluated").count(),
+        1,
+        "{evaluator}"
+    );
 }
 
 /// A part of the samples is kept for validation; another part is other data.
@@ -311,7 +386,12 @@ fn a_fraction_of_the_samples_is_for_validation() {
     let root = tempfile::tempdir().unwrap();
     let data = format!("data.path={}", without_validation(root.path(), 1000).display());
     let of = |transport, name: &str, fraction: &str| {
-        run(transport, root.path(), name, &[&data, &format!("data.val_fraction={fraction}"), "eval.samples=6"])
+        run(
+            transport,
+            root.path(),
+            name,
+            &[&data, &format!("data.val_fraction={fraction}"), "eval.samples=6"],
+        )
     };
     let reference = of(Alone, "reference", "0.1");
     let ended = reference.ends().succeeded();
@@ -327,7 +407,8 @@ fn a_fraction_of_the_samples_is_for_validation() {
     let ended = run(Alone, root.path(), "both", &["data.val_fraction=0.1"]).ends();
     assert_eq!(ended.code(), 2, "{ended}");
     assert!(
-        ended.stderr.contains("data.val_fraction = 0.1, but ") && ended.stderr.contains("has validation shards"),
+        ended.stderr.contains("data.val_fraction = 0.1, but ")
+            && ended.stderr.contains("has validation shards"),
         "{ended}"
     );
 }
@@ -341,7 +422,11 @@ fn a_stop_survives_a_kill() {
     let reference = run(Alone, root.path(), "reference", &settings).succeeds();
     let steps = reference.steps().len() as u64;
     assert!(steps < 90 && steps.is_multiple_of(3), "stopped at an evaluation: {steps}");
-    assert!(reference.text("END").contains("no validation loss lower"), "{}", reference.text("END"));
+    assert!(
+        reference.text("END").contains("no validation loss lower"),
+        "{}",
+        reference.text("END")
+    );
     for (transport, name, saved) in [(Mpirun(2), "before", steps - 3), (Alone, "after", steps)] {
         let files = interrupted(&reference, saved, &root.path().join(name));
         if saved < steps {
@@ -352,7 +437,10 @@ fn a_stop_survives_a_kill() {
         assert!(files.text("END").contains("no validation loss lower"), "{}", files.text("END"));
         // Once stopped it stays so.
         run(Alone, root.path(), name, &settings).resume("auto").succeeds();
-        assert_eq!((files.steps().len(), files.evaluations().len()), (steps as usize, steps as usize / 3));
+        assert_eq!(
+            (files.steps().len(), files.evaluations().len()),
+            (steps as usize, steps as usize / 3)
+        );
     }
 }
 
@@ -361,7 +449,9 @@ fn a_finished_run_resumes_to_itself() {
     let root = tempfile::tempdir().unwrap();
     let asked = run(Alone, root.path(), "x", &["parallel.zero=0"]);
     let files = asked.succeeds();
-    let (steps, evaluations, tensors) = (files.steps(), files.evaluations(), files.tensors(STEPS));
+    let steps = files.steps();
+    let evaluations = files.evaluations();
+    let tensors = files.tensors(STEPS);
     let written = files.checkpoint(STEPS).metadata().unwrap().modified().unwrap();
     asked.clone().resume("auto").succeeds();
     assert_eq!((files.steps(), files.evaluations()), (steps.clone(), evaluations));
@@ -372,7 +462,11 @@ fn a_finished_run_resumes_to_itself() {
     assert_eq!(ended.code(), 2, "{ended}");
     assert!(ended.stderr.contains("at step 9, beyond run.steps = 5"), "{ended}");
     assert_eq!(files.steps(), steps);
-    assert_eq!(json(&files.path("END"))["status"], "finished", "a start that is refused changes nothing");
+    assert_eq!(
+        json(&files.path("END"))["status"],
+        "finished",
+        "a start that is refused changes nothing"
+    );
     // More.
     let files = run(Alone, root.path(), "x", &["run.steps=12"]).resume("auto").succeeds();
     assert_eq!(files.numbers("metrics.jsonl", "step"), (1..=12).map(f64::from).collect::<Vec<_>>());
@@ -389,9 +483,13 @@ fn a_damaged_manifest_is_passed_over() {
         std::fs::write(files.checkpoint(6).join("manifest.json"), damage).unwrap();
         let resumed = run(Mpirun(2), root.path(), &name, &[]).resume("auto");
         let ended = resumed.ends().succeeded();
-        let warnings: Vec<_> = ended.stderr.lines().filter(|line| line.starts_with("warn: ")).collect();
+        let warnings: Vec<_> =
+            ended.stderr.lines().filter(|line| line.starts_with("warn: ")).collect();
         assert_eq!(warnings.len(), 1, "{ended}");
-        assert!(warnings[0].contains("passing over") && warnings[0].contains("step-00000006"), "{ended}");
+        assert!(
+            warnings[0].contains("passing over") && warnings[0].contains("step-00000006"),
+            "{ended}"
+        );
         assert!(ended.stdout.contains("at step 3 from"), "{ended}");
         files.same_as(&reference, STEPS, "after a damaged manifest");
     }
@@ -434,9 +532,14 @@ fn flipped_bits_are_found_and_named() {
         let name = files.0.file_name().unwrap().to_str().unwrap();
         let ended = run(transport, root.path(), name, &[]).resume("auto").ends().succeeded();
         assert!(ended.stdout.contains("at step 3 from"), "{ended}");
-        let warnings: Vec<_> = ended.stderr.lines().filter(|line| line.starts_with("warn: ")).collect();
+        let warnings: Vec<_> =
+            ended.stderr.lines().filter(|line| line.starts_with("warn: ")).collect();
         assert_eq!(warnings.len(), 1, "{ended}");
-        assert!(warnings[0].contains("passing over") && warnings[0].contains("step-00000006/rank-00001.h5"), "{ended}");
+        assert!(
+            warnings[0].contains("passing over")
+                && warnings[0].contains("step-00000006/rank-00001.h5"),
+            "{ended}"
+        );
         assert!(warnings[0].contains(why), "{ended}");
         files.same_as(&whole, STEPS, why);
     };
@@ -451,10 +554,14 @@ fn flipped_bits_are_found_and_named() {
     let steps = files.steps();
     let damaged_one = files.checkpoint(6);
     let named = run(Alone, root.path(), "z", &[]).resume(damaged_one.to_str().unwrap());
-    refuses(&named, &["step-00000006/rank-00001.h5", &format!("/params/{tensor}"), "older checkpoint"]);
+    refuses(
+        &named,
+        &["step-00000006/rank-00001.h5", &format!("/params/{tensor}"), "older checkpoint"],
+    );
     assert_eq!(files.steps(), steps);
 
-    // A bit of what HDF5 wrote for itself, a file that is shorter than it was, and one that is gone.
+    // A bit of what HDF5 wrote for itself, a file that is shorter than it was, and one that is
+    // gone.
     type Damage<'a> = (&'a str, &'a dyn Fn(&Path));
     let damages: [Damage<'_>; 3] = [
         ("HDF5 structure: checksum", &|path| {
@@ -485,7 +592,8 @@ fn a_checkpoint_of_another_model_names_the_tensor() {
     let files = run(Alone, root.path(), "x", &[]).copied();
     let latest = files.path("checkpoints/latest");
     let latest = latest.to_str().unwrap();
-    let (steps, config) = (files.steps(), files.text("config.toml"));
+    let steps = files.steps();
+    let config = files.text("config.toml");
     for (setting, words) in [
         ("model.width=64", ["wte.weight is [65, 32] there", "[65, 64] here"]),
         ("model.context=8", ["wpe.weight is [16, 32] there", "[8, 32] here"]),
@@ -496,14 +604,18 @@ fn a_checkpoint_of_another_model_names_the_tensor() {
         refuses(&run(Alone, root.path(), "y", &[setting]).resume(latest), &words);
         refuses(&run(Alone, root.path(), "x", &[setting]).resume("auto"), &words);
     }
-    refuses(&run(Mpirun(2), root.path(), "y", &["model.width=64"]).resume(latest), &["wte.weight is [65, 32] there"]);
+    refuses(
+        &run(Mpirun(2), root.path(), "y", &["model.width=64"]).resume(latest),
+        &["wte.weight is [65, 32] there"],
+    );
     assert_eq!((files.steps(), files.text("config.toml")), (steps, config));
     // A failed start leaves no directory.
     assert!(!root.path().join("y").exists());
     run(Alone, root.path(), "y", &[]).succeeds();
 }
 
-/// A checkpoint that cannot be read may be whole: it is not passed over, nor replaced later. A link to itself is refused to root as well.
+/// A checkpoint that cannot be read may be whole: it is not passed over, nor replaced later. A link
+/// to itself is refused to root as well.
 #[test]
 fn what_cannot_be_read_is_no_damage() {
     let root = tempfile::tempdir().unwrap();
@@ -526,8 +638,14 @@ fn what_cannot_be_read_is_no_damage() {
         let ended = asked.ends();
         assert_eq!((ended.code(), ended.stderr.matches("error: ").count()), (2, 1), "{ended}");
         assert!(ended.stderr.matches("trying again").count() >= 3, "{ended}");
-        assert!(ended.stderr.contains(&format!("step-00000006/{name}: Too many levels")), "{ended}");
-        assert!(ended.stderr.contains("\nhint: ") && !ended.stderr.contains("passing over"), "{ended}");
+        assert!(
+            ended.stderr.contains(&format!("step-00000006/{name}: Too many levels")),
+            "{ended}"
+        );
+        assert!(
+            ended.stderr.contains("\nhint: ") && !ended.stderr.contains("passing over"),
+            "{ended}"
+        );
         // It was as it says: nothing is lost.
         std::fs::remove_file(&file).unwrap();
         std::fs::rename(&aside, &file).unwrap();
@@ -555,7 +673,10 @@ fn a_newer_format_is_refused_rather_than_passed_over() {
         std::fs::write(&manifest, text).unwrap();
         std::fs::write(manifest.with_file_name("manifest.crc32"), seal).unwrap();
         let before = files.steps();
-        refuses(&run(Mpirun(2), root.path(), &name, &[]).resume("auto"), &["step-00000006/manifest.json", words]);
+        refuses(
+            &run(Mpirun(2), root.path(), &name, &[]).resume("auto"),
+            &["step-00000006/manifest.json", words],
+        );
         assert_eq!(files.steps(), before);
     }
 }
@@ -567,16 +688,33 @@ fn a_run_that_goes_on_otherwise_says_so() {
     let warnings = |name: &str, transport, more: &[&str]| {
         interrupted(&whole, 6, &root.path().join(name));
         let ended = run(transport, root.path(), name, more).resume("auto").ends().succeeded();
-        ended.stderr.lines().filter(|line| line.starts_with("warn: ")).map(str::to_owned).collect::<Vec<_>>()
+        ended
+            .stderr
+            .lines()
+            .filter(|line| line.starts_with("warn: "))
+            .map(str::to_owned)
+            .collect::<Vec<_>>()
     };
-    let told = warnings("a", Mpirun(2), &["loss.label_smoothing=0.5", "model.dropout=0.5", "parallel.lanes=4"]);
+    let told = warnings(
+        "a",
+        Mpirun(2),
+        &["loss.label_smoothing=0.5", "model.dropout=0.5", "parallel.lanes=4"],
+    );
     assert_eq!(told.len(), 2, "{told:?}");
-    assert!(told[0].contains("another configuration: loss.label_smoothing was 0.0, is 0.5; model.dropout was 0.1"));
-    assert!(told[1].contains("in their last bits: ") && told[1].contains("parallel.lanes was 8, is 4"), "{told:?}");
+    assert!(told[0].contains(
+        "another configuration: loss.label_smoothing was 0.0, is 0.5; model.dropout was 0.1"
+    ));
+    assert!(
+        told[1].contains("in their last bits: ") && told[1].contains("parallel.lanes was 8, is 4"),
+        "{told:?}"
+    );
     // Another layout changes nothing.
     assert_eq!(warnings("b", Alone, &[]), [""; 0]);
     let log = RunFiles(root.path().join("b")).text("logs/rank-00000.log");
-    assert!(log.contains("another layout, which changes no numbers: ") && log.contains("parallel.zero was 1, is 0"));
+    assert!(
+        log.contains("another layout, which changes no numbers: ")
+            && log.contains("parallel.zero was 1, is 0")
+    );
 }
 
 #[test]
@@ -598,12 +736,16 @@ fn a_killed_rank_ends_the_job_and_the_run_continues() {
     send(ranks.into_iter().find(|pid| rank_of(*pid) == Some(1)).unwrap(), libc::SIGKILL);
     let ended = job.finish(LIMIT);
     assert!(!ended.status.success(), "{ended}");
-    assert!(!files.path("run.json").exists() && !files.checkpoint(LONG).exists(), "the run had ended: {ended}");
+    assert!(
+        !files.path("run.json").exists() && !files.checkpoint(LONG).exists(),
+        "the run had ended: {ended}"
+    );
 
     asked.resume("auto").succeeds().same_as(&reference, LONG, "after a rank was killed");
 }
 
-/// The rest of a kill between two renames is not taken for a checkpoint, and does not stay for ever.
+/// The rest of a kill between two renames is not taken for a checkpoint, and does not stay for
+/// ever.
 #[test]
 fn leftovers_of_a_kill_are_ignored() {
     let root = tempfile::tempdir().unwrap();
@@ -618,6 +760,9 @@ fn leftovers_of_a_kill_are_ignored() {
     std::fs::write(files.path("metrics.jsonl"), &torn[..torn.len() - 30]).unwrap();
     run(Mpirun(2), root.path(), "x", &[]).resume("auto").succeeds();
     files.same_as(&reference, STEPS, "after a kill while saving");
-    assert!(!checkpoints.join("step-00000006.tmp").exists() && !checkpoints.join(".latest.tmp").exists());
+    assert!(
+        !checkpoints.join("step-00000006.tmp").exists()
+            && !checkpoints.join(".latest.tmp").exists()
+    );
     assert_eq!(Reader::open(&files.checkpoint(6)).unwrap().manifest().step, 6);
 }

@@ -1,4 +1,5 @@
-//! Text from language models: with the keys and values of earlier positions as without, on any ranks, in several forms.
+//! Text from language models: with the keys and values of earlier positions as without, on any
+//! ranks, in several forms.
 
 use hpctrain::backend::Backend as _;
 use hpctrain::backend::cpu::Cpu;
@@ -19,7 +20,15 @@ use hpctrain_testkit::{Cut, engine, micro};
 
 /// One of each family, with what differs in attention and at its ends.
 fn networks() -> Vec<Network> {
-    let gpt = |bias| Gpt { layers: 2, heads: 3, width: 24, context: 20, vocabulary: 31, bias, dropout: 0.1 };
+    let gpt = |bias| Gpt {
+        layers: 2,
+        heads: 3,
+        width: 24,
+        context: 20,
+        vocabulary: 31,
+        bias,
+        dropout: 0.1,
+    };
     let llama = |kv_heads, tied, rope_scaling| Llama {
         layers: 2,
         heads: 4,
@@ -58,15 +67,17 @@ fn the_past_changes_nothing() {
         let model = &mut engine.model;
         let context = network.context();
         // Initial weights are small: all tokens would be as likely.
-        let larger = |name: &str, part, _: Option<&_>, range: std::ops::Range<usize>, out: &mut [f32]| {
-            if part == 0 {
-                let start = name.len() as u64 * 10_000 + range.start as u64;
-                hpctrain::random::Stream::new(start).fill_normal(out);
-                let is_norm = name.contains("ln_") || name.contains("norm");
-                out.iter_mut().for_each(|x| *x = if is_norm { 1.0 + 0.1 * *x } else { 0.3 * *x });
-            }
-            Ok(())
-        };
+        let larger =
+            |name: &str, part, _: Option<&_>, range: std::ops::Range<usize>, out: &mut [f32]| {
+                if part == 0 {
+                    let start = name.len() as u64 * 10_000 + range.start as u64;
+                    hpctrain::random::Stream::new(start).fill_normal(out);
+                    let is_norm = name.contains("ln_") || name.contains("norm");
+                    out.iter_mut()
+                        .for_each(|x| *x = if is_norm { 1.0 + 0.1 * *x } else { 0.3 * *x });
+                }
+                Ok(())
+            };
         model.sharded.restore(larger).unwrap();
 
         // The logits of every position, in pieces of several lengths.
@@ -99,11 +110,13 @@ fn the_past_changes_nothing() {
                 let window = micro(&model.backend, window, &[], window.len(), 0);
                 let output = model.output(&window).unwrap().unwrap();
                 let logits = model.last_logits(&output, window.rows()).unwrap();
-                let likeliest = (0..31).rev().max_by(|a, b| logits[*a].total_cmp(&logits[*b])).unwrap();
+                let likeliest =
+                    (0..31).rev().max_by(|a, b| logits[*a].total_cmp(&logits[*b])).unwrap();
                 all.push(likeliest as u32);
             }
             assert_eq!(drawn, all[prompt.len()..], "{network:?}");
-            let ended = generate(model, &prompt, context, sampling, |drawn| drawn.len() == 4).unwrap();
+            let ended =
+                generate(model, &prompt, context, sampling, |drawn| drawn.len() == 4).unwrap();
             assert_eq!(ended, drawn[..4]);
         }
     }
@@ -125,8 +138,20 @@ fn samples_are_the_same_in_every_layout() {
         // Some continuations end within the context of 16, others slide out of it.
         let sample = |more: &[&str]| {
             printed(
-                &[&["--checkpoint", &latest, "--prompt", "ROMEO:", "--tokens", "14", "--temperature", "0"], more]
-                    .concat(),
+                &[
+                    &[
+                        "--checkpoint",
+                        &latest,
+                        "--prompt",
+                        "ROMEO:",
+                        "--tokens",
+                        "14",
+                        "--temperature",
+                        "0",
+                    ],
+                    more,
+                ]
+                .concat(),
             )
         };
         let alone = sample(&[]);
@@ -136,7 +161,8 @@ fn samples_are_the_same_in_every_layout() {
             "parallel.zero=3",
             "parallel.tensor=2 --set parallel.sequence=true",
         ] {
-            let words: Vec<&str> = ["--spawn", "2", "--set"].into_iter().chain(layout.split(' ')).collect();
+            let words: Vec<&str> =
+                ["--spawn", "2", "--set"].into_iter().chain(layout.split(' ')).collect();
             assert_eq!(sample(&words), alone, "{kind}, {layout}");
         }
     }
@@ -149,19 +175,28 @@ fn several_prompts_and_texts_that_end_them() {
     let latest = files.path("checkpoints/latest").display().to_string();
     let list = root.path().join("prompts").display().to_string();
     std::fs::write(&list, "JULIET:\n\nA rose\r\n").unwrap();
-    let sample = |more: &[&str]| printed(&[&["--checkpoint", &latest, "--tokens", "12"], more].concat());
-    let lines = |text: String| -> Vec<Value> { text.lines().map(|line| serde_json::from_str(line).unwrap()).collect() };
+    let sample =
+        |more: &[&str]| printed(&[&["--checkpoint", &latest, "--tokens", "12"], more].concat());
+    let lines = |text: String| -> Vec<Value> {
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
     let both = ["--prompt", "ROMEO:", "--prompt", "ROMEO:", "--prompts", &list];
     let objects = lines(sample(&[&both[..], &["--json"]].concat()));
-    let prompts: Vec<&str> = objects.iter().map(|object| object["prompt"].as_str().unwrap()).collect();
+    let prompts: Vec<&str> =
+        objects.iter().map(|object| object["prompt"].as_str().unwrap()).collect();
     assert_eq!(prompts, ["ROMEO:", "ROMEO:", "JULIET:", "A rose"]);
     for object in &objects {
         assert_eq!(object["ids"].as_array().unwrap().len(), 12);
-        assert_eq!((object["text"].as_str().unwrap().chars().count(), &object["end"]), (12, &"length".into()));
+        assert_eq!(
+            (object["text"].as_str().unwrap().chars().count(), &object["end"]),
+            (12, &"length".into())
+        );
     }
     // The first is that of a prompt alone; each has random numbers of its own.
     assert_ne!(objects[0]["text"], objects[1]["text"]);
-    let text = |object: &Value| format!("{}{}", object["prompt"].as_str().unwrap(), object["text"].as_str().unwrap());
+    let text = |object: &Value| {
+        format!("{}{}", object["prompt"].as_str().unwrap(), object["text"].as_str().unwrap())
+    };
     assert_eq!(sample(&["--prompt", "ROMEO:"]), text(&objects[0]) + "\n");
     let all: Vec<String> = objects.iter().map(text).collect();
     assert_eq!(sample(&both), all.join("\n\n") + "\n");
@@ -170,7 +205,8 @@ fn several_prompts_and_texts_that_end_them() {
     let whole: Vec<char> = objects[2]["text"].as_str().unwrap().chars().collect();
     let stop: String = whole[4..6].iter().collect();
     let at = objects[2]["text"].as_str().unwrap().find(&stop).unwrap();
-    let stopped = lines(sample(&[&both[..], &["--json", "--stop", "@@", "--stop", &stop]].concat()));
+    let stopped =
+        lines(sample(&[&both[..], &["--json", "--stop", "@@", "--stop", &stop]].concat()));
     assert_eq!(stopped[2]["text"].as_str().unwrap(), &objects[2]["text"].as_str().unwrap()[..at]);
     assert_eq!(stopped[2]["end"], "stop");
     assert!(stopped[2]["ids"].as_array().unwrap().len() <= 6);

@@ -1,4 +1,5 @@
-//! Parameter servers: the bits of data parallelism where all workers take each step together, and runs that wait for nobody.
+//! Parameter servers: the bits of data parallelism where all workers take each step together, and
+//! runs that wait for nobody.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -10,15 +11,27 @@ use hpctrain_testkit::launch::{Ended, finish};
 use hpctrain_testkit::runs::{Run, RunFiles, json};
 
 /// Four lanes: the same bits on any number of workers.
-const TOGETHER: [&str; 5] =
-    ["parallel.lanes=4", "model.dropout=0.1", "eval.every=3", "checkpoint.every=3", "checkpoint.keep=9"];
+const TOGETHER: [&str; 5] = [
+    "parallel.lanes=4",
+    "model.dropout=0.1",
+    "eval.every=3",
+    "checkpoint.every=3",
+    "checkpoint.keep=9",
+];
 
 /// Each worker goes on by itself.
-const APART: [&str; 4] = ["servers.staleness='none'", "eval.every=3", "checkpoint.every=3", "checkpoint.keep=9"];
+const APART: [&str; 4] =
+    ["servers.staleness='none'", "eval.every=3", "checkpoint.every=3", "checkpoint.keep=9"];
 
 /// A run of so many workers and servers.
 #[track_caller]
-fn served(transport: Transport, servers: usize, root: &Path, name: &str, settings: &[&str]) -> (Ended, RunFiles) {
+fn served(
+    transport: Transport,
+    servers: usize,
+    root: &Path,
+    name: &str,
+    settings: &[&str],
+) -> (Ended, RunFiles) {
     let run = Run::new(transport, root, name, settings);
     let ended = finish(run.command().args(["--servers", &servers.to_string()])).succeeded();
     (ended, run.files())
@@ -32,14 +45,20 @@ fn the_bits_are_those_of_data_parallelism() {
         ("one worker, one server", Simulate(2), 1, &[]),
         ("two workers, three servers", Simulate(5), 3, &[]),
         ("four workers, two servers", Simulate(6), 2, &["servers.partition='fixed:3'"]),
-        ("three workers, which do not divide the lanes", Simulate(5), 2, &["servers.partition='max:4KiB'"]),
+        (
+            "three workers, which do not divide the lanes",
+            Simulate(5),
+            2,
+            &["servers.partition='max:4KiB'"],
+        ),
         ("recomputed", Simulate(4), 2, &["parallel.recompute=true"]),
         ("one thread writes", Simulate(3), 1, &["checkpoint.asynchronous=false"]),
         ("processes", Spawn(4), 2, &[]),
         ("processes of MPI", Mpirun(3), 1, &[]),
     ];
     for (name, transport, servers, settings) in runs {
-        let (_, files) = served(transport, servers, root.path(), name, &[&TOGETHER[..], settings].concat());
+        let (_, files) =
+            served(transport, servers, root.path(), name, &[&TOGETHER[..], settings].concat());
         files.same_as(&reference, 6, name);
         for step in [3, 6] {
             assert_eq!(files.tensors(step), reference.tensors(step), "{name}: step {step}");
@@ -49,14 +68,24 @@ fn the_bits_are_those_of_data_parallelism() {
         let mut samples = [0; 6];
         for line in files.text("workers.jsonl").lines() {
             let line: Value = serde_json::from_str(line).unwrap();
-            samples[line["step"].as_u64().unwrap() as usize - 1] += line["samples"].as_u64().unwrap();
-            assert!(line["compute_ms"].as_f64().unwrap() > 0.0 && line["pull_ms"].as_f64().unwrap() > 0.0, "{line}");
+            samples[line["step"].as_u64().unwrap() as usize - 1] +=
+                line["samples"].as_u64().unwrap();
+            assert!(
+                line["compute_ms"].as_f64().unwrap() > 0.0
+                    && line["pull_ms"].as_f64().unwrap() > 0.0,
+                "{line}"
+            );
         }
         assert_eq!(samples, [8; 6], "{name}");
         let card = json(&files.path("run.json"));
-        assert_eq!((&card["steps"], &card["mpi"]), (&6.into(), &"servers over TCP".into()), "{name}");
+        assert_eq!(
+            (&card["steps"], &card["mpi"]),
+            (&6.into(), &"servers over TCP".into()),
+            "{name}"
+        );
         assert!(
-            card["tokens_per_second"].as_f64().unwrap() > 0.0 && card["parameters"].as_u64().unwrap() > 0,
+            card["tokens_per_second"].as_f64().unwrap() > 0.0
+                && card["parameters"].as_u64().unwrap() > 0,
             "{card}"
         );
     }
@@ -66,7 +95,9 @@ fn the_bits_are_those_of_data_parallelism() {
 fn a_trace_has_workers_servers_and_the_coordinator() {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("trace.json");
-    for (name, transport, settings) in [("together", Simulate(4), &TOGETHER[..]), ("apart", Spawn(4), &APART)] {
+    for (name, transport, settings) in
+        [("together", Simulate(4), &TOGETHER[..]), ("apart", Spawn(4), &APART)]
+    {
         let run = Run::new(transport, root.path(), name, settings);
         finish(run.command().args(["--servers", "2", "--trace"]).arg(&path)).succeeded();
         let trace = json(&path);
@@ -81,18 +112,27 @@ fn a_trace_has_workers_servers_and_the_coordinator() {
         for event in events.iter().filter(|event| event["ph"] == "X") {
             let role = processes[&event["pid"].as_u64().unwrap()].split(' ').next().unwrap();
             *done.entry((role, event["cat"].as_str().unwrap())).or_insert(0) += 1;
-            let (start, lasts) = (event["ts"].as_f64().unwrap(), event["dur"].as_f64().unwrap());
+            let start = event["ts"].as_f64().unwrap();
+            let lasts = event["dur"].as_f64().unwrap();
             assert!(start >= 0.0 && lasts >= 0.0 && start + lasts < 600e6, "{name}: {event}");
         }
-        let roles = |role: &str| processes.values().filter(|process| process.starts_with(role)).count();
-        assert_eq!([roles("coordinator"), roles("server"), roles("worker")], [1, 2, 2], "{name}: {processes:?}");
+        let roles =
+            |role: &str| processes.values().filter(|process| process.starts_with(role)).count();
+        assert_eq!(
+            [roles("coordinator"), roles("server"), roles("worker")],
+            [1, 2, 2],
+            "{name}: {processes:?}"
+        );
         assert_eq!(done[&("coordinator", "step")], 6, "{name}: {done:?}");
         assert_eq!(done[&("worker", "pull")], done[&("server", "pull")] / 2, "{name}: {done:?}");
         assert_eq!(done[&("worker", "push")], done[&("server", "push")] / 2, "{name}: {done:?}");
         // Two workers' batches a step, or a step's lanes in groups.
         let pushes = done[&("worker", "push")];
         assert!(if name == "apart" { pushes == 12 } else { pushes >= 6 }, "{name}: {done:?}");
-        assert!(done[&("worker", "forward")] > 0 && done[&("worker", "evaluation")] > 0, "{name}: {done:?}");
+        assert!(
+            done[&("worker", "forward")] > 0 && done[&("worker", "evaluation")] > 0,
+            "{name}: {done:?}"
+        );
     }
 }
 
@@ -113,9 +153,11 @@ fn several_connections_carry_the_same_bits() {
     run.files().same_as(&reference, 3, "several connections");
     let trace = json(&path);
     let events = trace["traceEvents"].as_array().unwrap();
-    let pushes = events.iter().filter(|event| event["cat"] == "push" && event["args"].get("unit").is_none());
-    let threads: BTreeSet<(u64, u64)> =
-        pushes.map(|event| (event["pid"].as_u64().unwrap(), event["tid"].as_u64().unwrap())).collect();
+    let pushes =
+        events.iter().filter(|event| event["cat"] == "push" && event["args"].get("unit").is_none());
+    let threads: BTreeSet<(u64, u64)> = pushes
+        .map(|event| (event["pid"].as_u64().unwrap(), event["tid"].as_u64().unwrap()))
+        .collect();
     // Each of two workers' connections is a thread of the server; a worker itself has one.
     assert_eq!(threads.len(), 2 * 3 + 2, "{threads:?}");
 }
@@ -126,9 +168,13 @@ fn every_rule_updates_on_servers() {
     for rule in ["sgd", "adam", "adagrad", "rmsprop", "lamb", "lars", "lion"] {
         let kind = format!("optimizer.kind={rule}");
         let group = "optimizer.groups=[{names='wte.*',lr_factor=2.0,weight_decay=0.3}]";
-        let settings = [&TOGETHER[..], &[&kind, "optimizer.ema=0.75", "optimizer.grad_clip=0.5", group]].concat();
-        let reference = Run::new(Simulate(2), root.path(), &format!("{rule} on ranks"), &settings).succeeds();
-        let (_, files) = served(Simulate(5), 3, root.path(), &format!("{rule} on servers"), &settings);
+        let settings =
+            [&TOGETHER[..], &[&kind, "optimizer.ema=0.75", "optimizer.grad_clip=0.5", group]]
+                .concat();
+        let reference =
+            Run::new(Simulate(2), root.path(), &format!("{rule} on ranks"), &settings).succeeds();
+        let (_, files) =
+            served(Simulate(5), 3, root.path(), &format!("{rule} on servers"), &settings);
         files.same_as(&reference, 6, rule);
     }
 }
@@ -137,9 +183,11 @@ fn every_rule_updates_on_servers() {
 fn checkpoints_go_from_ranks_to_servers_and_back() {
     let root = tempfile::tempdir().unwrap();
     let reference = Run::new(Alone, root.path(), "reference", &TOGETHER).succeeds();
-    for (name, first, then) in
-        [("to servers", None, Some(2)), ("back", Some(2), None), ("other servers", Some(1), Some(3))]
-    {
+    for (name, first, then) in [
+        ("to servers", None, Some(2)),
+        ("back", Some(2), None),
+        ("other servers", Some(1), Some(3)),
+    ] {
         // It ends at step 3, as if killed: the rest is forgotten.
         let run = |servers: Option<usize>, resume: &str| {
             let ranks = servers.map_or(2, |servers| servers + 2);
@@ -148,7 +196,8 @@ fn checkpoints_go_from_ranks_to_servers_and_back() {
                 run = run.resume(resume);
             }
             let mut command = run.command();
-            command.args(servers.iter().flat_map(|servers| ["--servers".into(), servers.to_string()]));
+            command
+                .args(servers.iter().flat_map(|servers| ["--servers".into(), servers.to_string()]));
             finish(&mut command).succeeded();
             run.files()
         };
@@ -168,7 +217,8 @@ fn checkpoints_go_from_ranks_to_servers_and_back() {
     // A run stands for its newest checkpoint.
     let from = reference.path("").display().to_string();
     let newest =
-        Run::new(Simulate(4), root.path(), "newest", &[&TOGETHER[..], &["run.steps=7"]].concat()).resume(&from);
+        Run::new(Simulate(4), root.path(), "newest", &[&TOGETHER[..], &["run.steps=7"]].concat())
+            .resume(&from);
     finish(newest.command().args(["--servers", "2"])).succeeded();
     assert_eq!(newest.files().numbers("metrics.jsonl", "step"), [7.0]);
 }

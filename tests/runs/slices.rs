@@ -1,5 +1,5 @@
-//! Blocks cut among ranks: runs go on in any other layout, exports have the same bytes, and trained networks are used in layouts that
-//! training did not have.
+//! Blocks cut among ranks: runs go on in any other layout, exports have the same bytes, and trained
+//! networks are used in layouts that training did not have.
 
 use std::path::Path;
 use std::process::Command;
@@ -37,7 +37,9 @@ fn command(ranks: usize, args: &[&str], settings: &str) -> Command {
     if ranks > 1 {
         command.arg(hpctrain_testkit::program()).arg(args[0]);
     }
-    command.args(&args[1..]).args(settings.split_whitespace().flat_map(|setting| ["--set", setting]));
+    command
+        .args(&args[1..])
+        .args(settings.split_whitespace().flat_map(|setting| ["--set", setting]));
     command
 }
 
@@ -65,10 +67,14 @@ fn runs_go_on_with_other_slices_and_exports_are_equal() {
         on.same_as(&whole, 6, &format!("{layout:?}, then {settings:?}"));
         let exported = |files: &RunFiles, name: &str| {
             let out = root.path().join(name);
-            finish(program(["checkpoint", "export", "--out"]).arg(&out).arg(files.checkpoint(6))).succeeded();
+            finish(program(["checkpoint", "export", "--out"]).arg(&out).arg(files.checkpoint(6)))
+                .succeeded();
             std::fs::read(out.join("model.safetensors")).unwrap()
         };
-        assert!(exported(&files, &format!("export-{i}")) == exported(&whole, &format!("whole-{i}")), "{layout}");
+        assert!(
+            exported(&files, &format!("export-{i}")) == exported(&whole, &format!("whole-{i}")),
+            "{layout}"
+        );
         finish(program(["checkpoint", "verify"]).arg(files.checkpoint(6))).succeeded();
     }
 }
@@ -76,17 +82,22 @@ fn runs_go_on_with_other_slices_and_exports_are_equal() {
 #[test]
 fn trained_networks_are_used_in_any_layout() {
     let root = tempfile::tempdir().unwrap();
-    let trained = run(Simulate(4), root.path(), "trained", "parallel.tensor=2 parallel.pipeline=2").succeeds();
+    let trained = run(Simulate(4), root.path(), "trained", "parallel.tensor=2 parallel.pipeline=2")
+        .succeeds();
     let checkpoint = trained.checkpoint(6);
     let of = |ranks: usize, args: &[&str], settings: &str| {
-        let args = [&args[..1], &["--checkpoint", checkpoint.to_str().unwrap()], &args[1..]].concat();
+        let args =
+            [&args[..1], &["--checkpoint", checkpoint.to_str().unwrap()], &args[1..]].concat();
         finish(&mut command(ranks, &args, settings)).succeeded().stdout
     };
     let eval = |ranks, settings: &str| {
-        let found: serde_json::Value = serde_json::from_str(&of(ranks, &["eval", "--json"], settings)).unwrap();
+        let found: serde_json::Value =
+            serde_json::from_str(&of(ranks, &["eval", "--json"], settings)).unwrap();
         found["loss"].as_f64().unwrap().to_bits()
     };
-    let sample = |ranks, settings: &str| of(ranks, &["sample", "--tokens", "30", "--prompt", "ab"], settings);
+    let sample = |ranks, settings: &str| {
+        of(ranks, &["sample", "--tokens", "30", "--prompt", "ab"], settings)
+    };
     for (slices, layouts) in [
         ("", [(2, ""), (2, "parallel.pipeline=2"), (2, "parallel.zero=0")]),
         (
@@ -98,7 +109,8 @@ fn trained_networks_are_used_in_any_layout() {
             ],
         ),
     ] {
-        let (measured, drawn) = (eval(1, slices), sample(1, slices));
+        let measured = eval(1, slices);
+        let drawn = sample(1, slices);
         for (ranks, layout) in layouts {
             let settings = format!("{layout}{slices}");
             assert_eq!(eval(ranks, &settings), measured, "{settings}");
@@ -106,7 +118,8 @@ fn trained_networks_are_used_in_any_layout() {
         }
     }
     // The sidecar's own settings too.
-    let mut watch = command(2, &["eval", "--run", trained.0.to_str().unwrap()], "parallel.tensor=2");
+    let mut watch =
+        command(2, &["eval", "--run", trained.0.to_str().unwrap()], "parallel.tensor=2");
     finish(&mut watch).succeeded();
 }
 
@@ -116,20 +129,35 @@ fn outputs_of_a_pipeline_are_those_of_one_rank() {
     crate::networks::data(root.path());
     let pictures = format!("data.path={}", root.path().join("pictures").display());
     let layers = "model.layers=[{kind='flatten'}, {kind='dense', units=8}, {kind='tanh'}, {kind='dense', units=4}]";
-    let settings =
-        ["model.kind=layers", "model.input=[7, 6, 1]", layers, &pictures, "run.steps=2", "optimizer.lr=0.01"];
+    let settings = [
+        "model.kind=layers",
+        "model.input=[7, 6, 1]",
+        layers,
+        &pictures,
+        "run.steps=2",
+        "optimizer.lr=0.01",
+    ];
     let files = Run::new(Alone, root.path(), "x", &settings).succeeds();
     let outputs = |ranks: usize, layout: &str| {
         let out = root.path().join(format!("out-{ranks}-{}.h5", layout.len()));
-        let (checkpoint, data) = (files.checkpoint(2), root.path().join("pictures"));
-        let args = ["predict", "--checkpoint", checkpoint.to_str().unwrap(), "--data", data.to_str().unwrap()];
+        let checkpoint = files.checkpoint(2);
+        let data = root.path().join("pictures");
+        let args = [
+            "predict",
+            "--checkpoint",
+            checkpoint.to_str().unwrap(),
+            "--data",
+            data.to_str().unwrap(),
+        ];
         let args = [&args[..], &["--out", out.to_str().unwrap()]].concat();
         finish(&mut command(ranks, &args, layout)).succeeded();
         hdf5::File::open(&out).unwrap().dataset("outputs").unwrap().read_raw::<f32>().unwrap()
     };
     let alone = outputs(1, "");
     assert!(!alone.is_empty() && alone.iter().all(|x| x.is_finite()));
-    for (ranks, layout) in [(2, "parallel.pipeline=2"), (4, "parallel.pipeline=2 eval.batch=3"), (2, "eval.batch=3")] {
+    for (ranks, layout) in
+        [(2, "parallel.pipeline=2"), (4, "parallel.pipeline=2 eval.batch=3"), (2, "eval.batch=3")]
+    {
         assert!(outputs(ranks, layout) == alone, "{ranks} ranks, {layout}");
     }
 }

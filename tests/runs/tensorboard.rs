@@ -31,7 +31,9 @@ fn run(transport: Transport, root: &Path, name: &str, more: &[&str]) -> Run {
 
 /// The points of a tag: step and value.
 fn points(found: &Value, tag: &str) -> Vec<(u64, f64)> {
-    let all = found["scalars"][tag].as_array().unwrap_or_else(|| panic!("no {tag}: {}", found["scalars"]));
+    let all = found["scalars"][tag]
+        .as_array()
+        .unwrap_or_else(|| panic!("no {tag}: {}", found["scalars"]));
     all.iter().map(|one| (one[0].as_u64().unwrap(), one[1].as_f64().unwrap())).collect()
 }
 
@@ -65,10 +67,17 @@ fn points_are_those_of_the_records() {
     assert_eq!(points(&found, "loss/validation"), recorded(&files, "eval.jsonl", "loss"));
     assert_eq!(points(&found, "loss/validation").len(), 2);
 
-    let text = |tag: &str| found["texts"][tag][0][1].as_str().unwrap_or_else(|| panic!("no {tag}: {found}"));
-    assert!(text("texts/banner").contains("    layout       pipeline 1 × replica 2"), "{}", text("texts/banner"));
+    let text = |tag: &str| {
+        found["texts"][tag][0][1].as_str().unwrap_or_else(|| panic!("no {tag}: {found}"))
+    };
+    assert!(
+        text("texts/banner").contains("    layout       pipeline 1 × replica 2"),
+        "{}",
+        text("texts/banner")
+    );
     assert!(text("texts/configuration").contains("    tensorboard = true"));
-    let sample: Value = serde_json::from_str(files.text("samples.jsonl").lines().next().unwrap()).unwrap();
+    let sample: Value =
+        serde_json::from_str(files.text("samples.jsonl").lines().next().unwrap()).unwrap();
     let first_line = sample["text"].as_str().unwrap().lines().next().unwrap();
     assert!(text("texts/sample").starts_with(&format!("    {first_line}")) && sample["step"] == 6);
 
@@ -76,10 +85,12 @@ fn points_are_those_of_the_records() {
     let of = |kind: &str| histograms.keys().filter(|tag| tag.starts_with(kind)).count();
     assert!(of("weights/") == of("gradients/") && of("weights/") > 10, "{:?}", histograms.keys());
     for (tag, of_tensor) in histograms {
-        let steps: Vec<u64> = of_tensor.as_array().unwrap().iter().map(|one| one[0].as_u64().unwrap()).collect();
+        let steps: Vec<u64> =
+            of_tensor.as_array().unwrap().iter().map(|one| one[0].as_u64().unwrap()).collect();
         assert_eq!(steps, [3, 6], "{tag}");
         for one in of_tensor.as_array().unwrap() {
-            let counts: f64 = one[7].as_array().unwrap().iter().map(|count| count.as_f64().unwrap()).sum();
+            let counts: f64 =
+                one[7].as_array().unwrap().iter().map(|count| count.as_f64().unwrap()).sum();
             assert!(Some(counts) == one[3].as_f64() && counts > 0.0, "{tag}: {one}");
         }
     }
@@ -93,7 +104,11 @@ fn points_are_those_of_the_records() {
     let norms = files.numbers("metrics.jsonl", "grad_norm");
     for (at, step) in [(0, 3), (1, 6)] {
         let norm = squares(at).sqrt();
-        assert!((norm / norms[step - 1] - 1.0).abs() < 1e-6, "step {step}: {norm} and {}", norms[step - 1]);
+        assert!(
+            (norm / norms[step - 1] - 1.0).abs() < 1e-6,
+            "step {step}: {norm} and {}",
+            norms[step - 1]
+        );
     }
 }
 
@@ -136,10 +151,15 @@ fn replicas_that_train_apart_have_histograms() {
     let files = run(Simulate(2), root.path(), "x", &apart).succeeds();
     let Some(found) = events(&files.0) else { return };
     let of_tensor = &found["histograms"]["gradients/h.0.attn.c_attn.weight"];
-    assert_eq!((of_tensor[0][0].as_u64(), of_tensor[0][3].as_f64()), (Some(3), Some(3072.0)), "{of_tensor}");
+    assert_eq!(
+        (of_tensor[0][0].as_u64(), of_tensor[0][3].as_f64()),
+        (Some(3), Some(3072.0)),
+        "{of_tensor}"
+    );
 }
 
-/// A run that was killed within a record and goes on from an older checkpoint has each point once, and the last one counts.
+/// A run that was killed within a record and goes on from an older checkpoint has each point once,
+/// and the last one counts.
 #[test]
 fn a_run_that_goes_on_has_no_point_twice() {
     let root = tempfile::tempdir().unwrap();
@@ -168,22 +188,32 @@ fn a_run_that_goes_on_has_no_point_twice() {
 fn runs_on_servers_tell_staleness() {
     let root = tempfile::tempdir().unwrap();
     let more = ["servers.staleness=none", "log.histograms=0"];
-    let asked = Run::new(Simulate(3), root.path(), "x", &["log.tensorboard=true", more[0], more[1]]);
+    let asked =
+        Run::new(Simulate(3), root.path(), "x", &["log.tensorboard=true", more[0], more[1]]);
     let files = asked.files();
     finish(asked.command().args(["--servers", "1"])).succeeded();
     let Some(found) = events(&files.0) else { return };
     let mut of_steps: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
-    let given = files.numbers("workers.jsonl", "step").into_iter().zip(files.numbers("workers.jsonl", "staleness"));
+    let given = files
+        .numbers("workers.jsonl", "step")
+        .into_iter()
+        .zip(files.numbers("workers.jsonl", "staleness"));
     given.for_each(|(step, staleness)| of_steps.entry(step as u64).or_default().push(staleness));
-    let mean = |(step, all): (u64, Vec<f64>)| (step, f64::from((all.iter().sum::<f64>() / all.len() as f64) as f32));
-    assert_eq!(points(&found, "servers/staleness"), of_steps.into_iter().map(mean).collect::<Vec<_>>());
+    let mean = |(step, all): (u64, Vec<f64>)| {
+        (step, f64::from((all.iter().sum::<f64>() / all.len() as f64) as f32))
+    };
+    assert_eq!(
+        points(&found, "servers/staleness"),
+        of_steps.into_iter().map(mean).collect::<Vec<_>>()
+    );
 }
 
 /// An evaluator's result gets its point when a checkpoint is published.
 #[test]
 fn evaluations_by_evaluators_get_points() {
     let root = tempfile::tempdir().unwrap();
-    let settings = ["log.tensorboard=true", "run.steps=1000000", "checkpoint.every=50", "eval.inline=false"];
+    let settings =
+        ["log.tensorboard=true", "run.steps=1000000", "checkpoint.every=50", "eval.inline=false"];
     let asked = Run::new(Alone, root.path(), "x", &settings);
     let files = asked.files();
     let mut job = start(&mut asked.command());
@@ -191,7 +221,13 @@ fn evaluations_by_evaluators_get_points() {
     let evaluation = Evaluation::done(50, 1.25, BTreeMap::new());
     let evaluation = Evaluation { checkpoint: Some("step-00000050".into()), ..evaluation };
     evaluations::append(&files.path("eval.jsonl"), &evaluation).unwrap();
-    let steps = || std::fs::read(files.path("metrics.jsonl")).unwrap().iter().filter(|byte| **byte == b'\n').count();
+    let steps = || {
+        std::fs::read(files.path("metrics.jsonl"))
+            .unwrap()
+            .iter()
+            .filter(|byte| **byte == b'\n')
+            .count()
+    };
     let before = steps();
     job.until("saved again", || steps() > before + 110);
     send(job.id(), libc::SIGTERM);

@@ -24,7 +24,12 @@ fn trace(transport: Transport, settings: &[&str]) -> Vec<Span> {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("trace.json");
     std::fs::write(&path, "an older trace, longer than nothing").unwrap();
-    let run = Run::new(transport, root.path(), "x", &[&["eval.every=3", "checkpoint.every=3"], settings].concat());
+    let run = Run::new(
+        transport,
+        root.path(),
+        "x",
+        &[&["eval.every=3", "checkpoint.every=3"], settings].concat(),
+    );
     finish(run.command().arg("--trace").arg(&path)).succeeded();
     let file = json(&path);
     assert_eq!(file["otherData"]["lost_events"], 0);
@@ -39,11 +44,15 @@ fn trace(transport: Transport, settings: &[&str]) -> Vec<Span> {
     let processes: Vec<_> = events.iter().filter(|event| named(event, "process_name")).collect();
     for (rank, process) in processes.iter().enumerate() {
         assert_eq!(process["pid"], rank);
-        assert!(process["args"]["name"].as_str().unwrap().starts_with(&format!("rank {rank} on ")), "{process}");
+        assert!(
+            process["args"]["name"].as_str().unwrap().starts_with(&format!("rank {rank} on ")),
+            "{process}"
+        );
     }
     let spans = events.iter().filter(|event| event["ph"] != "M").map(|event| {
         assert_eq!(event["ph"], "X");
-        let (start, lasts) = (event["ts"].as_f64().unwrap(), event["dur"].as_f64().unwrap());
+        let start = event["ts"].as_f64().unwrap();
+        let lasts = event["dur"].as_f64().unwrap();
         assert!(start >= 0.0 && lasts >= 0.0, "{event}");
         Span {
             name: event["name"].as_str().unwrap().into(),
@@ -66,7 +75,8 @@ fn check_work(spans: &[Span], ranks: u64) {
         for kind in ["forward", "backward", "update"] {
             let found: Vec<_> = mine.iter().filter(|span| span.kind == kind).collect();
             assert_eq!(found.len(), 6 * units.len(), "{kind} on rank {rank}: six steps");
-            let of: BTreeSet<_> = found.iter().map(|span| span.args["unit"].as_str().unwrap()).collect();
+            let of: BTreeSet<_> =
+                found.iter().map(|span| span.args["unit"].as_str().unwrap()).collect();
             assert_eq!(of, units, "{kind}");
             assert!(found.iter().all(|span| span.thread == "compute"));
             assert!(found.iter().any(|span| span.name == format!("{kind} h.1")));
@@ -77,7 +87,8 @@ fn check_work(spans: &[Span], ranks: u64) {
             ("evaluation", "compute", 2),
             ("checkpoint", "compute", 2),
         ] {
-            let found = mine.iter().filter(|span| span.kind == kind && span.thread == thread).count();
+            let found =
+                mine.iter().filter(|span| span.kind == kind && span.thread == thread).count();
             assert_eq!(found, times, "{kind} on rank {rank}");
         }
     }
@@ -85,12 +96,17 @@ fn check_work(spans: &[Span], ranks: u64) {
     for rank in 0..ranks {
         for thread in ["compute", "communication", "loader"] {
             let mut open: Vec<f64> = Vec::new();
-            let mut mine: Vec<_> = spans.iter().filter(|span| span.rank == rank && span.thread == thread).collect();
+            let mut mine: Vec<_> =
+                spans.iter().filter(|span| span.rank == rank && span.thread == thread).collect();
             mine.sort_by(|a, b| a.start.total_cmp(&b.start).then(b.end.total_cmp(&a.end)));
             for span in mine {
                 open.retain(|end| *end > span.start);
                 // A thousandth of a microsecond is what the numbers hold.
-                assert!(open.iter().all(|end| span.end <= end + 1e-2), "{} of rank {rank}", span.name);
+                assert!(
+                    open.iter().all(|end| span.end <= end + 1e-2),
+                    "{} of rank {rank}",
+                    span.name
+                );
                 open.push(span.end);
             }
         }
@@ -109,7 +125,10 @@ fn check_messages(spans: &[Span], ranks: u64, algorithm: &str) {
         if who.len() < ranks as usize {
             // The recording begins and ends a little earlier on one rank than on another.
             let last = *collectives.keys().next_back().unwrap();
-            assert!(*number <= 5 || number + 1 >= last, "collective {number} was seen by ranks {who:?}");
+            assert!(
+                *number <= 5 || number + 1 >= last,
+                "collective {number} was seen by ranks {who:?}"
+            );
             continue;
         }
         let begun = of_ranks.iter().map(|span| span.start).fold(0.0, f64::max);
@@ -122,7 +141,10 @@ fn check_messages(spans: &[Span], ranks: u64, algorithm: &str) {
             for span in of_ranks {
                 let args = &span.args;
                 assert!(args["bytes"].as_u64() > Some(0) && args["unit"].is_string(), "{args}");
-                assert_eq!((&args["algorithm"], &args["ranks"]), (&algorithm.into(), &ranks.into()));
+                assert_eq!(
+                    (&args["algorithm"], &args["ranks"]),
+                    (&algorithm.into(), &ranks.into())
+                );
                 assert_eq!(args["group"], "replica");
             }
         }
@@ -133,7 +155,8 @@ fn check_messages(spans: &[Span], ranks: u64, algorithm: &str) {
 
 #[test]
 fn a_trace_has_all_ranks_on_one_clock() {
-    for (transport, algorithm) in [(Mpirun(2), "ring"), (Mpirun(2), "tree"), (Simulate(2), "tree")] {
+    for (transport, algorithm) in [(Mpirun(2), "ring"), (Mpirun(2), "tree"), (Simulate(2), "tree")]
+    {
         let spans = trace(transport, &[&format!("comm.algorithm={algorithm}")]);
         check_work(&spans, 2);
         check_messages(&spans, 2, algorithm);
@@ -146,14 +169,24 @@ fn replicas_that_train_apart_do_not_meet_between_averages() {
     let of_replicas = |settings: &[&str]| {
         let spans = trace(Simulate(4), settings);
         let counted = |group: &str, kind: &str| {
-            spans.iter().filter(|span| span.rank == 0 && span.kind == kind && span.args["group"] == group).count()
+            spans
+                .iter()
+                .filter(|span| span.rank == 0 && span.kind == kind && span.args["group"] == group)
+                .count()
         };
         (counted("replica", "all_reduce"), counted("world", "gather_bytes"))
     };
-    let hybrid = ["parallel.zero=1", "parallel.shard=2", "comm.algorithm=tree", "checkpoint.every=6", "eval.every=6"];
+    let hybrid = [
+        "parallel.zero=1",
+        "parallel.shard=2",
+        "comm.algorithm=tree",
+        "checkpoint.every=6",
+        "eval.every=6",
+    ];
     let (reduced, told) = of_replicas(&hybrid);
     assert_eq!(reduced, 6 * 4);
-    let (averaged, told_apart) = of_replicas(&[&hybrid[..], &["parallel.average_every=3"]].concat());
+    let (averaged, told_apart) =
+        of_replicas(&[&hybrid[..], &["parallel.average_every=3"]].concat());
     assert_eq!((averaged, told - told_apart), (reduced / 3, 6 - 2), "two averages of four units");
 }
 
@@ -168,7 +201,8 @@ fn one_rank_has_a_trace_too() {
 fn an_early_end_leaves_a_trace() {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("trace.json");
-    let settings = ["optimizer.lr=1e30", "run.max_skipped=2", "optimizer.grad_clip=0", "run.steps=500"];
+    let settings =
+        ["optimizer.lr=1e30", "run.max_skipped=2", "optimizer.grad_clip=0", "run.steps=500"];
     let run = Run::new(Mpirun(2), root.path(), "x", &settings);
     let ended = finish(run.command().arg("--trace").arg(&path));
     assert_eq!(ended.code(), 1, "{ended}");

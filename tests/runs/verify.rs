@@ -17,7 +17,8 @@ const TINY: [&str; 9] = [
     "run.seed=7",
 ];
 
-/// Verifies the tiny network with more settings and other arguments, in an empty directory that stays empty.
+/// Verifies the tiny network with more settings and other arguments, in an empty directory that
+/// stays empty.
 #[track_caller]
 fn verify(settings: &[&str], args: &[&str]) -> Ended {
     verify_only(&[&TINY[..], settings].concat(), args)
@@ -46,7 +47,9 @@ fn every_layout_gives_the_same_bits() {
     assert_eq!(ended.stderr, "");
     let table = lines(&ended, "equal       equal       equal");
     assert_eq!(table.len(), 25, "{ended}");
-    for (ranks, layout, zero) in [(1, "1 × 1 × 1 × 1", 0), (8, "1 × 1 × 8 × 1", 3), (8, "1 × 4 × 2 × 1", 1)] {
+    for (ranks, layout, zero) in
+        [(1, "1 × 1 × 1 × 1", 0), (8, "1 × 1 × 8 × 1", 3), (8, "1 × 4 × 2 × 1", 1)]
+    {
         let row = format!("{ranks:>5}  {layout:<35}  {zero:>4}  ");
         assert!(table.iter().any(|line| line.starts_with(&row)), "{row}: {ended}");
     }
@@ -54,11 +57,24 @@ fn every_layout_gives_the_same_bits() {
     assert!(ended.stdout.ends_with("\n25 rows, 5 steps: 0 differing bits\n"), "{ended}");
 }
 
-/// The head and the loss of some rows at a time: the rows are those of a micro-batch, which all layouts have in common.
+/// The head and the loss of some rows at a time: the rows are those of a micro-batch, which all
+/// layouts have in common.
 #[test]
 fn pieces_of_logits_give_the_same_bits() {
-    let settings = ["parallel.lanes=4", "batch.global=16", "parallel.logit_rows=5", "parallel.tensor_lanes=2"];
-    let args = ["--pipeline", "1,2", "--tensor", "1,2", "--ranks", "1,2,4", "--zero", "0,1,3", "--steps", "4"];
+    let settings =
+        ["parallel.lanes=4", "batch.global=16", "parallel.logit_rows=5", "parallel.tensor_lanes=2"];
+    let args = [
+        "--pipeline",
+        "1,2",
+        "--tensor",
+        "1,2",
+        "--ranks",
+        "1,2,4",
+        "--zero",
+        "0,1,3",
+        "--steps",
+        "4",
+    ];
     let ended = verify(&settings, &args).succeeded();
     assert!(lines(&ended, "equal       equal       equal").len() > 12, "{ended}");
     assert!(ended.stdout.ends_with("\n26 rows, 4 skipped, 4 steps: 0 differing bits\n"), "{ended}");
@@ -66,20 +82,29 @@ fn pieces_of_logits_give_the_same_bits() {
 
 #[test]
 fn processes_of_mpirun_give_the_same_bits() {
-    let ended = verify(&["parallel.lanes=8"], &["--mpi", "--ranks", "2,4", "--zero", "0,3"]).succeeded();
+    let ended =
+        verify(&["parallel.lanes=8"], &["--mpi", "--ranks", "2,4", "--zero", "0,3"]).succeeded();
     assert!(ended.stdout.contains("processes of mpirun"), "{ended}");
     assert!(ended.stdout.ends_with("\n5 rows, 20 steps: 0 differing bits\n"), "{ended}");
 }
 
-/// Micro-batches are those of the deepest pipeline for all rows. Ranks that a pipeline cannot divide are told and counted.
+/// Micro-batches are those of the deepest pipeline for all rows. Ranks that a pipeline cannot
+/// divide are told and counted.
 #[test]
 fn stages_of_a_pipeline_give_the_same_bits() {
     let args = ["--pipeline", "1,2,4", "--ranks", "1,4,8", "--zero", "0,1,3", "--steps", "4"];
     let ended = verify(&["parallel.lanes=4", "batch.global=16"], &args).succeeded();
     assert_eq!(lines(&ended, "equal       equal       equal").len(), 22, "{ended}");
-    assert!(lines(&ended, &format!("    8  {:<35}     3  ", "4 × 1 × 2 × 1")).len() == 1, "{ended}");
+    assert!(
+        lines(&ended, &format!("    8  {:<35}     3  ", "4 × 1 × 2 × 1")).len() == 1,
+        "{ended}"
+    );
     assert_eq!(lines(&ended, "skipped: pipeline(").len(), 2, "{ended}");
-    assert_eq!(lines(&ended, "skipped: parallel.lanes = 4 does not divide over 8").len(), 7, "{ended}");
+    assert_eq!(
+        lines(&ended, "skipped: parallel.lanes = 4 does not divide over 8").len(),
+        7,
+        "{ended}"
+    );
     let args = ["--pipeline", "2", "--ranks", "2,4", "--zero", "0,2", "--mpi", "--steps", "4"];
     let ended = verify(&["parallel.lanes=4", "batch.global=16"], &args).succeeded();
     assert!(ended.stdout.ends_with("\n4 rows, 4 steps: 0 differing bits\n"), "{ended}");
@@ -89,28 +114,40 @@ fn stages_of_a_pipeline_give_the_same_bits() {
 #[test]
 fn slices_of_blocks_give_the_same_bits() {
     let sliced = ["parallel.lanes=4", "parallel.tensor_lanes=2", "batch.global=16"];
-    let args = ["--pipeline", "1,2", "--tensor", "1,2", "--ranks", "2,8", "--zero", "0,3", "--steps", "4"];
+    let args =
+        ["--pipeline", "1,2", "--tensor", "1,2", "--ranks", "2,8", "--zero", "0,3", "--steps", "4"];
     for more in [&[][..], &["parallel.sequence=true", "model.kind=llama", "model.hidden=25"]] {
         let ended = verify(&[&sliced[..], more].concat(), &args).succeeded();
-        assert!(ended.stdout.contains("and tensor_lanes = 2 fix the order of additions"), "{ended}");
+        assert!(
+            ended.stdout.contains("and tensor_lanes = 2 fix the order of additions"),
+            "{ended}"
+        );
         assert!(ended.stdout.ends_with(" 4 steps: 0 differing bits\n"), "{ended}");
-        assert_eq!(lines(&ended, &format!("    8  {:<35}     3  equal", "2 × 1 × 2 × 2")).len(), 1, "{ended}");
+        assert_eq!(
+            lines(&ended, &format!("    8  {:<35}     3  equal", "2 × 1 × 2 × 2")).len(),
+            1,
+            "{ended}"
+        );
     }
     let args = ["--tensor", "2", "--ranks", "2,4", "--zero", "0,3", "--mpi", "--steps", "4"];
     let ended = verify(&sliced, &args).succeeded();
     assert!(ended.stdout.ends_with("\n4 rows, 4 steps: 0 differing bits\n"), "{ended}");
     // With as many slices as ranks sums follow the ranks.
-    let ended = verify(&["parallel.lanes=4"], &["--tensor", "2", "--ranks", "2", "--zero", "0"]).succeeded();
+    let ended = verify(&["parallel.lanes=4"], &["--tensor", "2", "--ranks", "2", "--zero", "0"])
+        .succeeded();
     assert!(ended.stdout.contains("parallel.tensor_lanes fixes their order too"), "{ended}");
     assert_eq!(lines(&ended, "close       close       close").len(), 1, "{ended}");
 }
 
-/// Pipelines of one, two and four stages, each on one to eight ranks, with every stage of ZeRO: for each network, with and
-/// without recomputation, in each schedule. The settings of every case.
+/// Pipelines of one, two and four stages, each on one to eight ranks, with every stage of ZeRO: for
+/// each network, with and without recomputation, in each schedule. The settings of every case.
 fn pipelines(pictures: &Path) -> Vec<Vec<String>> {
     let text = |model: &[&str]| -> Vec<String> {
         let tiny = TINY.iter().filter(|setting| !setting.starts_with("run.seed"));
-        tiny.chain(["model.layers=3"].iter()).chain(model).map(|setting| setting.to_string()).collect()
+        tiny.chain(["model.layers=3"].iter())
+            .chain(model)
+            .map(|setting| setting.to_string())
+            .collect()
     };
     let llama = ["model.kind=llama", "model.kv_heads=1", "model.hidden=24"];
     let of_layers = [
@@ -120,7 +157,10 @@ fn pipelines(pictures: &Path) -> Vec<Vec<String>> {
          {kind='flatten'}, {kind='dropout', rate=0.2}, {kind='dense', units=8}, {kind='tanh'}, {kind='dense', units=4}]",
         "optimizer.lr=0.01",
     ];
-    let of_layers = of_layers.map(String::from).into_iter().chain([format!("data.path={}", pictures.display())]);
+    let of_layers = of_layers
+        .map(String::from)
+        .into_iter()
+        .chain([format!("data.path={}", pictures.display())]);
     let networks = [
         text(&[]),
         text(&[&llama[..], &["model.tied=true"]].concat()),
@@ -133,7 +173,10 @@ fn pipelines(pictures: &Path) -> Vec<Vec<String>> {
         for recompute in [false, true] {
             // Networks by layers put nothing off.
             for schedule in if i < 3 { &["1f1b", "zero-bubble"][..] } else { &["1f1b"] } {
-                let layout = [format!("parallel.recompute={recompute}"), format!("parallel.schedule={schedule}")];
+                let layout = [
+                    format!("parallel.recompute={recompute}"),
+                    format!("parallel.schedule={schedule}"),
+                ];
                 cases.push([&network[..], &common, &layout].concat());
             }
         }
@@ -148,12 +191,16 @@ fn stages_of_every_network_give_the_same_bits(take: impl Fn(usize) -> bool) {
     assert_eq!(cases.len(), 14);
     for (i, case) in cases.into_iter().enumerate().filter(|(i, _)| take(*i)) {
         let case: Vec<&str> = case.iter().map(String::as_str).collect();
-        let args = ["--pipeline", "1,2,4", "--ranks", "1,2,4,8", "--zero", "0,1,2,3", "--steps", "3"];
+        let args =
+            ["--pipeline", "1,2,4", "--ranks", "1,2,4,8", "--zero", "0,1,2,3", "--steps", "3"];
         let ended = verify_only(&case, &args).succeeded();
         println!("case {i}, {case:?}\n{ended}");
         // One rank has no two stages, and so on.
         assert_eq!(lines(&ended, "skipped: pipeline(").len(), 3, "{case:?}: {ended}");
-        assert!(ended.stdout.ends_with("\n48 rows, 3 skipped, 3 steps: 0 differing bits\n"), "{case:?}: {ended}");
+        assert!(
+            ended.stdout.ends_with("\n48 rows, 3 skipped, 3 steps: 0 differing bits\n"),
+            "{case:?}: {ended}"
+        );
     }
 }
 
@@ -169,8 +216,9 @@ fn stages_of_all_networks_give_the_same_bits() {
     stages_of_every_network_give_the_same_bits(|_| true);
 }
 
-/// Four slices, or two where keys have two heads, on one, two and four ranks, with stages of a pipeline and copies or shards of them:
-/// for each network, with rows divided and not, with and without recomputation.
+/// Four slices, or two where keys have two heads, on one, two and four ranks, with stages of a
+/// pipeline and copies or shards of them: for each network, with rows divided and not, with and
+/// without recomputation.
 fn slices_of_every_network_give_the_same_bits(width: usize, take: impl Fn(usize) -> bool) {
     let llama = ["model.kind=llama", "model.kv_heads=4"];
     let grouped = ["model.kind=llama", "model.kv_heads=2", "model.tied=true"];
@@ -182,18 +230,31 @@ fn slices_of_every_network_give_the_same_bits(width: usize, take: impl Fn(usize)
             cases.push((network, lanes, sequence, recompute));
         }
     }
-    for (_, (network, lanes, sequence, recompute)) in cases.into_iter().enumerate().filter(|(i, _)| take(*i)) {
+    for (_, (network, lanes, sequence, recompute)) in
+        cases.into_iter().enumerate().filter(|(i, _)| take(*i))
+    {
         let layout = [
             format!("parallel.tensor_lanes={lanes}"),
             format!("parallel.sequence={sequence}"),
             format!("parallel.recompute={recompute}"),
         ];
         let layout: Vec<&str> = layout.iter().map(String::as_str).collect();
-        let args =
-            ["--pipeline", "1,2", "--tensor", "1,2,4", "--ranks", "1,2,4,8,16", "--zero", "0,1,2,3", "--steps", "3"];
+        let args = [
+            "--pipeline",
+            "1,2",
+            "--tensor",
+            "1,2,4",
+            "--ranks",
+            "1,2,4,8,16",
+            "--zero",
+            "0,1,2,3",
+            "--steps",
+            "3",
+        ];
         let ended = verify(&[&common[..], network, &layout].concat(), &args).succeeded();
         println!("{network:?}, {layout:?}\n{ended}");
-        // One and two stages of one, two and four ranks that share blocks, alone or twice, in four stages of ZeRO.
+        // One and two stages of one, two and four ranks that share blocks, alone or twice, in four
+        // stages of ZeRO.
         let rows = 2 * (lanes.ilog2() as usize + 1) * 2 * 4;
         assert_eq!(lines(&ended, "equal       equal       equal").len(), rows, "{ended}");
         assert!(ended.stdout.contains(&format!("\n{rows} rows, ")), "{ended}");
@@ -222,7 +283,12 @@ fn a_difference_is_named() {
         assert_eq!(lines(&ended, "DIFFER      DIFFER      DIFFER").len(), 1, "{ended}");
         let said = lines(&ended, "first difference at step 1: ");
         let [said] = said[..] else { panic!("{ended}") };
-        for words in ["norm is ", "unit embedding, tensor wte.weight, element ", " of 2080 is ", " on one rank ("] {
+        for words in [
+            "norm is ",
+            "unit embedding, tensor wte.weight, element ",
+            " of 2080 is ",
+            " on one rank (",
+        ] {
             assert!(said.contains(words), "{words:?} is missing: {ended}");
         }
         // Both values, which are not the same.
@@ -230,7 +296,10 @@ fn a_difference_is_named() {
         let (here, rest) = values.split_once(" here, ").unwrap();
         let there = rest.split_once(" on one rank").unwrap().0;
         let [here, there] = [here, there].map(|value| value.parse::<f32>().unwrap());
-        assert!(here != there && (here - there).abs() < 1e-6 * there.abs().max(1e-2), "{here} and {there}");
+        assert!(
+            here != there && (here - there).abs() < 1e-6 * there.abs().max(1e-2),
+            "{here} and {there}"
+        );
         assert!(ended.stdout.ends_with("\n1 row, 20 steps: 1 row differs\n"), "{ended}");
     }
 }
@@ -239,11 +308,19 @@ fn a_difference_is_named() {
 fn without_lanes_results_are_close() {
     let ended = verify(&[], &["--ranks", "2,3", "--zero", "0,2"]).succeeded();
     assert!(ended.stdout.contains("expected     close results: without parallel.lanes"), "{ended}");
-    assert!(ended.stdout.contains("bounds       in the first 6 steps: loss within 1e-5, norm and "), "{ended}");
+    assert!(
+        ended.stdout.contains("bounds       in the first 6 steps: loss within 1e-5, norm and "),
+        "{ended}"
+    );
     assert_eq!(lines(&ended, "close       close       close").len(), 2, "{ended}");
     let skipped = lines(&ended, "  skipped: batch.global = 8 does not divide into 3 lanes");
     assert_eq!(skipped.len(), 2, "{ended}");
-    assert!(ended.stdout.ends_with("\n2 rows, 2 skipped, 6 steps: all agree, 2 of them within bounds\n"), "{ended}");
+    assert!(
+        ended
+            .stdout
+            .ends_with("\n2 rows, 2 skipped, 6 steps: all agree, 2 of them within bounds\n"),
+        "{ended}"
+    );
     // One rank of its own must still give its own bits, and a copy of three lanes another tree.
     let twelve = ["parallel.lanes=12", "batch.global=12", "optimizer.kind=sgd"];
     let ended = verify(&twelve, &["--ranks", "1,6", "--zero", "1"]).succeeded();
@@ -258,18 +335,27 @@ fn what_cannot_be_verified_is_refused() {
         (&["parallel.lanes=3"], &[], &["batch.global = 8 does not divide into 3 lanes"]),
         (&[], &["--ranks", "3"], &["no row of the matrix can run", "--ranks"]),
         (&["comm.algorithm=mpi"], &[], &["comm.algorithm = mpi needs MPI", "--mpi"]),
-        (&["parallel.tensor_lanes=3"], &[], &["parallel.tensor_lanes = 3 does not divide model.heads = 2"]),
+        (
+            &["parallel.tensor_lanes=3"],
+            &[],
+            &["parallel.tensor_lanes = 3 does not divide model.heads = 2"],
+        ),
     ];
     for (settings, args, words) in cases {
         let ended = verify(settings, args);
         assert_eq!(ended.code(), 2, "{ended}");
         assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
         assert_eq!(ended.stderr.matches("\nhint: ").count(), 1, "{ended}");
-        words.iter().for_each(|word| assert!(ended.stderr.contains(word), "{word:?} is missing: {ended}"));
+        words
+            .iter()
+            .for_each(|word| assert!(ended.stderr.contains(word), "{word:?} is missing: {ended}"));
     }
     let ended = finish(program(["verify", "--mpi"]).env("PATH", "/nonexistent"));
     assert_eq!(ended.code(), 2, "{ended}");
-    assert!(ended.stderr.contains("--mpi needs mpirun") && ended.stderr.contains("hint: put "), "{ended}");
+    assert!(
+        ended.stderr.contains("--mpi needs mpirun") && ended.stderr.contains("hint: put "),
+        "{ended}"
+    );
     for args in [["--zero", "4"], ["--ranks", "0"], ["--steps", "0"]] {
         assert_eq!(verify(&[], &args).code(), 2, "{args:?}");
     }

@@ -58,12 +58,13 @@ pub fn time(work: usize, steps: usize, mut step: impl FnMut()) {
     println!("{}", work as f64 / seconds[steps / 2]);
 }
 
-/// Subnormal numbers are flushed to zero on all threads, as in the other programs: without, moments of weights behind dead
-/// rectifiers are slow.
+/// Subnormal numbers are flushed to zero on all threads, as in the other programs: without, moments
+/// of weights behind dead rectifiers are slow.
 pub fn flush_subnormals() {
     fn flush() {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: reads and writes the calling thread's own control register, whose other bits stay.
+        // SAFETY: reads and writes the calling thread's own control register, whose other bits
+        // stay.
         unsafe {
             let mut control = 0u32;
             std::arch::asm!("stmxcsr [{0}]", "or dword ptr [{0}], 0x8040", "ldmxcsr [{0}]", in(reg) &mut control);

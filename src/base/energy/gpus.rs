@@ -21,7 +21,8 @@ impl Gpus {
     pub fn open(ids: &[String]) -> Result<Self, String> {
         let nvml = Nvml::init().map_err(|e| format!("libnvidia-ml.so.1: {e}"))?;
         let uuids = ids.iter().map(|id| uuid(id));
-        let counters = uuids.map(|uuid| Ok(Counter { last: read(&nvml, &uuid)?, uuid, joules: 0.0 }));
+        let counters =
+            uuids.map(|uuid| Ok(Counter { last: read(&nvml, &uuid)?, uuid, joules: 0.0 }));
         let counters = counters.collect::<Result<_, String>>()?;
         Ok(Self { nvml, counters })
     }
@@ -43,7 +44,9 @@ fn read(nvml: &Nvml, uuid: &str) -> Result<u64, String> {
     let millijoules = nvml.device_by_uuid(uuid).and_then(|gpu| gpu.total_energy_consumption());
     millijoules.map_err(|e| match e {
         NvmlError::NotSupported => {
-            format!("{uuid} has no energy counter (GPUs from Volta on have one, slices of MIG none)")
+            format!(
+                "{uuid} has no energy counter (GPUs from Volta on have one, slices of MIG none)"
+            )
         }
         other => format!("{uuid}: {other}"),
     })

@@ -1,7 +1,8 @@
-//! Energy of a machine while a program runs: counters of its GPUs (NVML) and of its CPU packages and their DRAM (RAPL).
+//! Energy of a machine while a program runs: counters of its GPUs (NVML) and of its CPU packages
+//! and their DRAM (RAPL).
 //!
-//! Counters belong to the machine, not to a process: one process per machine reads them, and other programs on the same
-//! devices count too.
+//! Counters belong to the machine, not to a process: one process per machine reads them, and other
+//! programs on the same devices count too.
 
 mod gpus;
 mod rapl;
@@ -15,7 +16,8 @@ use serde::{Deserialize, Serialize};
 use gpus::Gpus;
 use rapl::Rapl;
 
-/// Counters are read at least this often, before one can wrap twice: RAPL's 32 bits hold 262 kJ, six minutes at 700 W.
+/// Counters are read at least this often, before one can wrap twice: RAPL's 32 bits hold 262 kJ,
+/// six minutes at 700 W.
 const KEEP_UP: Duration = Duration::from_secs(30);
 
 /// The devices whose energy is counted.
@@ -35,7 +37,8 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// Opens the counters of this machine's CPUs, and of the GPUs with these CUDA ids (32 hexadecimal digits).
+    /// Opens the counters of this machine's CPUs, and of the GPUs with these CUDA ids (32
+    /// hexadecimal digits).
     pub fn open(gpus: &[String]) -> Self {
         let gpus = if gpus.is_empty() { Err("no GPU is in use".into()) } else { Gpus::open(gpus) };
         Self { gpus, cpus: Rapl::open(&rapl::root()) }
@@ -98,20 +101,29 @@ pub struct Meter {
 
 impl Meter {
     fn start(reading: Reading) -> Self {
-        let shared =
-            Arc::new(Shared { reading: Mutex::new(reading), is_over: Mutex::new(false), ends: Condvar::new() });
+        let shared = Arc::new(Shared {
+            reading: Mutex::new(reading),
+            is_over: Mutex::new(false),
+            ends: Condvar::new(),
+        });
         let kept = shared.clone();
         let keep_up = move || {
             let mut is_over = kept.is_over.lock().unwrap_or_else(PoisonError::into_inner);
             while !*is_over {
-                let waited = kept.ends.wait_timeout(is_over, KEEP_UP).unwrap_or_else(PoisonError::into_inner);
+                let waited = kept
+                    .ends
+                    .wait_timeout(is_over, KEEP_UP)
+                    .unwrap_or_else(PoisonError::into_inner);
                 is_over = waited.0;
                 kept.reading.lock().unwrap_or_else(PoisonError::into_inner).update();
             }
         };
         // Without the thread only a counter that wraps twice between two readings is wrong.
         let keeper = std::thread::Builder::new().name("energy".into()).spawn(keep_up);
-        Self { shared, keeper: keeper.inspect_err(|e| log::warn!("no thread reads energy counters: {e}")).ok() }
+        Self {
+            shared,
+            keeper: keeper.inspect_err(|e| log::warn!("no thread reads energy counters: {e}")).ok(),
+        }
     }
 
     /// Joules since the start; none once a counter could not be read.
@@ -132,7 +144,8 @@ impl Drop for Meter {
     }
 }
 
-/// A machine's identity, the same for all processes on it, also in containers; the host's name where the system does not say.
+/// A machine's identity, the same for all processes on it, also in containers; the host's name
+/// where the system does not say.
 pub fn machine(host: &str) -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
     boot.map_or_else(|_| host.to_owned(), |id| id.trim().to_owned())

@@ -1,5 +1,5 @@
-//! RAPL: energy counters of CPU packages and their DRAM, as Linux shows them below /sys/class/powercap (Intel, and AMD
-//! from family 17h on).
+//! RAPL: energy counters of CPU packages and their DRAM, as Linux shows them below
+//! /sys/class/powercap (Intel, and AMD from family 17h on).
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -45,7 +45,10 @@ impl Rapl {
             }
         }
         if zones.is_empty() {
-            return Err(format!("{} has no RAPL counters; virtual machines hide them", root.display()));
+            return Err(format!(
+                "{} has no RAPL counters; virtual machines hide them",
+                root.display()
+            ));
         }
         Ok(Self { zones })
     }
@@ -54,7 +57,11 @@ impl Rapl {
     pub fn joules(&mut self) -> Result<f64, String> {
         for zone in &mut self.zones {
             let now = read(&zone.path)?;
-            let gone = if now >= zone.last { now - zone.last } else { (zone.range - zone.last.min(zone.range)) + now };
+            let gone = if now >= zone.last {
+                now - zone.last
+            } else {
+                (zone.range - zone.last.min(zone.range)) + now
+            };
             zone.joules += gone as f64 * 1e-6;
             zone.last = now;
         }
@@ -62,10 +69,13 @@ impl Rapl {
     }
 }
 
-/// Whether a zone is a package, or DRAM, which no package includes. `core` and `uncore` are parts of packages, `psys` includes
-/// them, and `intel-rapl-mmio` has the same packages once more.
+/// Whether a zone is a package, or DRAM, which no package includes. `core` and `uncore` are parts
+/// of packages, `psys` includes them, and `intel-rapl-mmio` has the same packages once more.
 fn is_counted(zone: &Path) -> bool {
-    let is_rapl = zone.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with("intel-rapl:"));
+    let is_rapl = zone
+        .file_name()
+        .and_then(|name| name.to_str())
+        .is_some_and(|name| name.starts_with("intel-rapl:"));
     let name = fs::read_to_string(zone.join("name")).unwrap_or_default();
     is_rapl && (name.starts_with("package-") || name.trim() == "dram")
 }
@@ -99,7 +109,8 @@ mod tests {
         plant(root, "intel-rapl-mmio:0", "package-0", 5);
         let mut rapl = Rapl::open(root).unwrap();
         assert_eq!(rapl.joules(), Ok(0.0));
-        // 850 µJ to the end of its range, and 2 J more; those that are parts of others do not count.
+        // 850 µJ to the end of its range, and 2 J more; those that are parts of others do not
+        // count.
         plant(root, "intel-rapl:0", "package-0", 2_000_000);
         for zone in ["intel-rapl:0:0", "intel-rapl:1", "intel-rapl-mmio:0"] {
             plant(root, zone, "core", 9_000_000);

@@ -29,7 +29,8 @@ pub struct Tensor {
     pub shape: Vec<usize>,
     /// Its initial values.
     pub init: Init,
-    /// Not trained, but an average: each step moves it by this part of the way to the values in its gradient.
+    /// Not trained, but an average: each step moves it by this part of the way to the values in its
+    /// gradient.
     pub average: Option<f32>,
     /// Whether the first backward of a lane overwrites its gradient: it need not be zeroed before.
     pub overwritten: bool,
@@ -40,7 +41,14 @@ pub struct Tensor {
 impl Tensor {
     /// A parameter.
     pub fn new(name: impl Into<String>, shape: &[usize], init: Init) -> Self {
-        Self { name: name.into(), shape: shape.to_vec(), init, average: None, overwritten: false, cut: None }
+        Self {
+            name: name.into(),
+            shape: shape.to_vec(),
+            init,
+            average: None,
+            overwritten: false,
+            cut: None,
+        }
     }
 
     /// A running average that a step moves by this part of the way to the step's own value.
@@ -58,7 +66,8 @@ impl Tensor {
         Self { cut: Some(cut), ..self }
     }
 
-    /// Its place among the tensors of a unit: decayed ones, then the other trained ones, then averages.
+    /// Its place among the tensors of a unit: decayed ones, then the other trained ones, then
+    /// averages.
     pub fn order(&self) -> u8 {
         match (self.average, self.decays()) {
             (Some(_), _) => 2,
@@ -88,10 +97,12 @@ pub fn trained(tensors: &[Tensor]) -> usize {
     tensors.iter().filter(|tensor| tensor.average.is_none()).map(Tensor::len).sum()
 }
 
-/// The flat storage of one block's parameters on a rank: a section for each tensor lane that it holds.
+/// The flat storage of one block's parameters on a rank: a section for each tensor lane that it
+/// holds.
 ///
-/// In a section the lane's parts of cut tensors come first, then a copy of every whole tensor, then padding; among each,
-/// decayed tensors come first and averages last. Without tensor parallelism there is one section, with everything.
+/// In a section the lane's parts of cut tensors come first, then a copy of every whole tensor, then
+/// padding; among each, decayed tensors come first and averages last. Without tensor parallelism
+/// there is one section, with everything.
 #[derive(Debug, Clone, PartialEq)]
 pub struct UnitLayout {
     /// Name for traces and errors.
@@ -136,23 +147,49 @@ impl UnitLayout {
         Self::sliced(name, tensors, parts, &TensorShards::whole())
     }
 
-    /// Lays out the part of `tensors` of some tensor lanes, so that each section can be cut into `parts` equal parts.
-    pub fn sliced(name: impl Into<Arc<str>>, tensors: Vec<Tensor>, parts: usize, slices: &TensorShards) -> Self {
-        debug_assert!(tensors.iter().is_sorted_by_key(Tensor::order), "decayed tensors come first, averages last");
+    /// Lays out the part of `tensors` of some tensor lanes, so that each section can be cut into
+    /// `parts` equal parts.
+    pub fn sliced(
+        name: impl Into<Arc<str>>,
+        tensors: Vec<Tensor>,
+        parts: usize,
+        slices: &TensorShards,
+    ) -> Self {
+        debug_assert!(
+            tensors.iter().is_sorted_by_key(Tensor::order),
+            "decayed tensors come first, averages last"
+        );
         let is_cut = |tensor: &Tensor| slices.total > 1 && tensor.cut.is_some();
-        debug_assert!(tensors.iter().is_sorted_by_key(|tensor| !is_cut(tensor)), "cut tensors come first");
-        let len = |tensor: &Tensor, lane| tensor.slabs(slices, lane).iter().map(|slab| slab.range.len()).sum::<usize>();
+        debug_assert!(
+            tensors.iter().is_sorted_by_key(|tensor| !is_cut(tensor)),
+            "cut tensors come first"
+        );
+        let len = |tensor: &Tensor, lane| {
+            tensor.slabs(slices, lane).iter().map(|slab| slab.range.len()).sum::<usize>()
+        };
         // The first lane has most.
-        let section = tensors.iter().map(|tensor| len(tensor, 0)).sum::<usize>().next_multiple_of(parts * ALIGN);
-        let (mut places, mut sections) = (Vec::new(), Vec::new());
+        let section = tensors
+            .iter()
+            .map(|tensor| len(tensor, 0))
+            .sum::<usize>()
+            .next_multiple_of(parts * ALIGN);
+        let mut places = Vec::new();
+        let mut sections = Vec::new();
         for (number, lane) in slices.held.clone().enumerate() {
             let start = number * section;
-            let (mut end, mut cut_end, mut trained_end) = (start, start, start);
+            let mut end = start;
+            let mut cut_end = start;
+            let mut trained_end = start;
             for (index, tensor) in tensors.iter().enumerate() {
                 for slab in tensor.slabs(slices, lane) {
                     let range = end..end + slab.range.len();
                     end = range.end;
-                    places.push(Place { tensor: index, slab, range, is_copy: !is_cut(tensor) && lane > 0 });
+                    places.push(Place {
+                        tensor: index,
+                        slab,
+                        range,
+                        is_copy: !is_cut(tensor) && lane > 0,
+                    });
                 }
                 if is_cut(tensor) {
                     cut_end = end;
@@ -170,7 +207,15 @@ impl UnitLayout {
             sections.push(Section { counted: start..counted, whole: cut_end..end });
         }
         let padded = slices.held.len() * section;
-        Self { name: name.into(), tensors, section, padded, slices: slices.clone(), places, sections }
+        Self {
+            name: name.into(),
+            tensors,
+            section,
+            padded,
+            slices: slices.clone(),
+            places,
+            sections,
+        }
     }
 
     /// The tensor lanes of the sections.
@@ -183,11 +228,14 @@ impl UnitLayout {
         self.places.iter().map(|place| (&self.tensors[place.tensor], place.range.clone()))
     }
 
-    /// The elements whose gradients backwards only ever add to, so that they begin with zeros; padding is among them.
+    /// The elements whose gradients backwards only ever add to, so that they begin with zeros;
+    /// padding is among them.
     pub fn zeroed(&self) -> Vec<Range<usize>> {
         let mut zeroed = Vec::new();
         let mut from = 0;
-        for Place { range, .. } in self.places.iter().filter(|place| self.tensors[place.tensor].overwritten) {
+        for Place { range, .. } in
+            self.places.iter().filter(|place| self.tensors[place.tensor].overwritten)
+        {
             zeroed.push(from..range.start);
             from = range.end;
         }
@@ -196,14 +244,15 @@ impl UnitLayout {
         zeroed
     }
 
-    /// The elements of `range`, which is within one section, whose gradients count: not those of averages, and those of
-    /// whole tensors in one lane only.
+    /// The elements of `range`, which is within one section, whose gradients count: not those of
+    /// averages, and those of whole tensors in one lane only.
     pub fn counted(&self, range: Range<usize>) -> Range<usize> {
         let end = self.sections[range.start / self.section].counted.end;
         range.start.min(end)..range.end.min(end)
     }
 
-    /// Whether the section of element `at` has but a copy of tensor `tensor`, for which another one answers.
+    /// Whether the section of element `at` has but a copy of tensor `tensor`, for which another one
+    /// answers.
     pub fn is_copy(&self, at: usize, tensor: usize) -> bool {
         self.tensors[tensor].cut.is_none() && self.slices.held.start + at / self.section > 0
     }
@@ -214,7 +263,8 @@ impl UnitLayout {
         self.sections.iter().filter(move |_| is_cut).map(|section| section.whole.clone())
     }
 
-    /// In each section, the elements of the first tensor, which is the one that other blocks borrow.
+    /// In each section, the elements of the first tensor, which is the one that other blocks
+    /// borrow.
     pub fn first_tensor(&self) -> impl Iterator<Item = Range<usize>> {
         self.places.iter().filter(|place| place.tensor == 0).map(|place| place.range.clone())
     }
@@ -224,8 +274,8 @@ impl UnitLayout {
         part(self.padded, index, count)
     }
 
-    /// The parts of tensors that lie in `owned` and that the unit answers for: every element of a tensor is a piece of one
-    /// lane.
+    /// The parts of tensors that lie in `owned` and that the unit answers for: every element of a
+    /// tensor is a piece of one lane.
     pub fn pieces(&self, owned: Range<usize>) -> impl Iterator<Item = Piece<'_>> {
         self.select(owned, false)
     }
@@ -278,10 +328,11 @@ pub struct Piece<'a> {
 }
 
 impl Piece<'_> {
-    /// The piece as runs of elements that follow each other in the whole tensor: the first one's index among the
-    /// tensor's flat elements, and the run as a range of the owned range.
+    /// The piece as runs of elements that follow each other in the whole tensor: the first one's
+    /// index among the tensor's flat elements, and the run as a range of the owned range.
     pub fn runs(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
-        // Without columns, and with all of them, the piece is one run: of a matrix with a single row.
+        // Without columns, and with all of them, the piece is one run: of a matrix with a single
+        // row.
         let (columns, stride) = match (&self.columns, &self.tensor.shape[..]) {
             (Some(columns), &[_, stride]) if columns.len() < stride => (columns.clone(), stride),
             _ => (0..self.tensor.len(), self.tensor.len()),
@@ -291,7 +342,10 @@ impl Piece<'_> {
         rows.map(move |row| {
             let run = start.max(row * width)..end.min((row + 1) * width);
             let first = row * stride + columns.start + (run.start - row * width);
-            (first, self.of_owned.start + (run.start - start)..self.of_owned.start + (run.end - start))
+            (
+                first,
+                self.of_owned.start + (run.start - start)..self.of_owned.start + (run.end - start),
+            )
         })
     }
 }
@@ -368,7 +422,8 @@ mod tests {
             let of_owned = before..before + of_tensor.len();
             let all = columns.as_ref().is_none_or(|columns| columns.len() == 7);
             let piece = Piece { index: 0, tensor: &tensor, columns, of_tensor: of_tensor.clone(), of_owned };
-            let (mut found, mut at) = (Vec::new(), before);
+            let mut found = Vec::new();
+            let mut at = before;
             for (first, run) in piece.runs() {
                 prop_assert!(!run.is_empty() && run.start == at);
                 at = run.end;

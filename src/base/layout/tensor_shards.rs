@@ -1,9 +1,9 @@
 //! The division of blocks into lanes along the tensor axis. Integers in, integers out.
 //!
-//! A network is cut into a fixed number of tensor lanes, each with some heads, some columns of the hidden layers and
-//! some rows of the vocabulary. A rank holds consecutive lanes and computes one after the other: a product has the same
-//! shape whichever rank computes it, and sums over lanes are added in one tree, so that every number of ranks gives the
-//! same bits.
+//! A network is cut into a fixed number of tensor lanes, each with some heads, some columns of the
+//! hidden layers and some rows of the vocabulary. A rank holds consecutive lanes and computes one
+//! after the other: a product has the same shape whichever rank computes it, and sums over lanes
+//! are added in one tree, so that every number of ranks gives the same bits.
 
 use std::ops::Range;
 
@@ -48,9 +48,15 @@ impl TensorShards {
         self.total / self.held.len()
     }
 
-    /// The elements of each lane of this rank, in a buffer with the rows of one lane's [share](TensorShards::share) of `len` columns
-    /// after those of another's; from a row of so many columns to the next it is `stride` elements.
-    pub fn of_lanes(&self, rows: usize, len: usize, stride: impl Fn(usize) -> usize) -> Vec<Range<usize>> {
+    /// The elements of each lane of this rank, in a buffer with the rows of one lane's
+    /// [share](TensorShards::share) of `len` columns after those of another's; from a row of so
+    /// many columns to the next it is `stride` elements.
+    pub fn of_lanes(
+        &self,
+        rows: usize,
+        len: usize,
+        stride: impl Fn(usize) -> usize,
+    ) -> Vec<Range<usize>> {
         let ends = self.held.clone().scan(0, |end, lane| {
             let start = *end;
             *end += rows * stride(self.share(len, lane).len());
@@ -59,8 +65,8 @@ impl TensorShards {
         ends.collect()
     }
 
-    /// Of so many rows of the stream, those of this rank. Ranks do not divide them where they are no multiple of the lanes, which
-    /// happens outside training only.
+    /// Of so many rows of the stream, those of this rank. Ranks do not divide them where they are
+    /// no multiple of the lanes, which happens outside training only.
     pub fn rows(&self, rows: usize) -> Range<usize> {
         if !self.divides(rows) {
             return 0..rows;
@@ -73,14 +79,16 @@ impl TensorShards {
         self.sequence && self.ranks() > 1 && rows.is_multiple_of(self.total)
     }
 
-    /// Of `len` things in a row, those of a lane: equally many, but fewer in the last lanes where they do not divide.
+    /// Of `len` things in a row, those of a lane: equally many, but fewer in the last lanes where
+    /// they do not divide.
     pub fn share(&self, len: usize, lane: usize) -> Range<usize> {
         let most = len.div_ceil(self.total);
         (lane * most).min(len)..((lane + 1) * most).min(len)
     }
 
-    /// Elements of a row that live at once while `len` elements are summed over lanes: the partial sums of a tree, and all rows of
-    /// an operand where ranks divide them. None without lanes, where a product needs no memory but its result's.
+    /// Elements of a row that live at once while `len` elements are summed over lanes: the partial
+    /// sums of a tree, and all rows of an operand where ranks divide them. None without lanes,
+    /// where a product needs no memory but its result's.
     pub fn sums(&self, len: usize) -> usize {
         match self.total {
             1 => 0,
@@ -93,7 +101,8 @@ impl TensorShards {
         if self.sequence && self.ranks() > 1 { len } else { 0 }
     }
 
-    /// Elements of a row of a buffer whose rows are divided among ranks with [`TensorShards::sequence`], for each row of the whole.
+    /// Elements of a row of a buffer whose rows are divided among ranks with
+    /// [`TensorShards::sequence`], for each row of the whole.
     pub fn own(&self, len: usize) -> usize {
         if self.sequence { len.div_ceil(self.ranks()) } else { len }
     }
@@ -120,7 +129,10 @@ impl Tensor {
                 let share = slices.share(of_segment, lane);
                 let slab = |segment: usize| {
                     let first = segment * of_segment;
-                    ShardSlab { columns: None, range: (first + share.start) * columns..(first + share.end) * columns }
+                    ShardSlab {
+                        columns: None,
+                        range: (first + share.start) * columns..(first + share.end) * columns,
+                    }
                 };
                 (0..segments).map(slab).collect()
             }
@@ -148,8 +160,14 @@ mod tests {
         assert_eq!(of(&[5, 4], Cut::Rows { segments: 1 }, 0), [(None, 0..12)]);
         assert_eq!(of(&[5, 4], Cut::Rows { segments: 1 }, 1), [(None, 12..20)]);
         // Queries, keys and values of two heads.
-        assert_eq!(of(&[6, 2], Cut::Rows { segments: 3 }, 1), [(None, 2..4), (None, 6..8), (None, 10..12)]);
-        assert_eq!(of(&[6], Cut::Rows { segments: 3 }, 0), [(None, 0..1), (None, 2..3), (None, 4..5)]);
+        assert_eq!(
+            of(&[6, 2], Cut::Rows { segments: 3 }, 1),
+            [(None, 2..4), (None, 6..8), (None, 10..12)]
+        );
+        assert_eq!(
+            of(&[6], Cut::Rows { segments: 3 }, 0),
+            [(None, 0..1), (None, 2..3), (None, 4..5)]
+        );
         assert_eq!(of(&[3, 4], Cut::Columns, 1), [(Some(2..4), 0..6)]);
     }
 
@@ -160,8 +178,14 @@ mod tests {
         assert_eq!((slices.rows(64), slices.rows(7)), (16..32, 0..7));
         // Of 23 columns a lane has three, the last two.
         assert_eq!(slices.of_lanes(10, 23, |columns| columns), [0..30, 30..60]);
-        assert_eq!(TensorShards::of_rank(8, 3, 4, true).of_lanes(10, 23, |columns| columns), [0..30, 30..50]);
-        assert_eq!(TensorShards::of_rank(8, 3, 4, true).of_lanes(10, 23, |columns| columns + 5), [0..80, 80..150]);
+        assert_eq!(
+            TensorShards::of_rank(8, 3, 4, true).of_lanes(10, 23, |columns| columns),
+            [0..30, 30..50]
+        );
+        assert_eq!(
+            TensorShards::of_rank(8, 3, 4, true).of_lanes(10, 23, |columns| columns + 5),
+            [0..80, 80..150]
+        );
         assert_eq!(TensorShards::whole().own(64), 64);
     }
 }

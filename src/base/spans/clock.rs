@@ -11,12 +11,13 @@ static ANCHOR: LazyLock<(Instant, u64)> = LazyLock::new(|| {
         (before.elapsed(), before, unix)
     };
     // A reading that was not interrupted is exact to a fraction of a microsecond.
-    let (took, before, unix) = (0..16).map(|_| look()).min_by_key(|(took, ..)| *took).unwrap_or_else(look);
+    let (took, before, unix) =
+        (0..16).map(|_| look()).min_by_key(|(took, ..)| *took).unwrap_or_else(look);
     (before, (unix - (took / 2).min(unix)).as_nanos() as u64)
 });
 
-/// Nanoseconds since 1970 by a clock that never jumps: read from the system once, then carried on by the monotonic
-/// clock. Processes of one host agree to some microseconds.
+/// Nanoseconds since 1970 by a clock that never jumps: read from the system once, then carried on
+/// by the monotonic clock. Processes of one host agree to some microseconds.
 pub fn now() -> u64 {
     let (instant, unix) = *ANCHOR;
     unix + instant.elapsed().min(Duration::from_secs(u64::from(u32::MAX))).as_nanos() as u64
@@ -28,7 +29,8 @@ mod tests {
 
     #[test]
     fn follows_the_system() {
-        let (before, first) = (now(), UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64);
+        let before = now();
+        let first = UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64;
         assert!(first.abs_diff(before) < 1_000_000_000, "{first} {before}");
         assert!(now() >= before);
     }

@@ -1,8 +1,9 @@
-//! Activity of the threads of a rank: the watchdog reads it at any time, `--trace` writes it down afterwards.
+//! Activity of the threads of a rank: the watchdog reads it at any time, `--trace` writes it down
+//! afterwards.
 //!
-//! A thread registers with its rank once ([`Activity::here`]) and then marks its work with [`span`]. A thread that
-//! belongs to no rank may do so too: nothing is kept. A span costs two readings of the clock; only while the rank
-//! [records](Activity::record) is anything stored.
+//! A thread registers with its rank once ([`Activity::here`]) and then marks its work with
+//! [`span`]. A thread that belongs to no rank may do so too: nothing is kept. A span costs two
+//! readings of the clock; only while the rank [records](Activity::record) is anything stored.
 
 mod clock;
 
@@ -268,12 +269,21 @@ pub fn span(doing: Doing, unit: Option<&Arc<str>>) -> Span {
 
 impl Drop for Span {
     fn drop(&mut self) {
-        let Some(Open { activity, track, doing, unit, start, before }) = self.0.take() else { return };
+        let Some(Open { activity, track, doing, unit, start, before }) = self.0.take() else {
+            return;
+        };
         if track == Track::Compute {
             activity.0.phase.store(before, Ordering::Relaxed);
         }
         if activity.records() {
-            activity.keep(Event { track, name: doing.name(), unit, start, end: now(), message: None });
+            activity.keep(Event {
+                track,
+                name: doing.name(),
+                unit,
+                start,
+                end: now(),
+                message: None,
+            });
         }
     }
 }
@@ -309,9 +319,12 @@ mod tests {
         }
         assert_eq!(activity.phase().0, Doing::Other);
         let events = activity.take().kept;
-        let names: Vec<_> = events.iter().map(|event| (event.name, event.unit.as_deref())).collect();
+        let names: Vec<_> =
+            events.iter().map(|event| (event.name, event.unit.as_deref())).collect();
         assert_eq!(names, [("wait for messages", None), ("forward", Some("block0"))]);
-        assert!(events.iter().all(|event| event.start <= event.end && event.track == Track::Compute));
+        assert!(
+            events.iter().all(|event| event.start <= event.end && event.track == Track::Compute)
+        );
         assert!(activity.take().kept.is_empty());
     }
 }

@@ -30,8 +30,8 @@ pub struct Exported {
     pub added: usize,
 }
 
-/// Writes the parameters of a checkpoint and its tokenizer to the directory `out`, which appears whole or not at all. In memory
-/// it has one tensor at a time.
+/// Writes the parameters of a checkpoint and its tokenizer to the directory `out`, which appears
+/// whole or not at all. In memory it has one tensor at a time.
 ///
 /// # Errors
 /// The checkpoint is damaged, there are files in `out`, or the file system refused.
@@ -45,7 +45,8 @@ pub fn export(reader: &mut Reader, out: &Path) -> Result<Exported> {
     });
     let ours: BTreeSet<String> = tensors(&network).into_iter().map(|tensor| tensor.name).collect();
     let staging = Staging::new(out)?;
-    let named = |tensor: &Tensor| (spelling.name(spelling.prefix, &tensor.name), spelling.shape(tensor));
+    let named =
+        |tensor: &Tensor| (spelling.name(spelling.prefix, &tensor.name), spelling.shape(tensor));
     let table: Vec<(String, Vec<usize>)> = there.iter().map(named).collect();
     let mut writer = Writer::create(&staging.path().join(MODEL), &table)?;
     let mut exported = Exported { tensors: there.len(), elements: 0, added: 0 };
@@ -82,10 +83,10 @@ fn network(reader: &Reader) -> Result<Network> {
         let found = reader.manifest().tensors.get(&tensor.name).map(|entry| &entry.shape);
         if found != Some(&tensor.shape) {
             let is = found.map_or_else(|| "missing".into(), |shape| format!("{shape:?}"));
-            let message = format!("{} is {is}, by the configuration {:?}", tensor.name, tensor.shape);
-            return Err(
-                Error::input(format!("{}: {message}", reader.dir().display())).hint("export another checkpoint")
-            );
+            let message =
+                format!("{} is {is}, by the configuration {:?}", tensor.name, tensor.shape);
+            return Err(Error::input(format!("{}: {message}", reader.dir().display()))
+                .hint("export another checkpoint"));
         }
     }
     Ok(network)

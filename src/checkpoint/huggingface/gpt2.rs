@@ -1,4 +1,5 @@
-//! `config.json` of a GPT-2: the keys that describe our network, and those whose values are fixed here.
+//! `config.json` of a GPT-2: the keys that describe our network, and those whose values are fixed
+//! here.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,7 +7,8 @@ use super::architecture::Tokens;
 use hpctrain_config::{LayerList, Model, ModelKind};
 use hpctrain_nn::gpt::{EPSILON, Gpt};
 
-/// The keys that determine the network's computation. Left out, a key has the default of `transformers`.
+/// The keys that determine the network's computation. Left out, a key has the default of
+/// `transformers`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Architecture {
     /// Classes that read the model.
@@ -118,10 +120,14 @@ impl Architecture {
         let Self { n_inner, n_embd, activation_function, layer_norm_epsilon, .. } = self;
         // Two names of GELU by its tanh approximation.
         if !["gelu_new", "gelu_pytorch_tanh"].contains(&activation_function.as_str()) {
-            return Some(format!("activation_function is {activation_function:?}, here it is \"gelu_new\""));
+            return Some(format!(
+                "activation_function is {activation_function:?}, here it is \"gelu_new\""
+            ));
         }
         if *layer_norm_epsilon as f32 != EPSILON {
-            return Some(format!("layer_norm_epsilon is {layer_norm_epsilon}, here it is {EPSILON}"));
+            return Some(format!(
+                "layer_norm_epsilon is {layer_norm_epsilon}, here it is {EPSILON}"
+            ));
         }
         if let Some(inner) = n_inner.filter(|inner| Some(*inner) != n_embd.checked_mul(4)) {
             return Some(format!("n_inner is {inner}, here it is four times n_embd = {n_embd}"));

@@ -19,23 +19,31 @@ use hpctrain_config::telemetry::unix_time;
 use hpctrain_config::{Config, Data, Environment, resolve};
 use hpctrain_data::Tokenizer;
 
-/// Writes the network in the directory `from` as a checkpoint at step 0, without optimizer state, into the directory
-/// `out`, which appears whole or not at all. `tokenizer` is written down for sampling. Returns the checkpoint's manifest.
+/// Writes the network in the directory `from` as a checkpoint at step 0, without optimizer state,
+/// into the directory `out`, which appears whole or not at all. `tokenizer` is written down for
+/// sampling. Returns the checkpoint's manifest.
 ///
 /// # Errors
-/// Returns an error if it is another network, if tensors are missing, of another shape or not finite, or if there are files in `out`.
+/// Returns an error if it is another network, if tensors are missing, of another shape or not
+/// finite, or if there are files in `out`.
 pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<Manifest> {
     let architecture = Architecture::read(&from.join(CONFIG))?;
     // Its training data is not known.
     let data = Data { path: String::new(), ..Data::default() };
     let config = Config { model: architecture.model(), data, ..Config::default() };
-    let plan = resolve(config, &Environment { ranks: 1, threads: 1, vocabulary: None, on_gpu: false });
+    let plan =
+        resolve(config, &Environment { ranks: 1, threads: 1, vocabulary: None, on_gpu: false });
     let plan = plan.map_err(|e| e.at(from.join(CONFIG).display()))?;
     let vocabulary = plan.network.outputs();
-    if let Some(tokenizer) = tokenizer.as_ref().filter(|tokenizer| tokenizer.vocabulary() > vocabulary) {
-        let (name, ids) = (tokenizer.name(), tokenizer.vocabulary());
-        return Err(Error::input(format!("the tokenizer {name} has {ids} ids, the model only {vocabulary}"))
-            .hint("give the tokenizer that the model was trained with, or none"));
+    if let Some(tokenizer) =
+        tokenizer.as_ref().filter(|tokenizer| tokenizer.vocabulary() > vocabulary)
+    {
+        let name = tokenizer.name();
+        let ids = tokenizer.vocabulary();
+        return Err(Error::input(format!(
+            "the tokenizer {name} has {ids} ids, the model only {vocabulary}"
+        ))
+        .hint("give the tokenizer that the model was trained with, or none"));
     }
     let tensors = tensors(&plan.network);
     let source = Source::open(from, Spelling::of(&plan.network)?, &tensors)?;
@@ -96,15 +104,21 @@ struct Source {
 }
 
 impl Source {
-    /// Opens the files in the directory `from` and checks that they have these tensors, and no others that count.
+    /// Opens the files in the directory `from` and checks that they have these tensors, and no
+    /// others that count.
     fn open(from: &Path, spelling: Spelling, tensors: &[Tensor]) -> Result<Self> {
         let Files { names, map } = files(from)?;
-        let readers = names.iter().map(|name| Reader::open(&from.join(name))).collect::<Result<Vec<_>>>()?;
+        let readers =
+            names.iter().map(|name| Reader::open(&from.join(name))).collect::<Result<Vec<_>>>()?;
         let places = match map {
             None => readers.iter().flat_map(Reader::names).map(|name| (name, 0)).collect(),
             Some(map) => placed(from, map, &names, &readers)?,
         };
-        let prefix = if places.keys().any(|name| name.starts_with(spelling.prefix)) { spelling.prefix } else { "" };
+        let prefix = if places.keys().any(|name| name.starts_with(spelling.prefix)) {
+            spelling.prefix
+        } else {
+            ""
+        };
         let source = Self { from: from.to_owned(), spelling, readers, places, prefix };
         let wrong = source.compare(tensors)?;
         if wrong.is_empty() {
@@ -112,20 +126,26 @@ impl Source {
         }
         let hint = match source.wrapper(tensors) {
             Some(wrapper) => {
-                format!("all names begin with {wrapper:?}: save the module that it wraps, then import that")
+                format!(
+                    "all names begin with {wrapper:?}: save the module that it wraps, then import that"
+                )
             }
             None => format!("import the {MODEL} that belongs to {CONFIG}"),
         };
-        Err(Error::input(format!("{}: {}", from.join(MODEL).display(), wrong.join("; "))).hint(hint))
+        Err(Error::input(format!("{}: {}", from.join(MODEL).display(), wrong.join("; ")))
+            .hint(hint))
     }
 
-    /// The prefix that a wrapper such as `torch.compile` (`_orig_mod.`) has given all names, if the rest of them are those of the network.
+    /// The prefix that a wrapper such as `torch.compile` (`_orig_mod.`) has given all names, if the
+    /// rest of them are those of the network.
     fn wrapper(&self, tensors: &[Tensor]) -> Option<&str> {
         let ours = &tensors.first()?.name;
-        let [full, bare] = [self.spelling.prefix, ""].map(|prefix| self.spelling.name(prefix, ours));
+        let [full, bare] =
+            [self.spelling.prefix, ""].map(|prefix| self.spelling.name(prefix, ours));
         let first = self.places.keys().find(|name| name.ends_with(&bare))?;
         let wrapper = first.strip_suffix(&full).or_else(|| first.strip_suffix(&bare))?;
-        (!wrapper.is_empty() && self.places.keys().all(|name| name.starts_with(wrapper))).then_some(wrapper)
+        (!wrapper.is_empty() && self.places.keys().all(|name| name.starts_with(wrapper)))
+            .then_some(wrapper)
     }
 
     /// The name of one of our tensors there.
@@ -136,16 +156,22 @@ impl Source {
     /// Everything that is not as the network wants it.
     fn compare(&self, tensors: &[Tensor]) -> Result<Vec<String>> {
         let mut wrong = Vec::new();
-        let wanted: BTreeMap<String, Vec<usize>> =
-            tensors.iter().map(|tensor| (self.name(&tensor.name), self.spelling.shape(tensor))).collect();
-        let missing: Vec<&str> =
-            wanted.keys().filter(|name| !self.places.contains_key(*name)).map(String::as_str).collect();
+        let wanted: BTreeMap<String, Vec<usize>> = tensors
+            .iter()
+            .map(|tensor| (self.name(&tensor.name), self.spelling.shape(tensor)))
+            .collect();
+        let missing: Vec<&str> = wanted
+            .keys()
+            .filter(|name| !self.places.contains_key(*name))
+            .map(String::as_str)
+            .collect();
         if !missing.is_empty() {
             wrong.push(format!("there is no tensor {}", first_few(&missing)));
         }
         let mut shapes = Vec::new();
         for (name, shape) in &wanted {
-            if let Some(found) = self.places.get(name).and_then(|&number| self.readers[number].shape(name))
+            if let Some(found) =
+                self.places.get(name).and_then(|&number| self.readers[number].shape(name))
                 && found != shape
             {
                 shapes.push(format!("{name} is {found:?}, by {CONFIG} {shape:?}"));
@@ -155,25 +181,36 @@ impl Source {
             let shapes: Vec<&str> = shapes.iter().map(String::as_str).collect();
             wrong.push(first_few(&shapes));
         }
-        let known = |name: &&str| wanted.contains_key(*name) || *name == HEAD || self.spelling.is_buffer(name);
-        let extra: Vec<&str> = self.places.keys().map(String::as_str).filter(|name| !known(name)).collect();
+        let known = |name: &&str| {
+            wanted.contains_key(*name) || *name == HEAD || self.spelling.is_buffer(name)
+        };
+        let extra: Vec<&str> =
+            self.places.keys().map(String::as_str).filter(|name| !known(name)).collect();
         if !extra.is_empty() {
             wrong.push(format!("{} has no tensor {}", self.spelling.family, first_few(&extra)));
         }
-        if self.places.contains_key(HEAD) && !wanted.contains_key(HEAD) && missing.is_empty() && !self.is_tied()? {
+        if self.places.contains_key(HEAD)
+            && !wanted.contains_key(HEAD)
+            && missing.is_empty()
+            && !self.is_tied()?
+        {
             wrong.push(format!("{HEAD} is not {} again", self.name(self.spelling.table)));
         }
         Ok(wrong)
     }
 
     fn read(&self, name: &str) -> Result<Vec<f32>> {
-        let place = self.places.get(name).ok_or_else(|| Error::internal(format!("{name} was not looked for")))?;
+        let place = self
+            .places
+            .get(name)
+            .ok_or_else(|| Error::internal(format!("{name} was not looked for")))?;
         self.readers[*place].read(name)
     }
 
     /// Whether the output matrix is the token table.
     fn is_tied(&self) -> Result<bool> {
-        let bits = |name: &str| Ok(self.read(name)?.into_iter().map(f32::to_bits).collect::<Vec<_>>());
+        let bits =
+            |name: &str| Ok(self.read(name)?.into_iter().map(f32::to_bits).collect::<Vec<_>>());
         Ok(bits(HEAD)? == bits(&self.name(self.spelling.table))?)
     }
 
@@ -182,7 +219,8 @@ impl Source {
         let name = self.name(&tensor.name);
         let values = self.read(&name)?;
         if let Some(place) = values.iter().position(|value| !value.is_finite()) {
-            let (value, at) = (values[place], self.from.display());
+            let value = values[place];
+            let at = self.from.display();
             let count = values.iter().filter(|value| !value.is_finite()).count();
             return Err(Error::input(format!(
                 "{at}: {name} has {count} of {} values that are not finite, the first of them {value} at {place}",
@@ -214,13 +252,17 @@ struct Files {
     map: Option<BTreeMap<String, String>>,
 }
 
-/// Finds the file, or those that an index names. The file comes first, as in `transformers`: an index beside it is left by an earlier model
-/// that was saved in parts.
+/// Finds the file, or those that an index names. The file comes first, as in `transformers`: an
+/// index beside it is left by an earlier model that was saved in parts.
 fn files(from: &Path) -> Result<Files> {
-    let (index, model) = (from.join(INDEX), from.join(MODEL));
+    let index = from.join(INDEX);
+    let model = from.join(MODEL);
     if model.exists() {
         if index.exists() {
-            log::warn!("{} is not used: {MODEL} is there, too, which transformers reads", index.display());
+            log::warn!(
+                "{} is not used: {MODEL} is there, too, which transformers reads",
+                index.display()
+            );
         }
         return Ok(Files { names: vec![MODEL.into()], map: None });
     }
@@ -238,8 +280,10 @@ fn files(from: &Path) -> Result<Files> {
     let names: BTreeSet<&String> = weight_map.values().collect();
     // An index is data of others: it names files beside it, nothing else.
     match names.iter().find(|name| !is_plain_name(name) || !from.join(name).is_file()) {
-        Some(absent) => Err(Error::input(format!("{}: there is no file {absent}", index.display()))
-            .hint("copy all files of the model into one directory")),
+        Some(absent) => {
+            Err(Error::input(format!("{}: there is no file {absent}", index.display()))
+                .hint("copy all files of the model into one directory"))
+        }
         None => Ok(Files { names: names.into_iter().cloned().collect(), map: Some(weight_map) }),
     }
 }
@@ -251,10 +295,14 @@ fn placed(
     names: &[String],
     readers: &[Reader],
 ) -> Result<BTreeMap<String, usize>> {
-    let place = |(tensor, file): (String, String)| match names.iter().position(|name| *name == file) {
+    let place = |(tensor, file): (String, String)| match names.iter().position(|name| *name == file)
+    {
         Some(number) if readers[number].shape(&tensor).is_some() => Ok((tensor, number)),
-        _ => Err(Error::input(format!("{}: {file} has no tensor {tensor}", from.join(INDEX).display()))
-            .hint("copy the index and all files of the model again: they are of different models")),
+        _ => Err(Error::input(format!(
+            "{}: {file} has no tensor {tensor}",
+            from.join(INDEX).display()
+        ))
+        .hint("copy the index and all files of the model again: they are of different models")),
     };
     map.into_iter().map(place).collect()
 }

@@ -1,4 +1,5 @@
-//! `config.json` of a Llama: the keys that describe our network, and those whose values are fixed here.
+//! `config.json` of a Llama: the keys that describe our network, and those whose values are fixed
+//! here.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +11,8 @@ use hpctrain_config::{LayerList, Model, ModelKind, RopeScaling, RopeType};
 use hpctrain_nn::FrequencyScaling;
 use hpctrain_nn::llama::Llama;
 
-/// The keys that determine the network's computation. Left out, a key has the default of `transformers`.
+/// The keys that determine the network's computation. Left out, a key has the default of
+/// `transformers`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Architecture {
     /// Classes that read the model.
@@ -46,13 +48,15 @@ pub struct Architecture {
     /// Base of the angles of positions, unless one of the following has it.
     #[serde(default)]
     rope_theta: Option<f64>,
-    /// Parameters of rotary positions by the name of `transformers` 4, which has them for scaled positions alone.
+    /// Parameters of rotary positions by the name of `transformers` 4, which has them for scaled
+    /// positions alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     rope_scaling: Option<Rope>,
     /// Parameters of rotary positions by the name of `transformers` 5.
     #[serde(default)]
     rope_parameters: Option<Rope>,
-    /// The original context of scaled positions, which `transformers` 5 prefers to that among their parameters.
+    /// The original context of scaled positions, which `transformers` 5 prefers to that among their
+    /// parameters.
     #[serde(default, skip_serializing)]
     original_max_position_embeddings: Option<usize>,
     /// Biases in attention's linear maps.
@@ -157,21 +161,30 @@ impl Rope {
                 ("factor", rope.factor),
                 ("low_freq_factor", rope.low_freq_factor),
                 ("high_freq_factor", rope.high_freq_factor),
-                ("original_max_position_embeddings", rope.original_max_position_embeddings.map(|length| length as f64)),
+                (
+                    "original_max_position_embeddings",
+                    rope.original_max_position_embeddings.map(|length| length as f64),
+                ),
             ]
         };
         let said = |key: &str, old: String, new: String| {
             Some(format!("{key} is {old} in rope_scaling and {new} in rope_parameters"))
         };
         if old.type_name() != new.type_name() {
-            return said("rope_type", format!("{:?}", old.type_name()), format!("{:?}", new.type_name()));
+            return said(
+                "rope_type",
+                format!("{:?}", old.type_name()),
+                format!("{:?}", new.type_name()),
+            );
         }
         if let (Some(old), Some(new)) = (old.rope_theta, new.rope_theta)
             && old != new
         {
             return said("rope_theta", old.to_string(), new.to_string());
         }
-        let text = |number: Option<f64>| number.map_or_else(|| "missing".into(), |number| number.to_string());
+        let text = |number: Option<f64>| {
+            number.map_or_else(|| "missing".into(), |number| number.to_string())
+        };
         let mut pairs = numbers(old).into_iter().zip(numbers(new));
         let ((key, old), (_, new)) = pairs.find(|((_, old), (_, new))| old != new)?;
         said(key, text(old), text(new))
@@ -228,14 +241,18 @@ impl Architecture {
         }
         let own = self.hidden_size.checked_div(self.num_attention_heads);
         if let Some(width) = self.head_dim.filter(|width| Some(*width) != own) {
-            return Some(format!("head_dim is {width}, here it is hidden_size / num_attention_heads"));
+            return Some(format!(
+                "head_dim is {width}, here it is hidden_size / num_attention_heads"
+            ));
         }
         for (key, there) in [("attention_bias", self.attention_bias), ("mlp_bias", self.mlp_bias)] {
             if there {
                 return Some(format!("{key} is true, here it is false"));
             }
         }
-        for (key, rope) in [("rope_scaling", &self.rope_scaling), ("rope_parameters", &self.rope_parameters)] {
+        for (key, rope) in
+            [("rope_scaling", &self.rope_scaling), ("rope_parameters", &self.rope_parameters)]
+        {
             if let Some(what) = rope.as_ref().and_then(Rope::differs) {
                 return Some(format!("{key}: {what}"));
             }
@@ -264,7 +281,8 @@ impl Architecture {
     /// The `[model]` section that describes it.
     pub fn model(&self) -> Model {
         let theta = |rope: &Option<Rope>| rope.as_ref()?.rope_theta;
-        let rope_theta = theta(&self.rope_parameters).or(theta(&self.rope_scaling)).or(self.rope_theta);
+        let rope_theta =
+            theta(&self.rope_parameters).or(theta(&self.rope_scaling)).or(self.rope_theta);
         let rope_scaling = self.rope().map_or_else(RopeScaling::default, |rope| RopeScaling {
             rope_type: rope.known_type().unwrap_or(RopeType::Default),
             factor: rope.factor,

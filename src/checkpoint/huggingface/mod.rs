@@ -1,8 +1,8 @@
-//! Hugging Face's directories of GPT-2 and Llama: `config.json` and `model.safetensors`, and the tokenizer with its settings and
-//! those of generation.
+//! Hugging Face's directories of GPT-2 and Llama: `config.json` and `model.safetensors`, and the
+//! tokenizer with its settings and those of generation.
 //!
-//! Their tensors have the names of ours behind a prefix. GPT-2's linear maps are stored as inputs × outputs there, outputs ×
-//! inputs here, and always have biases.
+//! Their tensors have the names of ours behind a prefix. GPT-2's linear maps are stored as inputs ×
+//! outputs there, outputs × inputs here, and always have biases.
 
 mod architecture;
 mod export;

@@ -17,7 +17,8 @@ pub struct Spelling {
     pub prefix: &'static str,
     /// The token table, which is the output matrix where the two are tied.
     pub table: &'static str,
-    /// Ends of the names of matrices that are stored as inputs × outputs there, outputs × inputs here.
+    /// Ends of the names of matrices that are stored as inputs × outputs there, outputs × inputs
+    /// here.
     turned: &'static [&'static str],
     /// Ends of the names of buffers in old files, which follow from the architecture.
     buffers: &'static [&'static str],
@@ -60,14 +61,17 @@ impl Spelling {
     /// Rows and columns of a matrix that is the other way round there.
     pub fn turned(&self, tensor: &Tensor) -> Option<[usize; 2]> {
         match tensor.shape[..] {
-            [rows, columns] if self.turned.iter().any(|end| tensor.name.ends_with(end)) => Some([rows, columns]),
+            [rows, columns] if self.turned.iter().any(|end| tensor.name.ends_with(end)) => {
+                Some([rows, columns])
+            }
             _ => None,
         }
     }
 
     /// The shape of a tensor there.
     pub fn shape(&self, tensor: &Tensor) -> Vec<usize> {
-        self.turned(tensor).map_or_else(|| tensor.shape.clone(), |[rows, columns]| vec![columns, rows])
+        self.turned(tensor)
+            .map_or_else(|| tensor.shape.clone(), |[rows, columns]| vec![columns, rows])
     }
 
     /// Whether a tensor there follows from the architecture.
@@ -90,12 +94,28 @@ mod tests {
     #[test]
     fn linear_maps_of_gpt2_are_turned() {
         assert_eq!(transposed(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 3), [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
-        let gpt = Gpt { layers: 1, heads: 1, width: 4, context: 8, vocabulary: 5, bias: true, dropout: 0.0 };
+        let gpt = Gpt {
+            layers: 1,
+            heads: 1,
+            width: 4,
+            context: 8,
+            vocabulary: 5,
+            bias: true,
+            dropout: 0.0,
+        };
         let tensors = tensors(&Network::Gpt(gpt));
-        let turned = tensors.iter().filter(|tensor| GPT2.turned(tensor).is_some()).map(|tensor| &tensor.name);
+        let turned = tensors
+            .iter()
+            .filter(|tensor| GPT2.turned(tensor).is_some())
+            .map(|tensor| &tensor.name);
         assert_eq!(
             turned.collect::<Vec<_>>(),
-            ["h.0.attn.c_attn.weight", "h.0.attn.c_proj.weight", "h.0.mlp.c_fc.weight", "h.0.mlp.c_proj.weight"]
+            [
+                "h.0.attn.c_attn.weight",
+                "h.0.attn.c_proj.weight",
+                "h.0.mlp.c_fc.weight",
+                "h.0.mlp.c_proj.weight"
+            ]
         );
         assert_eq!(GPT2.shape(&tensors[2]), [4, 12]);
     }

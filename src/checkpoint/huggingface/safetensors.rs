@@ -1,7 +1,7 @@
 //! Files of the safetensors format, a tensor at a time.
 //!
-//! Eight bytes with the length of a header, the header in JSON, then the tensors one after another. The crate
-//! `safetensors` knows the header; it would read and write a file only as a whole.
+//! Eight bytes with the length of a header, the header in JSON, then the tensors one after another.
+//! The crate `safetensors` knows the header; it would read and write a file only as a whole.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -29,7 +29,8 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Creates the file at `path` for tensors of f32 with these names and shapes, which follow in this order.
+    /// Creates the file at `path` for tensors of f32 with these names and shapes, which follow in
+    /// this order.
     ///
     /// # Errors
     /// The file system refused.
@@ -38,7 +39,10 @@ impl Writer {
         let info = |(name, shape): &(String, Vec<usize>)| {
             let start = end;
             end += shape.iter().product::<usize>() * size_of::<f32>();
-            (name.clone(), TensorInfo { dtype: Dtype::F32, shape: shape.clone(), data_offsets: (start, end) })
+            (
+                name.clone(),
+                TensorInfo { dtype: Dtype::F32, shape: shape.clone(), data_offsets: (start, end) },
+            )
         };
         // Without it `from_pretrained` does not know whose conventions the tensors follow.
         let by = HashMap::from([("format".to_string(), "pt".to_string())]);
@@ -93,19 +97,24 @@ impl Reader {
         let file = safe_open::open(path).map_err(|e| Error::io("open", path, e))?;
         let length = file.metadata().map_err(|e| Error::io("read", path, e))?.len();
         let malformed = |what: String| {
-            Error::input(format!("{}: not a whole safetensors file: {what}", path.display())).hint("copy it again")
+            Error::input(format!("{}: not a whole safetensors file: {what}", path.display()))
+                .hint("copy it again")
         };
         let mut size = [0; LENGTH];
         file.read_exact_at(&mut size, 0).map_err(|e| malformed(e.to_string()))?;
         let size = u64::from_le_bytes(size);
         let start = size.checked_add(LENGTH as u64).filter(|start| *start <= length);
-        let start = start.ok_or_else(|| malformed(format!("a header of {size} bytes in a file of {length}")))?;
+        let start = start
+            .ok_or_else(|| malformed(format!("a header of {size} bytes in a file of {length}")))?;
         if size > LONGEST_HEADER {
-            return Err(malformed(format!("a header of {size} bytes, more than the {LONGEST_HEADER} of the format")));
+            return Err(malformed(format!(
+                "a header of {size} bytes, more than the {LONGEST_HEADER} of the format"
+            )));
         }
         let mut header = vec![0; size as usize];
         file.read_exact_at(&mut header, LENGTH as u64).map_err(|e| Error::io("read", path, e))?;
-        let header: Metadata = serde_json::from_slice(&header).map_err(|e| malformed(e.to_string()))?;
+        let header: Metadata =
+            serde_json::from_slice(&header).map_err(|e| malformed(e.to_string()))?;
         let expected = start.saturating_add(header.data_len() as u64);
         if length != expected {
             return Err(malformed(format!("{length} bytes, {expected} by its header")));
@@ -128,20 +137,40 @@ impl Reader {
     /// # Errors
     /// There is no such tensor, it is of another type, or the file system refused.
     pub fn read(&self, name: &str) -> Result<Vec<f32>> {
-        let absent =
-            || Error::internal(format!("{}: {}", self.path.display(), SafeTensorError::TensorNotFound(name.into())));
+        let absent = || {
+            Error::internal(format!(
+                "{}: {}",
+                self.path.display(),
+                SafeTensorError::TensorNotFound(name.into())
+            ))
+        };
         let info = self.header.info(name).ok_or_else(absent)?;
         let (start, end) = info.data_offsets;
         let mut bytes = vec![0; end - start];
         let read = self.file.read_exact_at(&mut bytes, self.start + start as u64);
         read.map_err(|e| Error::io(&format!("read {name} of"), &self.path, e))?;
         let values = match info.dtype {
-            Dtype::F32 => bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect(),
-            Dtype::F16 => bytes.as_chunks().0.iter().map(|bytes| f16::from_le_bytes(*bytes).to_f32()).collect(),
-            Dtype::BF16 => bytes.as_chunks().0.iter().map(|bytes| bf16::from_le_bytes(*bytes).to_f32()).collect(),
+            Dtype::F32 => {
+                bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
+            }
+            Dtype::F16 => bytes
+                .as_chunks()
+                .0
+                .iter()
+                .map(|bytes| f16::from_le_bytes(*bytes).to_f32())
+                .collect(),
+            Dtype::BF16 => bytes
+                .as_chunks()
+                .0
+                .iter()
+                .map(|bytes| bf16::from_le_bytes(*bytes).to_f32())
+                .collect(),
             other => {
-                return Err(Error::input(format!("{}: {name} is of type {other}", self.path.display()))
-                    .hint("import a model of type F32, F16 or BF16"));
+                return Err(Error::input(format!(
+                    "{}: {name} is of type {other}",
+                    self.path.display()
+                ))
+                .hint("import a model of type F32, F16 or BF16"));
             }
         };
         Ok(values)
@@ -158,7 +187,9 @@ mod tests {
         let path = dir.path().join("x.safetensors");
         let tensors = [("a", "F16", 2, [0, 4]), ("b", "BF16", 1, [4, 6]), ("c", "I16", 1, [6, 8])];
         let entries = tensors.map(|(name, dtype, len, place)| {
-            format!(r#""{name}": {{"dtype": "{dtype}", "shape": [{len}], "data_offsets": {place:?}}}"#)
+            format!(
+                r#""{name}": {{"dtype": "{dtype}", "shape": [{len}], "data_offsets": {place:?}}}"#
+            )
         });
         let header = format!("{{{}}}", entries.join(", "));
         let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
@@ -176,7 +207,10 @@ mod tests {
         assert!(Reader::open(&path).is_err());
         for torn in [&bytes[..4], &bytes[..40], &[255; 32]] {
             std::fs::write(&path, torn).unwrap();
-            assert!(Reader::open(&path).is_err_and(|e| e.to_string().contains("not a whole safetensors file")));
+            assert!(
+                Reader::open(&path)
+                    .is_err_and(|e| e.to_string().contains("not a whole safetensors file"))
+            );
         }
     }
 
@@ -189,6 +223,9 @@ mod tests {
         std::fs::write(&path, size.to_le_bytes()).unwrap();
         File::options().write(true).open(&path).unwrap().set_len(size + 8).unwrap();
         let error = Reader::open(&path).err().unwrap().to_string();
-        assert!(error.contains("a header of 42949672960 bytes, more than the 100000000 of the format"), "{error}");
+        assert!(
+            error.contains("a header of 42949672960 bytes, more than the 100000000 of the format"),
+            "{error}"
+        );
     }
 }

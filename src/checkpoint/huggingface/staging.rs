@@ -30,14 +30,16 @@ impl Staging {
                 .hint("give a directory that does not exist, or an empty one"));
         }
         let name = place.file_name().ok_or_else(|| {
-            Error::input(format!("{} cannot be a directory's name", place.display())).hint("give a path such as ./gpt2")
+            Error::input(format!("{} cannot be a directory's name", place.display()))
+                .hint("give a path such as ./gpt2")
         })?;
         let parent = parent(place);
         std::fs::create_dir_all(parent).map_err(|e| Error::io("create", parent, e))?;
         let prefix = format!(".{}.tmp-", name.to_string_lossy());
         // The permissions of any new directory: those that the user's mask allows.
         let permissions = Permissions::from_mode(0o777);
-        let folder = tempfile::Builder::new().prefix(&prefix).permissions(permissions).tempdir_in(parent);
+        let folder =
+            tempfile::Builder::new().prefix(&prefix).permissions(permissions).tempdir_in(parent);
         let folder = folder.map_err(|e| Error::io("write to", parent, e))?;
         Ok(Self { folder, place: place.to_path_buf() })
     }
@@ -53,7 +55,8 @@ impl Staging {
     /// The file system refused, or something is there by now.
     pub fn publish(self) -> Result<()> {
         sync(self.path())?;
-        std::fs::rename(self.path(), &self.place).map_err(|e| Error::io("publish", &self.place, e))?;
+        std::fs::rename(self.path(), &self.place)
+            .map_err(|e| Error::io("publish", &self.place, e))?;
         // Nothing is left there to remove.
         let _ = self.folder.keep();
         sync(parent(&self.place))

@@ -1,4 +1,5 @@
-//! The tokenizer beside a model: `tokenizer.json`, its settings in `tokenizer_config.json`, and `generation_config.json`.
+//! The tokenizer beside a model: `tokenizer.json`, its settings in `tokenizer_config.json`, and
+//! `generation_config.json`.
 
 use std::path::Path;
 
@@ -36,7 +37,8 @@ impl Generation {
     }
 }
 
-/// The tokenizer of the model in the directory `from`, with its settings; none if there is no `tokenizer.json`.
+/// The tokenizer of the model in the directory `from`, with its settings; none if there is no
+/// `tokenizer.json`.
 ///
 /// # Errors
 /// A file is malformed, or cannot be read.
@@ -46,8 +48,10 @@ pub fn tokenizer(from: &Path) -> Result<Option<Tokenizer>> {
         return Ok(None);
     }
     let tokenizer = Tokenizer::read(&path)?;
-    let [settings, generation, config] = [SETTINGS, GENERATION, CONFIG].map(|name| optional(&from.join(name)));
-    let (settings, others) = (settings?, [generation?, config?]);
+    let [settings, generation, config] =
+        [SETTINGS, GENERATION, CONFIG].map(|name| optional(&from.join(name)));
+    let settings = settings?;
+    let others = [generation?, config?];
     let named = |key: &str| {
         // A token by its text, or an object with it.
         let token = settings.as_ref()?.1.get(key)?;
@@ -57,7 +61,9 @@ pub fn tokenizer(from: &Path) -> Result<Option<Tokenizer>> {
     let numbered = |key: &str| {
         let ids = others.iter().flatten().filter_map(|(_, value)| value.get(key));
         // Some models have several tokens that end a text.
-        let id = ids.map(|id| id.as_array().and_then(|ids| ids.first()).unwrap_or(id)).find_map(Value::as_u64);
+        let id = ids
+            .map(|id| id.as_array().and_then(|ids| ids.first()).unwrap_or(id))
+            .find_map(Value::as_u64);
         id.and_then(|id| u32::try_from(id).ok())
     };
     let begin = named("bos_token").or_else(|| numbered("bos_token_id"));
@@ -73,7 +79,8 @@ fn optional(path: &Path) -> Result<Option<(String, Value)>> {
     let text = safe_open::read_to_string(path).map_err(|e| Error::io("read", path, e))?;
     let value = serde_json::from_str(&text);
     let value = value.map_err(|e| {
-        Error::input(format!("{}: {e}", path.display())).hint("copy it again, or name a tokenizer with --tokenizer")
+        Error::input(format!("{}: {e}", path.display()))
+            .hint("copy it again, or name a tokenizer with --tokenizer")
     })?;
     Ok(Some((text, value)))
 }

@@ -27,15 +27,17 @@ pub trait Open: Debug + Send {
     /// Whether the holder has locked it.
     fn is_locked(&self) -> bool;
 
-    /// Replaces its content, which never gets shorter, so that other nodes see it when they open it.
+    /// Replaces its content, which never gets shorter, so that other nodes see it when they open
+    /// it.
     fn rewrite(&self, text: &[u8]) -> io::Result<()>;
 }
 
 /// A lock by which one process at a time changes leases, until it is dropped.
 pub type Turn = Option<File>;
 
-/// Operations on files, as network file systems make them: creating, linking, renaming and removing happen at the
-/// server, once; reading and listing may show names as they were for as long as [`System::staleness`].
+/// Operations on files, as network file systems make them: creating, linking, renaming and removing
+/// happen at the server, once; reading and listing may show names as they were for as long as
+/// [`System::staleness`].
 pub trait System: Debug + Send + Sync {
     /// Time by a clock of this process's own that never goes back.
     fn now(&self) -> Duration;
@@ -77,7 +79,8 @@ pub trait System: Debug + Send + Sync {
     /// Whether another process has locked the file; none where there are no locks.
     fn is_locked(&self, path: &Path) -> Option<bool>;
 
-    /// The caller's turn to take or remove leases in `dir`, where the file system has locks; none waits for long.
+    /// The caller's turn to take or remove leases in `dir`, where the file system has locks; none
+    /// waits for long.
     fn turn(&self, dir: &Path) -> Turn;
 
     /// Whether holders beat on a thread of their own.
@@ -187,7 +190,9 @@ impl System for Process {
                 Ok(()) if is_at(&file, &path) => return Some(file),
                 // The one before has removed it.
                 Ok(()) => file = own_files::create(&path).ok()?,
-                Err(TryLockError::WouldBlock) if begun.elapsed() < TURN => std::thread::sleep(TURN / 400),
+                Err(TryLockError::WouldBlock) if begun.elapsed() < TURN => {
+                    std::thread::sleep(TURN / 400)
+                }
                 Err(_) => return None,
             }
         }
@@ -202,11 +207,12 @@ impl System for Process {
     }
 }
 
-/// How long NFS may show old names, listings and attributes, by its defaults (nfs(5): `acregmax`, `acdirmax`).
+/// How long NFS may show old names, listings and attributes, by its defaults (nfs(5): `acregmax`,
+/// `acdirmax`).
 pub const STALE: Duration = Duration::from_secs(60);
 
-/// Numbers (`statfs`) of file systems that show every node the same: those of one node, and those that keep the caches
-/// of clients coherent. All others may show what is no more, as NFS does.
+/// Numbers (`statfs`) of file systems that show every node the same: those of one node, and those
+/// that keep the caches of clients coherent. All others may show what is no more, as NFS does.
 const COHERENT: [u64; 18] = [
     0xef53,      // ext2 to ext4
     0x5846_5342, // XFS

@@ -50,7 +50,8 @@ impl LeaseState {
             match self.system.read(&self.path) {
                 Ok(bytes) => match serde_json::from_slice::<LeaseRecord>(&bytes) {
                     Ok(held) if held.token == self.token => {
-                        *self.known.lock().unwrap_or_else(PoisonError::into_inner) = self.system.now();
+                        *self.known.lock().unwrap_or_else(PoisonError::into_inner) =
+                            self.system.now();
                         return Ok(());
                     }
                     Ok(held) => break self.taken(&held.holder.to_string()),
@@ -60,9 +61,14 @@ impl LeaseState {
                 },
                 // For a moment, another process may have it under another name.
                 Err(_) if attempts < ATTEMPTS => {}
-                Err(e) if e.kind() == ErrorKind::NotFound => break self.taken("somebody who removed it"),
+                Err(e) if e.kind() == ErrorKind::NotFound => {
+                    break self.taken("somebody who removed it");
+                }
                 // The holder is not known: that is no proof of another one.
-                Err(e) => return Err(Error::io("read the lease", &self.path, e).hint("see whether its disk works")),
+                Err(e) => {
+                    return Err(Error::io("read the lease", &self.path, e)
+                        .hint("see whether its disk works"));
+                }
             }
             self.system.sleep(self.times.beat / 50);
         };
@@ -79,7 +85,8 @@ impl LeaseState {
             .hint("this process stood still for too long, or the file was removed: only the new holder may go on")
     }
 
-    /// Writes the lease once more, with what `change` changes. Whether it was lost: then nothing is written.
+    /// Writes the lease once more, with what `change` changes. Whether it was lost: then nothing is
+    /// written.
     fn beat(&self, change: impl FnOnce(&mut LeaseRecord)) -> Result<()> {
         if let Err(e) = self.check() {
             log::warn!("{}", e.message());
@@ -104,12 +111,20 @@ const ATTEMPTS: usize = 5;
 
 impl LeaseGuard {
     /// Rewrites a lease until it is dropped.
-    pub(super) fn hold(path: PathBuf, held: LeaseRecord, open: Box<dyn Open>, of: &Leases) -> Result<Self> {
-        let (system, times) = (of.system.clone(), of.times);
-        let (token, known) = (held.token.clone(), system.now().into());
+    pub(super) fn hold(
+        path: PathBuf,
+        held: LeaseRecord,
+        open: Box<dyn Open>,
+        of: &Leases,
+    ) -> Result<Self> {
+        let system = of.system.clone();
+        let times = of.times;
+        let token = held.token.clone();
+        let known = system.now().into();
         let has_thread = system.has_threads();
         let file = (held, open).into();
-        let grip = Arc::new(LeaseState { path, system, token, times, file, known, lost: None.into() });
+        let grip =
+            Arc::new(LeaseState { path, system, token, times, file, known, lost: None.into() });
         if !has_thread {
             return Ok(Self { grip, clears: None, stop: None, beats: None });
         }
@@ -131,7 +146,11 @@ impl LeaseGuard {
     /// # Errors
     /// The lease was lost.
     pub(super) fn beat_here(&self) -> Result<()> {
-        if self.beats.is_some() { self.grip.lost().map_or(Ok(()), Err) } else { self.grip.beat(|_| {}) }
+        if self.beats.is_some() {
+            self.grip.lost().map_or(Ok(()), Err)
+        } else {
+            self.grip.beat(|_| {})
+        }
     }
 
     /// A lease that was taken over counts as held from now on.
@@ -149,7 +168,8 @@ impl LeaseGuard {
         self
     }
 
-    /// Looks whether this process still holds it: before anything is changed that only the holder may change.
+    /// Looks whether this process still holds it: before anything is changed that only the holder
+    /// may change.
     ///
     /// # Errors
     /// Another process holds it, or it cannot be read.
@@ -157,7 +177,8 @@ impl LeaseGuard {
         self.grip.check()
     }
 
-    /// As [`LeaseGuard::check`], but looks at the file only if that was not done for a while: for every step.
+    /// As [`LeaseGuard::check`], but looks at the file only if that was not done for a while: for
+    /// every step.
     ///
     /// # Errors
     /// Another process holds it.

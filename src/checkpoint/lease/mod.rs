@@ -1,29 +1,34 @@
-//! Leases: files that say that somebody needs a checkpoint, is evaluating it, or trains in a run's directory.
+//! Leases: files that say that somebody needs a checkpoint, is evaluating it, or trains in a run's
+//! directory.
 //!
-//! A lease is a file of its own that only one process can create. Its holder rewrites it every five seconds, with a count,
-//! and keeps it locked where the file system has locks. A lease is dead when its holder is provably gone, or when an
-//! observer has looked at it for a while *by its own clock* and found the same bytes. Clocks of nodes and times of files
-//! say nothing here. A lease that cannot be read is neither free nor dead: that is an error.
+//! A lease is a file of its own that only one process can create. Its holder rewrites it every five
+//! seconds, with a count, and keeps it locked where the file system has locks. A lease is dead when
+//! its holder is provably gone, or when an observer has looked at it for a while *by its own clock*
+//! and found the same bytes. Clocks of nodes and times of files say nothing here. A lease that
+//! cannot be read is neither free nor dead: that is an error.
 //!
 //! # Views that are old
 //!
-//! On NFS, names, listings and attributes may be as they were up to a minute ago (nfs(5): `acregmax`, `acdirmax`), while
-//! creating, linking and renaming happen at the server, once. Each holder notes in its lease how old its view may be:
-//! `S`, a minute on NFS and on file systems that are not known, nothing where clients are coherent. From that follow
-//! the delays:
+//! On NFS, names, listings and attributes may be as they were up to a minute ago (nfs(5):
+//! `acregmax`, `acdirmax`), while creating, linking and renaming happen at the server, once. Each
+//! holder notes in its lease how old its view may be: `S`, a minute on NFS and on file systems that
+//! are not known, nothing where clients are coherent. From that follow the delays:
 //!
-//! - An observer calls a lease dead after 60 s + `S` without a change: then at least 60 s have passed without a beat.
-//! - A process that has taken a lease from a holder that is not provably gone changes nothing for 2 `S` + 5 s, and looks then
-//!   whether the lease is still its own. Meanwhile the old holder, which looks at its lease before each change, has seen
-//!   that it lost it; and of two that took it at once, one has seen the other. A lease says that this delay is not over,
-//!   so that the next one waits in its place should it be taken in turn.
-//! - A process that found a holder provably gone waits for nothing: it reads what it renamed away, and restores what was not the
-//!   dead lease.
-//! - A checkpoint is removed in two steps, 2 `S` + 5 s apart: it is renamed away, and removed if there is no lease on
-//!   it then. A reader makes its lease first and looks for the checkpoint then: if it still sees it under its name, its
-//!   lease is seen before the removal.
+//! - An observer calls a lease dead after 60 s + `S` without a change: then at least 60 s have
+//!   passed without a beat.
+//! - A process that has taken a lease from a holder that is not provably gone changes nothing for 2
+//!   `S` + 5 s, and looks then whether the lease is still its own. Meanwhile the old holder, which
+//!   looks at its lease before each change, has seen that it lost it; and of two that took it at
+//!   once, one has seen the other. A lease says that this delay is not over, so that the next one
+//!   waits in its place should it be taken in turn.
+//! - A process that found a holder provably gone waits for nothing: it reads what it renamed away,
+//!   and restores what was not the dead lease.
+//! - A checkpoint is removed in two steps, 2 `S` + 5 s apart: it is renamed away, and removed if
+//!   there is no lease on it then. A reader makes its lease first and looks for the checkpoint
+//!   then: if it still sees it under its name, its lease is seen before the removal.
 //!
-//! On coherent file systems `S` is zero, a dead lease is taken over after 60 s and removals follow at once.
+//! On coherent file systems `S` is zero, a dead lease is taken over after 60 s and removals follow
+//! at once.
 
 mod fs_clock;
 mod guard;
@@ -46,8 +51,8 @@ pub use guard::LeaseGuard;
 pub use owner::LeaseOwner;
 pub use record::LeaseRecord;
 
-/// Interval at which a holder rewrites its lease, and time without a rewrite after which a lease is dead where views are
-/// not old.
+/// Interval at which a holder rewrites its lease, and time without a rewrite after which a lease is
+/// dead where views are not old.
 #[derive(Debug, Clone, Copy)]
 struct Times {
     beat: Duration,
@@ -59,8 +64,8 @@ const TIMES: Times = Times { beat: Duration::from_secs(5), dead: Duration::from_
 /// Time beyond what old views need.
 const MARGIN: Duration = Duration::from_secs(5);
 
-/// Time after a change at the server in which neither of two nodes acts on its view of before: none where views are not
-/// old.
+/// Time after a change at the server in which neither of two nodes acts on its view of before: none
+/// where views are not old.
 fn settled_after(mine: Duration, other: Duration) -> Duration {
     match mine.max(other) {
         Duration::ZERO => Duration::ZERO,
@@ -127,7 +132,9 @@ struct Found {
 
 impl Found {
     fn who(&self) -> String {
-        self.held.as_ref().map_or_else(|| "an unknown process".into(), |held| held.holder.to_string())
+        self.held
+            .as_ref()
+            .map_or_else(|| "an unknown process".into(), |held| held.holder.to_string())
     }
 
     /// How old the holder's view may be.
@@ -147,7 +154,8 @@ impl Leases {
         Self { root, times: TIMES, system, stale }
     }
 
-    /// Takes the lease called `name`, which begins with the name of a checkpoint; none if somebody holds it.
+    /// Takes the lease called `name`, which begins with the name of a checkpoint; none if somebody
+    /// holds it.
     ///
     /// # Errors
     /// The file system refused.
@@ -161,15 +169,18 @@ impl Leases {
         self.create(&path, false)
     }
 
-    /// Takes the lease called `name` from all but a live holder. Where only time can tell, and `waits`, this watches for
-    /// the holder's next beat until the lease is dead; else the holder counts as alive. A lease that was taken over so
-    /// is handed out only when nobody can act on an old view any more.
+    /// Takes the lease called `name` from all but a live holder. Where only time can tell, and
+    /// `waits`, this watches for the holder's next beat until the lease is dead; else the holder
+    /// counts as alive. A lease that was taken over so is handed out only when nobody can act on an
+    /// old view any more.
     ///
     /// # Errors
-    /// Returns an error if the file system refused, or a signal asked this process to end while it waited.
+    /// Returns an error if the file system refused, or a signal asked this process to end while it
+    /// waited.
     pub fn claim(&self, name: &str, waits: bool) -> Result<Claimed> {
         let path = self.path(name);
-        let (mut silent, mut seen_alive): (Option<Vec<u8>>, bool) = (None, false);
+        let mut silent: Option<Vec<u8>> = None;
+        let mut seen_alive: bool = false;
         let mut refused = Duration::ZERO;
         loop {
             self.system.create_dir(&self.root).map_err(|e| Error::io("create", &self.root, e))?;
@@ -180,7 +191,11 @@ impl Leases {
                 LeaseStatus::Dead(found) => {
                     self.remove_dead(&path, &found);
                     let was_settling = found.held.as_ref().is_some_and(|held| held.settling);
-                    if was_settling { settled_after(self.stale, found.stale()) } else { Duration::ZERO }
+                    if was_settling {
+                        settled_after(self.stale, found.stale())
+                    } else {
+                        Duration::ZERO
+                    }
                 }
                 LeaseStatus::Silent(found) if silent.as_ref() == Some(&found.bytes) => {
                     self.remove_dead(&path, &found);
@@ -201,14 +216,18 @@ impl Leases {
                     seen_alive = true;
                     continue;
                 }
-                LeaseStatus::Alive(found) | LeaseStatus::Silent(found) => return Ok(Claimed::By(found.held)),
+                LeaseStatus::Alive(found) | LeaseStatus::Silent(found) => {
+                    return Ok(Claimed::By(found.held));
+                }
             };
             let created = self.create(&path, !settles.is_zero())?;
             drop(turn);
             match created {
-                Some(lease) => return self.wait_until_settled(&path, lease.clearing(self.clone()), settles),
-                // Another process was faster, or the last holder has removed the directory in this moment; an old view
-                // may hide the other for a while.
+                Some(lease) => {
+                    return self.wait_until_settled(&path, lease.clearing(self.clone()), settles);
+                }
+                // Another process was faster, or the last holder has removed the directory in this
+                // moment; an old view may hide the other for a while.
                 None if refused > self.stale + MARGIN => return Ok(Claimed::By(None)),
                 None => {
                     self.wait(&path, self.times.beat / 25)?;
@@ -218,13 +237,22 @@ impl Leases {
         }
     }
 
-    /// Waits until the holder before, and others that took the lease at the same time, have seen whose it is.
-    fn wait_until_settled(&self, path: &Path, lease: LeaseGuard, settles: Duration) -> Result<Claimed> {
+    /// Waits until the holder before, and others that took the lease at the same time, have seen
+    /// whose it is.
+    fn wait_until_settled(
+        &self,
+        path: &Path,
+        lease: LeaseGuard,
+        settles: Duration,
+    ) -> Result<Claimed> {
         if settles.is_zero() {
             return Ok(Claimed::Taken(lease));
         }
         let span = settles.as_secs();
-        log::warn!("{}: taken over; waiting {span} s until other nodes cannot take it for theirs", path.display());
+        log::warn!(
+            "{}: taken over; waiting {span} s until other nodes cannot take it for theirs",
+            path.display()
+        );
         let until = self.system.now() + settles;
         while self.system.now() < until {
             self.wait(path, self.times.beat.min(until.saturating_sub(self.system.now())))?;
@@ -251,10 +279,12 @@ impl Leases {
         Err(Error::interrupted(why).hint("nothing was changed: start again, with --resume auto"))
     }
 
-    /// Watches a lease that was found silent until it is dead; true as soon as somebody rewrites it.
+    /// Watches a lease that was found silent until it is dead; true as soon as somebody rewrites
+    /// it.
     fn saw_heartbeat(&self, path: &Path, found: &Found) -> Result<bool> {
         let Times { beat, .. } = self.times;
-        let (begun, mut told) = (self.system.now(), false);
+        let begun = self.system.now();
+        let mut told = false;
         while !self.is_old(path, &found.bytes) {
             self.wait(path, beat / 20)?;
             match self.look(path)? {
@@ -264,7 +294,11 @@ impl Leases {
             }
             if !told && self.system.now() - begun > beat / 5 {
                 let left = self.dead().as_secs_f64().ceil();
-                log::warn!("{}: waiting up to {left} s for a sign of life of {}", path.display(), found.who());
+                log::warn!(
+                    "{}: waiting up to {left} s for a sign of life of {}",
+                    path.display(),
+                    found.who()
+                );
                 told = true;
             }
         }
@@ -276,7 +310,8 @@ impl Leases {
         self.times.dead + self.stale
     }
 
-    /// Whether this process has found the same bytes under a path for so long that a lease is dead. It looks from now on.
+    /// Whether this process has found the same bytes under a path for so long that a lease is dead.
+    /// It looks from now on.
     fn is_old(&self, path: &Path, bytes: &[u8]) -> bool {
         self.unchanged(path, bytes) >= self.dead()
     }
@@ -303,7 +338,11 @@ impl Leases {
     /// # Errors
     /// The file system refused.
     pub fn share(&self, checkpoint: &str) -> Result<Option<LeaseGuard>> {
-        self.take(&format!("{checkpoint}.{}-{}", self.system.holder().host, self.system.holder().pid))
+        self.take(&format!(
+            "{checkpoint}.{}-{}",
+            self.system.holder().host,
+            self.system.holder().pid
+        ))
     }
 
     /// Says that somebody evaluates every checkpoint: none is removed before.
@@ -330,7 +369,8 @@ impl Leases {
         self.any(|lease| lease.strip_prefix(name).is_some_and(|rest| rest.starts_with('.')))
     }
 
-    /// Whether somebody holds the lease called `name`, as far as it shows; a dead one stays for those who claim it.
+    /// Whether somebody holds the lease called `name`, as far as it shows; a dead one stays for
+    /// those who claim it.
     ///
     /// # Errors
     /// The lease cannot be read.
@@ -343,7 +383,8 @@ impl Leases {
         })
     }
 
-    /// The fate of a directory in the trash that somebody may hold by the name of the checkpoint `name`.
+    /// The fate of a directory in the trash that somebody may hold by the name of the checkpoint
+    /// `name`.
     ///
     /// # Errors
     /// A lease cannot be read: its holder is not known.
@@ -360,7 +401,8 @@ impl Leases {
         settled_after(self.stale, self.stale)
     }
 
-    /// Renames a directory that somebody may hold by the name of a checkpoint out of the way, to be removed later.
+    /// Renames a directory that somebody may hold by the name of a checkpoint out of the way, to be
+    /// removed later.
     ///
     /// # Errors
     /// The file system refused.
@@ -372,8 +414,8 @@ impl Leases {
         Ok(())
     }
 
-    /// Whether a directory was retired for so long that every lease on it shows, of readers that still found it under its
-    /// name. One that another process retired counts from now.
+    /// Whether a directory was retired for so long that every lease on it shows, of readers that
+    /// still found it under its name. One that another process retired counts from now.
     fn is_settled(&self, trash: &Path) -> bool {
         self.unchanged(trash, RETIRED) >= self.settles_after()
     }
@@ -395,7 +437,9 @@ impl Leases {
         };
         let mut held = false;
         for name in names {
-            if let Some(name) = name.to_str().filter(|name| name.ends_with(EXTENSION) && wanted(name)) {
+            if let Some(name) =
+                name.to_str().filter(|name| name.ends_with(EXTENSION) && wanted(name))
+            {
                 // All of them, so that dead ones go.
                 held |= self.is_held(&self.root.join(name))?;
             }
@@ -440,7 +484,13 @@ impl Leases {
         let found = Found { bytes, held };
         let Some(held) = &found.held else { return Ok(LeaseStatus::Silent(found)) };
         // A lock also tells of a process in another container.
-        let locked = || if held.locked && held.holder.is_of_this_boot() { self.system.is_locked(path) } else { None };
+        let locked = || {
+            if held.locked && held.holder.is_of_this_boot() {
+                self.system.is_locked(path)
+            } else {
+                None
+            }
+        };
         Ok(match (self.system.life(&held.holder), locked) {
             (Liveness::Gone, _) => LeaseStatus::Dead(found),
             (Liveness::Ends, _) => LeaseStatus::Silent(found),
@@ -474,27 +524,33 @@ impl Leases {
             return;
         }
         if self.system.read(&grave).is_ok_and(|bytes| bytes != dead.bytes) {
-            // Two processes can have found the same lease dead, and one of them has taken a new one. Where a third takes it
-            // in this moment, the holder finds out before it changes anything.
+            // Two processes can have found the same lease dead, and one of them has taken a new
+            // one. Where a third takes it in this moment, the holder finds out before it changes
+            // anything.
             let _ = self.system.link(&grave, path);
         }
         let _ = self.system.remove(&grave);
     }
 
-    /// Creates the lease at `path`; none if there is one, or if the directory was removed meanwhile.
+    /// Creates the lease at `path`; none if there is one, or if the directory was removed
+    /// meanwhile.
     fn create(&self, path: &Path, settling: bool) -> Result<Option<LeaseGuard>> {
-        let mut held = LeaseRecord { settling, ..LeaseRecord::now(self.system.holder(), self.stale) };
+        let mut held =
+            LeaseRecord { settling, ..LeaseRecord::now(self.system.holder(), self.stale) };
         let temporary = path.with_extension(format!("{}.tmp", held.token));
         let written = match self.write(&temporary, &mut held) {
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
             written => written,
         };
         let created = written.and_then(|open| {
-            // It appears with all that it says: a holder that is killed now leaves no lease that names nobody.
+            // It appears with all that it says: a holder that is killed now leaves no lease that
+            // names nobody.
             match self.system.link(&temporary, path) {
                 Ok(()) => Ok(Some(open)),
                 // NFS may answer a request that was sent twice with the success of the first.
-                Err(e) if e.kind() == ErrorKind::AlreadyExists => Ok(self.is_mine(path, &held).then_some(open)),
+                Err(e) if e.kind() == ErrorKind::AlreadyExists => {
+                    Ok(self.is_mine(path, &held).then_some(open))
+                }
                 // Some file systems have no second names.
                 Err(_) => match self.write(path, &mut held) {
                     Ok(open) => Ok(Some(open)),
@@ -504,12 +560,18 @@ impl Leases {
             }
         });
         let removed = self.system.remove(&temporary);
-        let open = created.and_then(|open| removed.map(|()| open)).map_err(|e| Error::io("create", path, e))?;
+        let open = created
+            .and_then(|open| removed.map(|()| open))
+            .map_err(|e| Error::io("create", path, e))?;
         open.map(|open| LeaseGuard::hold(path.to_path_buf(), held, open, self)).transpose()
     }
 
     fn is_mine(&self, path: &Path, held: &LeaseRecord) -> bool {
-        let there = self.system.read(path).ok().and_then(|bytes| serde_json::from_slice::<LeaseRecord>(&bytes).ok());
+        let there = self
+            .system
+            .read(path)
+            .ok()
+            .and_then(|bytes| serde_json::from_slice::<LeaseRecord>(&bytes).ok());
         there.is_some_and(|there| there.token == held.token)
     }
 
@@ -612,8 +674,8 @@ mod tests {
         put(&leases, "step-00000001.evaluate", gone());
         assert!(!leases.holds("step-00000001").unwrap());
         assert!(leases.take("step-00000001.evaluate").unwrap().is_some());
-        // A process of another node counts until its lease has stayed the same for a while by the clock here, however old
-        // the file looks.
+        // A process of another node counts until its lease has stayed the same for a while by the
+        // clock here, however old the file looks.
         let leases = Leases { times: SHORT, ..leases };
         let path = put(&leases, "step-00000002.evaluate", far());
         grow_old(&path, Duration::from_secs(3600));
@@ -656,7 +718,10 @@ mod tests {
         // The same process cannot hold it twice either.
         let other = refused(leases.claim("trainer", true)).unwrap();
         assert_eq!(other.holder, LeaseOwner::here());
-        assert!(other.to_string().starts_with(&format!("process {} on ", std::process::id())), "{other}");
+        assert!(
+            other.to_string().starts_with(&format!("process {} on ", std::process::id())),
+            "{other}"
+        );
         assert!(other.to_string().ends_with(", since 0s"), "{other}");
         drop(lease);
         // Nothing is left behind.
@@ -669,7 +734,8 @@ mod tests {
         assert!(refused(leases.claim("trainer", false)).is_none());
     }
 
-    const SHORT: Times = Times { beat: Duration::from_millis(40), dead: Duration::from_millis(400) };
+    const SHORT: Times =
+        Times { beat: Duration::from_millis(40), dead: Duration::from_millis(400) };
 
     /// Short times, and a holder far away.
     fn watched() -> (tempfile::TempDir, Leases, PathBuf) {
@@ -693,10 +759,12 @@ mod tests {
         put(&leases, "trainer", far());
         grow_old(&path, Duration::from_secs(3600));
         let beating = std::thread::spawn({
-            let (leases, path) = (leases.clone(), path.clone());
+            let leases = leases.clone();
+            let path = path.clone();
             move || {
                 std::thread::sleep(leases.times.beat / 2);
-                fs::write(path, LeaseRecord { holder: far(), beats: 1, ..now() }.text().unwrap()).unwrap();
+                fs::write(path, LeaseRecord { holder: far(), beats: 1, ..now() }.text().unwrap())
+                    .unwrap();
             }
         });
         assert_eq!(refused(leases.claim("trainer", true)).unwrap().holder, far());
@@ -745,7 +813,8 @@ mod tests {
         let taken_by = fs::read(&path).unwrap();
         let error = lease.check().unwrap_err();
         assert!(
-            error.message().contains("was taken by process") && error.message().contains("on elsewhere"),
+            error.message().contains("was taken by process")
+                && error.message().contains("on elsewhere"),
             "{error}"
         );
         assert_eq!(lease.check_often().unwrap_err(), error);
@@ -762,8 +831,10 @@ mod tests {
             let threads: Vec<_> = (0..8).map(|_| scope.spawn(claim)).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
-        let taken: Vec<&LeaseGuard> =
-            claimed.iter().filter_map(|one| if let Claimed::Taken(lease) = one { Some(lease) } else { None }).collect();
+        let taken: Vec<&LeaseGuard> = claimed
+            .iter()
+            .filter_map(|one| if let Claimed::Taken(lease) = one { Some(lease) } else { None })
+            .collect();
         assert_eq!(taken.len(), 1, "{claimed:?}");
         taken[0].check().unwrap();
     }

@@ -28,7 +28,8 @@ pub struct LeaseRecord {
     /// Number of times it was rewritten.
     #[serde(default)]
     pub(super) beats: u64,
-    /// Seconds by which the holder's view of the directory may be old. Leases of older versions do not tell.
+    /// Seconds by which the holder's view of the directory may be old. Leases of older versions do
+    /// not tell.
     #[serde(default = "longest")]
     pub(super) stale: u64,
     /// Whether the holder has taken it over and waits until nobody takes it for his own any more.
@@ -45,8 +46,21 @@ impl LeaseRecord {
     pub(super) fn now(holder: LeaseOwner, stale: Duration) -> Self {
         static TAKEN: AtomicU64 = AtomicU64::new(0);
         let since = unix_time();
-        let token = format!("{}-{}-{since}-{}", holder.host, holder.pid, TAKEN.fetch_add(1, Ordering::Relaxed));
-        Self { holder, token, since, locked: false, beats: 0, stale: stale.as_secs(), settling: false }
+        let token = format!(
+            "{}-{}-{since}-{}",
+            holder.host,
+            holder.pid,
+            TAKEN.fetch_add(1, Ordering::Relaxed)
+        );
+        Self {
+            holder,
+            token,
+            since,
+            locked: false,
+            beats: 0,
+            stale: stale.as_secs(),
+            settling: false,
+        }
     }
 
     /// How old the holder's view may be. No version takes leases by older views than [`STALE`]:

@@ -1,5 +1,6 @@
-//! Leases on several nodes of a network file system that shows each of them names, listings and contents as they were up
-//! to a minute ago. Its clock is simulated, and one process runs at a time: nothing here takes time, or depends on it.
+//! Leases on several nodes of a network file system that shows each of them names, listings and
+//! contents as they were up to a minute ago. Its clock is simulated, and one process runs at a
+//! time: nothing here takes time, or depends on it.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ffi::OsString;
@@ -115,7 +116,8 @@ struct End(Arc<Process>);
 
 impl Drop for End {
     fn drop(&mut self) {
-        let mut state = self.0.world.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut state =
+            self.0.world.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         state.hand_over();
         self.0.world.changed.notify_all();
     }
@@ -142,7 +144,12 @@ struct Process {
 impl Process {
     fn await_turn(&self) {
         let state = self.world.state();
-        drop(self.world.changed.wait_while(state, |state| state.running != Some(self.number)).unwrap());
+        drop(
+            self.world
+                .changed
+                .wait_while(state, |state| state.running != Some(self.number))
+                .unwrap(),
+        );
     }
 
     fn random(&self, below: u64) -> u64 {
@@ -183,13 +190,15 @@ impl Process {
         seen.ok_or_else(|| ErrorKind::NotFound.into())
     }
 
-    /// As [`Process::find`], of a directory that is to be used: the server knows no handle of one that is gone.
+    /// As [`Process::find`], of a directory that is to be used: the server knows no handle of one
+    /// that is gone.
     fn open(&self, path: &Path) -> io::Result<usize> {
         let file = self.find(path)?;
         if self.world.state().exists(file) { Ok(file) } else { Err(ErrorKind::NotFound.into()) }
     }
 
-    /// The names that this client has changed are to it as they are now; of others it has learned nothing.
+    /// The names that this client has changed are to it as they are now; of others it has learned
+    /// nothing.
     fn changed(&self, paths: &[&Path]) {
         let now = self.world.state().now;
         let names = &mut self.floors.lock().unwrap().names;
@@ -245,10 +254,9 @@ impl System for Process {
         let floor = floors.lists.get(dir).copied().unwrap_or_default();
         let view = self.view(&mut state, floor);
         floors.lists.insert(dir.into(), view);
-        let there = state
-            .names
-            .iter()
-            .filter(|(path, history)| path.parent() == Some(dir) && at(history, view).flatten().is_some());
+        let there = state.names.iter().filter(|(path, history)| {
+            path.parent() == Some(dir) && at(history, view).flatten().is_some()
+        });
         Ok(there.map(|(path, _)| path.file_name().unwrap().to_owned()).collect())
     }
 
@@ -272,7 +280,8 @@ impl System for Process {
             if state.file(path).is_some() {
                 return Err(ErrorKind::AlreadyExists.into());
             }
-            let (now, file) = (state.now, state.files.len());
+            let now = state.now;
+            let file = state.files.len();
             state.files.push(vec![(now, Vec::new())]);
             state.name(path, Some(file));
             file
@@ -411,7 +420,8 @@ fn trains(me: &Arc<Process>, log: &Mutex<Log>) {
                 break false;
             }
             log.lock().unwrap().acts.push(mine);
-            let pause = if me.random(8) == 0 { seconds(me.random(500)) } else { HEARTBEAT_INTERVAL };
+            let pause =
+                if me.random(8) == 0 { seconds(me.random(500)) } else { HEARTBEAT_INTERVAL };
             me.sleep(pause);
             if pause == HEARTBEAT_INTERVAL && lease.beat_here().is_err() {
                 break false;
@@ -438,10 +448,12 @@ fn trains(me: &Arc<Process>, log: &Mutex<Log>) {
     }
 }
 
-/// However old the views of the nodes, whoever changes the run is the only one who does, until he has lost it for good.
+/// However old the views of the nodes, whoever changes the run is the only one who does, until he
+/// has lost it for good.
 #[test]
 fn two_trainers_never_both_hold_a_run() {
-    let (mut waited, mut lost) = (0, 0);
+    let mut waited = 0;
+    let mut lost = 0;
     for seed in 1..=SEEDS {
         let world = World::new(seed);
         let log = Mutex::new(Log::default());
@@ -467,7 +479,8 @@ fn saves(me: &Arc<Process>, counts: &Mutex<[usize; 3]>) {
     let leases = || Leases::by(me.clone(), "/run/checkpoints/.leases".into());
     let path = |step: u64| PathBuf::from(format!("/run/checkpoints/step-{step:08}"));
     let trash = |step: u64| PathBuf::from(format!("/run/checkpoints/.trash-step-{step:08}"));
-    let (mut kept, mut begun): (Vec<u64>, Vec<u64>) = (Vec::new(), Vec::new());
+    let mut kept: Vec<u64> = Vec::new();
+    let mut begun: Vec<u64> = Vec::new();
     for step in 1..=60 {
         me.create(&path(step)).unwrap().rewrite(b"whole").unwrap();
         kept.push(step);
@@ -499,8 +512,11 @@ fn reads(me: &Arc<Process>, counts: &Mutex<[usize; 3]>, seed: u64) {
     while me.now() < seconds(1500) {
         me.sleep(seconds(me.random(20)));
         let names = me.list(Path::new("/run/checkpoints")).unwrap();
-        let mut names: Vec<_> =
-            names.iter().filter_map(|name| name.to_str()).filter(|name| name.starts_with("step-")).collect();
+        let mut names: Vec<_> = names
+            .iter()
+            .filter_map(|name| name.to_str())
+            .filter(|name| name.starts_with("step-"))
+            .collect();
         names.sort_unstable();
         let Some(name) = names.first() else { continue };
         // First the lease, then the checkpoint.
@@ -510,7 +526,10 @@ fn reads(me: &Arc<Process>, counts: &Mutex<[usize; 3]>, seed: u64) {
         for _ in 0..me.random(50) {
             me.sleep(HEARTBEAT_INTERVAL);
             lease.beat_here().unwrap();
-            assert!(me.world.state().exists(file), "seed {seed}: {name} was removed under a reader");
+            assert!(
+                me.world.state().exists(file),
+                "seed {seed}: {name} was removed under a reader"
+            );
         }
     }
 }
@@ -527,10 +546,14 @@ fn a_checkpoint_is_never_removed_under_a_reader_of_another_node() {
         ]);
     }
     let [removed, held, read] = *counts.lock().unwrap();
-    assert!(removed > 500 && held > 50 && read > 300, "{removed} removed, {held} held, {read} read");
+    assert!(
+        removed > 500 && held > 50 && read > 300,
+        "{removed} removed, {held} held, {read} read"
+    );
 }
 
-/// A reader that died on another node keeps its checkpoint for two minutes, by the clock of who asks.
+/// A reader that died on another node keeps its checkpoint for two minutes, by the clock of who
+/// asks.
 #[test]
 fn a_dead_reader_of_another_node_holds_nothing_after_a_while() {
     let world = World::new(7);
@@ -538,7 +561,10 @@ fn a_dead_reader_of_another_node_holds_nothing_after_a_while() {
         (
             0,
             Box::new(|me: &Arc<Process>| {
-                let lease = Leases::by(me.clone(), "/run/.leases".into()).share("step-00000001").unwrap().unwrap();
+                let lease = Leases::by(me.clone(), "/run/.leases".into())
+                    .share("step-00000001")
+                    .unwrap()
+                    .unwrap();
                 for _ in 0..100 {
                     me.sleep(HEARTBEAT_INTERVAL);
                     lease.beat_here().unwrap();
@@ -562,8 +588,8 @@ fn a_dead_reader_of_another_node_holds_nothing_after_a_while() {
     ]);
 }
 
-/// A process that took a lease over and died before others had seen it leaves the wait to the next one, also where the
-/// kernel proves it gone at once.
+/// A process that took a lease over and died before others had seen it leaves the wait to the next
+/// one, also where the kernel proves it gone at once.
 #[test]
 fn a_wait_that_was_not_over_is_inherited() {
     for settling in [false, true] {
@@ -573,10 +599,15 @@ fn a_wait_that_was_not_over_is_inherited() {
             Box::new(|me: &Arc<Process>| {
                 let leases = Leases::by(me.clone(), "/run/.leases".into());
                 let held = LeaseRecord { settling, ..LeaseRecord::now(me.holder(), STALE) };
-                me.create(&leases.path("trainer")).unwrap().rewrite(held.text().unwrap().as_bytes()).unwrap();
+                me.create(&leases.path("trainer"))
+                    .unwrap()
+                    .rewrite(held.text().unwrap().as_bytes())
+                    .unwrap();
                 me.dies();
                 let begun = me.now();
-                let Claimed::Taken(lease) = leases.claim("trainer", true).unwrap() else { panic!() };
+                let Claimed::Taken(lease) = leases.claim("trainer", true).unwrap() else {
+                    panic!()
+                };
                 let waited = me.now() - begun >= 2 * STALE;
                 assert_eq!(waited, settling);
                 lease.check().unwrap();

@@ -1,4 +1,5 @@
-//! Differences between the configuration of a run so far and the one of its next start, by their effect.
+//! Differences between the configuration of a run so far and the one of its next start, by their
+//! effect.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -27,15 +28,19 @@ fn decides(section: &str, key: &str) -> Decides {
     match (section, key) {
         ("run", "steps" | "epochs") | ("schedule", "decay") => Decides::Length,
         ("model", "place") => Decides::Layout,
-        ("run", "seed") | ("batch", "global") | ("model" | "loss" | "schedule" | "precision", _) => Decides::Curve,
+        ("run", "seed")
+        | ("batch", "global")
+        | ("model" | "loss" | "schedule" | "precision", _) => Decides::Curve,
         ("data", "prefetch" | "stage" | "verify") => Decides::Else,
         ("optimizer", "offload") => Decides::Layout,
         ("data" | "optimizer", _) => Decides::Curve,
-        ("parallel", "lanes" | "tensor_lanes") | ("batch", "micro") | ("comm", "algorithm" | "reproducible") => {
-            Decides::Rounding
-        }
+        ("parallel", "lanes" | "tensor_lanes")
+        | ("batch", "micro")
+        | ("comm", "algorithm" | "reproducible") => Decides::Rounding,
         ("device", "matmul") => Decides::Rounding,
-        ("parallel", "average_every" | "average_replicas" | "outer_lr" | "outer_momentum") => Decides::Curve,
+        ("parallel", "average_every" | "average_replicas" | "outer_lr" | "outer_momentum") => {
+            Decides::Curve
+        }
         ("parallel", _) => Decides::Layout,
         _ => Decides::Else,
     }
@@ -56,7 +61,8 @@ impl Changes {
     /// The differences from one resolved configuration to another.
     pub fn between(before: &Config, now: &Config) -> Self {
         let of = |wanted: &[Decides]| {
-            let all = differences(before, now, |section, key| wanted.contains(&decides(section, key)));
+            let all =
+                differences(before, now, |section, key| wanted.contains(&decides(section, key)));
             all.iter().map(Difference::to_string).collect()
         };
         Self {
@@ -67,10 +73,12 @@ impl Changes {
     }
 }
 
-/// Reasons why a run of one resolved configuration is not one of another; empty if it may well be. Length, rounding,
-/// layout and precision do not count.
+/// Reasons why a run of one resolved configuration is not one of another; empty if it may well be.
+/// Length, rounding, layout and precision do not count.
 pub fn of_run(before: &Config, now: &Config) -> Vec<String> {
-    let wanted = |section: &str, key: &str| section != "precision" && decides(section, key) == Decides::Curve;
+    let wanted = |section: &str, key: &str| {
+        section != "precision" && decides(section, key) == Decides::Curve
+    };
     differences(before, now, wanted).iter().map(Difference::to_string).collect()
 }
 
@@ -91,16 +99,25 @@ impl fmt::Display for Difference {
 }
 
 /// The keys that differ.
-pub fn differences(before: &Config, now: &Config, wanted: impl Fn(&str, &str) -> bool) -> Vec<Difference> {
+pub fn differences(
+    before: &Config,
+    now: &Config,
+    wanted: impl Fn(&str, &str) -> bool,
+) -> Vec<Difference> {
     let [before, now] = [before, now].map(|config| config.to_table().unwrap_or_default());
     let empty = Table::new();
-    let section = |table: &Table, name: &str| table.get(name).and_then(Value::as_table).unwrap_or(&empty).clone();
+    let section = |table: &Table, name: &str| {
+        table.get(name).and_then(Value::as_table).unwrap_or(&empty).clone()
+    };
     let mut changes = Vec::new();
     for name in now.keys() {
-        let (before, now) = (section(&before, name), section(&now, name));
-        let keys: BTreeSet<&String> = before.keys().chain(now.keys()).filter(|key| wanted(name, key)).collect();
+        let before = section(&before, name);
+        let now = section(&now, name);
+        let keys: BTreeSet<&String> =
+            before.keys().chain(now.keys()).filter(|key| wanted(name, key)).collect();
         for key in keys {
-            let told = |value: Option<&Value>| value.map_or_else(|| "left out".into(), Value::to_string);
+            let told =
+                |value: Option<&Value>| value.map_or_else(|| "left out".into(), Value::to_string);
             if before.get(key) != now.get(key) {
                 let [before, now] = [before.get(key), now.get(key)].map(told);
                 changes.push(Difference { key: format!("{name}.{key}"), before, now });
@@ -115,7 +132,8 @@ mod tests {
     use super::*;
 
     fn changed(change: impl Fn(&mut Config)) -> (Changes, Vec<String>) {
-        let (before, mut now) = (Config::default(), Config::default());
+        let before = Config::default();
+        let mut now = Config::default();
         change(&mut now);
         (Changes::between(&before, &now), of_run(&before, &now))
     }
@@ -141,7 +159,10 @@ mod tests {
         ];
         for (words, change) in curve {
             let (changes, of_run) = changed(change);
-            assert!(changes.curve.len() == 1 && changes.curve[0].starts_with(words), "{words}: {changes:?}");
+            assert!(
+                changes.curve.len() == 1 && changes.curve[0].starts_with(words),
+                "{words}: {changes:?}"
+            );
             assert_eq!(of_run, changes.curve);
             assert!(changes.rounding.is_empty() && changes.layout.is_empty());
         }
@@ -168,7 +189,10 @@ mod tests {
         let matmul = "device.matmul was \"heuristic\", is \"timed\"";
         assert_eq!(changes.rounding, [matmul, "parallel.lanes was left out, is 8"]);
         let place = "model.place was { tables = \"device\" }, is { tables = \"host\" }";
-        assert_eq!(changes.layout, [place, "optimizer.offload was false, is true", "parallel.zero was 0, is 3"]);
+        assert_eq!(
+            changes.layout,
+            [place, "optimizer.offload was false, is true", "parallel.zero was 0, is 3"]
+        );
         assert!(changes.curve.is_empty() && of_run.is_empty(), "{changes:?}");
     }
 }

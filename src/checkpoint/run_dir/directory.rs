@@ -1,9 +1,10 @@
 //! The directory of a run: its choice, its ownership, and its files.
 //!
-//! `RunDirectory::prepare` claims the directory before anything in it is touched. The trainer's lease is one `Arc`, of
-//! the `RunDirectory` and of the `Checkpoints` it gives out, which check it before every rename; the last one to be
-//! dropped releases it, and a run drops its directory last. At each step the trainer checks in its own memory whether
-//! the lease was lost or the process stood still, and reads the file only in the second case.
+//! `RunDirectory::prepare` claims the directory before anything in it is touched. The trainer's
+//! lease is one `Arc`, of the `RunDirectory` and of the `Checkpoints` it gives out, which check it
+//! before every rename; the last one to be dropped releases it, and a run drops its directory last.
+//! At each step the trainer checks in its own memory whether the lease was lost or the process
+//! stood still, and reads the file only in the second case.
 
 use std::fs::{self, DirBuilder};
 use std::io::{ErrorKind, Write as _};
@@ -21,13 +22,16 @@ use crate::lease::{Claimed, LeaseGuard, LeaseRecord, Leases};
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_base::own_files;
 use hpctrain_config::Config;
-use hpctrain_config::telemetry::{evaluations, rank_times, tensorboard, text_samples, worker_records};
+use hpctrain_config::telemetry::{
+    evaluations, rank_times, tensorboard, text_samples, worker_records,
+};
 
 /// A run's directory.
 #[derive(Debug, Clone)]
 pub struct RunDirectory {
     path: PathBuf,
-    /// The trainer's, on its rank 0: released when the last user that changes the directory is done.
+    /// The trainer's, on its rank 0: released when the last user that changes the directory is
+    /// done.
     lease: Option<Arc<LeaseGuard>>,
     /// Whether this start has created the directory.
     is_new: bool,
@@ -61,12 +65,14 @@ impl RunDirectory {
         Self { path: path.into(), lease: None, is_new: false, ended: None }
     }
 
-    /// Chooses, claims and creates the directory of a run called `config.run.name`, or, unnamed, `default` with the next
-    /// free number; unnamed and resumed, the directory of the resumable run of this configuration. From then on
-    /// this process is the only trainer there, until the last copy of the result is dropped. Called on one rank.
+    /// Chooses, claims and creates the directory of a run called `config.run.name`, or, unnamed,
+    /// `default` with the next free number; unnamed and resumed, the directory of the resumable run
+    /// of this configuration. From then on this process is the only trainer there, until the last
+    /// copy of the result is dropped. Called on one rank.
     ///
     /// # Errors
-    /// Another trainer has it; it holds another run; several runs could be resumed; the file system refused.
+    /// Another trainer has it; it holds another run; several runs could be resumed; the file system
+    /// refused.
     pub fn prepare(config: &Config, default: &str, resume: &Resume) -> Result<Self> {
         let root = Path::new(&config.run.root);
         let group = config.run.group.as_deref().map(own_files::group).transpose()?;
@@ -76,7 +82,8 @@ impl RunDirectory {
             (None, _) => None,
         };
         let directory = match resumed {
-            Some(path) => Self::claim(path, group, true)?.map_err(|(path, by)| is_trained(&path, by.as_ref()))?,
+            Some(path) => Self::claim(path, group, true)?
+                .map_err(|(path, by)| is_trained(&path, by.as_ref()))?,
             None => Self::numbered(root, default, group)?,
         };
         // A failure from here on leaves no empty directory.
@@ -89,13 +96,21 @@ impl RunDirectory {
         }
     }
 
-    /// Claims the directory at `path`, which need not exist; else names the holder. Where only time can tell whether a
-    /// trainer lives, this waits for it if it `waits`. A directory that exists must be this user's, or of `group`.
-    fn claim(path: PathBuf, group: Option<u32>, waits: bool) -> Result<Result<Self, (PathBuf, Option<LeaseRecord>)>> {
+    /// Claims the directory at `path`, which need not exist; else names the holder. Where only time
+    /// can tell whether a trainer lives, this waits for it if it `waits`. A directory that exists
+    /// must be this user's, or of `group`.
+    fn claim(
+        path: PathBuf,
+        group: Option<u32>,
+        waits: bool,
+    ) -> Result<Result<Self, (PathBuf, Option<LeaseRecord>)>> {
         let is_new = create(&path)?;
         let directory = Self { path, lease: None, is_new, ended: None };
         directory.check_owners(group)?;
-        match directory.leases().claim(TRAINER, waits).map_err(|e| if e.kind() == Kind::Io { e.hint(HINT) } else { e })
+        match directory
+            .leases()
+            .claim(TRAINER, waits)
+            .map_err(|e| if e.kind() == Kind::Io { e.hint(HINT) } else { e })
         {
             Ok(Claimed::Taken(lease)) => Ok(Ok(Self { lease: Some(Arc::new(lease)), ..directory })),
             Ok(Claimed::By(other)) => Ok(Err((directory.path, other))),
@@ -109,7 +124,12 @@ impl RunDirectory {
     /// Refuses a directory that another user may have prepared, and directories in it.
     fn check_owners(&self, group: Option<u32>) -> Result<()> {
         let checkpoints = self.checkpoints_path();
-        let inside = [self.logs_path(), self.tensorboard_path(), self.path.join(LEASES), checkpoints.join(LEASES)];
+        let inside = [
+            self.logs_path(),
+            self.tensorboard_path(),
+            self.path.join(LEASES),
+            checkpoints.join(LEASES),
+        ];
         for path in [&self.path, &checkpoints].into_iter().chain(&inside) {
             // One that does not exist will be made; a link to nothing is refused then.
             if path.try_exists().map_err(|e| Error::io("look for", path, e))? {
@@ -166,12 +186,15 @@ impl RunDirectory {
         Ok(!self.checkpoints().steps()?.is_empty() || exists(&self.branch_path())?)
     }
 
-    /// The first difference of the run here from a resolved configuration; none if it is the same run.
+    /// The first difference of the run here from a resolved configuration; none if it is the same
+    /// run.
     fn differs_from(&self, config: &Config) -> Result<Option<String>> {
         let path = self.config_path();
         let text = match fs::read_to_string(&path) {
             Ok(text) => text,
-            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Some("it has no config.toml".into())),
+            Err(e) if e.kind() == ErrorKind::NotFound => {
+                return Ok(Some("it has no config.toml".into()));
+            }
             Err(e) => return Err(Error::io("read", &path, e)),
         };
         Ok(match text.parse() {
@@ -180,8 +203,8 @@ impl RunDirectory {
         })
     }
 
-    /// Gives up a claim after a start that failed before its first step: the run has ended as it had before. Files of this start are
-    /// removed if nothing else is there.
+    /// Gives up a claim after a start that failed before its first step: the run has ended as it
+    /// had before. Files of this start are removed if nothing else is there.
     pub fn abandon(self) {
         // Another trainer may have it by now.
         if let Some(end) = self.ended.as_ref().filter(|_| self.check().is_ok()) {
@@ -190,18 +213,26 @@ impl RunDirectory {
         }
         let may = || self.is_new && self.check().is_ok();
         let trained = || self.checkpoints().steps().map_or(true, |steps| !steps.is_empty());
-        if !may() || trained() || fs::metadata(self.metrics_path()).is_ok_and(|file| file.len() > 0) {
+        if !may() || trained() || fs::metadata(self.metrics_path()).is_ok_and(|file| file.len() > 0)
+        {
             return;
         }
-        let mut files = vec![self.config_path(), self.metrics_path(), self.collectives_path(), self.branch_path()];
+        let mut files = vec![
+            self.config_path(),
+            self.metrics_path(),
+            self.collectives_path(),
+            self.branch_path(),
+        ];
         files.extend([self.rank_times_path(), self.samples_path(), self.matmuls_path()]);
-        let inside = |directory| fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path());
+        let inside = |directory| {
+            fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path())
+        };
         files.extend(inside(self.tensorboard_path()));
         let logs = inside(self.logs_path());
         // An evaluator's log is its own.
-        files.extend(
-            logs.filter(|log| !log.file_name().is_some_and(|name| name.to_string_lossy().starts_with("evaluator"))),
-        );
+        files.extend(logs.filter(|log| {
+            !log.file_name().is_some_and(|name| name.to_string_lossy().starts_with("evaluator"))
+        }));
         // Some were never made, and a directory goes only if it is empty: files of others stay.
         for file in files {
             let _ = fs::remove_file(file);
@@ -239,7 +270,8 @@ impl RunDirectory {
         self.lease.as_ref().map_or(Ok(()), |lease| lease.check_often())
     }
 
-    /// Whether a trainer has it, as far as its lease shows: one that has not beaten for a while does not.
+    /// Whether a trainer has it, as far as its lease shows: one that has not beaten for a while
+    /// does not.
     ///
     /// # Errors
     /// The lease cannot be read.
@@ -247,7 +279,8 @@ impl RunDirectory {
         self.leases().is_live(TRAINER)
     }
 
-    /// Time of the last beat of a trainer's lease, by the clock of the file system; none without a lease.
+    /// Time of the last beat of a trainer's lease, by the clock of the file system; none without a
+    /// lease.
     pub fn trainer_seen(&self) -> Option<SystemTime> {
         fs::metadata(self.leases().path(TRAINER)).ok()?.modified().ok()
     }
@@ -352,18 +385,22 @@ impl RunDirectory {
         branch.map(Some)
     }
 
-    /// Records the origin of the run: should it be killed before it saves, its next start begins there as well.
+    /// Records the origin of the run: should it be killed before it saves, its next start begins
+    /// there as well.
     ///
     /// # Errors
     /// The file system refused.
     pub fn write_branch(&self, mut branch: Branch) -> Result<()> {
         let path = self.branch_path();
-        branch.from = std::path::absolute(&branch.from).map_err(|e| Error::io("find", &branch.from, e))?;
-        let text = serde_json::to_string(&branch).map_err(|e| Error::internal(format!("branch: {e}")))?;
+        branch.from =
+            std::path::absolute(&branch.from).map_err(|e| Error::io("find", &branch.from, e))?;
+        let text =
+            serde_json::to_string(&branch).map_err(|e| Error::internal(format!("branch: {e}")))?;
         self.write_durably(&path, &(text + "\n"))
     }
 
-    /// Keeps choices of algorithms for matrix products, by which the run goes on after any end of this start.
+    /// Keeps choices of algorithms for matrix products, by which the run goes on after any end of
+    /// this start.
     ///
     /// # Errors
     /// The file system refused.
@@ -451,7 +488,8 @@ fn number_of(name: &str, default: &str) -> Option<u64> {
     (numbered(default, number) == name).then_some(number)
 }
 
-/// The directory of the unnamed run of a resolved configuration that can go on; none if there is none.
+/// The directory of the unnamed run of a resolved configuration that can go on; none if there is
+/// none.
 fn resumable(root: &Path, default: &str, config: &Config) -> Result<Option<PathBuf>> {
     let unreadable = |e| Error::io("list the runs in", root, e);
     let mut numbers = Vec::new();
@@ -461,10 +499,17 @@ fn resumable(root: &Path, default: &str, config: &Config) -> Result<Option<PathB
         Err(e) => return Err(unreadable(e)),
     };
     for entry in entries {
-        numbers.extend(entry.map_err(unreadable)?.file_name().to_str().and_then(|name| number_of(name, default)));
+        numbers.extend(
+            entry
+                .map_err(unreadable)?
+                .file_name()
+                .to_str()
+                .and_then(|name| number_of(name, default)),
+        );
     }
     numbers.sort_unstable();
-    let (mut matching, mut others) = (Vec::new(), Vec::new());
+    let mut matching = Vec::new();
+    let mut others = Vec::new();
     for number in numbers {
         let run = RunDirectory::at(root.join(numbered(default, number)));
         if !run.can_be_resumed()? {
@@ -478,7 +523,10 @@ fn resumable(root: &Path, default: &str, config: &Config) -> Result<Option<PathB
     match &matching[..] {
         [] if others.is_empty() => Ok(None),
         [] => {
-            log::warn!("--resume auto finds no run of this configuration and begins one; {}", others.join("; "));
+            log::warn!(
+                "--resume auto finds no run of this configuration and begins one; {}",
+                others.join("; ")
+            );
             Ok(None)
         }
         [run] => Ok(Some(run.path.clone())),
@@ -488,8 +536,12 @@ fn resumable(root: &Path, default: &str, config: &Config) -> Result<Option<PathB
                 Ok(format!("{} at step {step}", run.path.display()))
             };
             let list = matching.iter().map(at).collect::<Result<Vec<_>>>()?;
-            Err(Error::input(format!("--resume auto could go on with any of {} runs: {}", list.len(), list.join(", ")))
-                .hint(format!("choose one by its name, such as --set run.name={}", newest.name())))
+            Err(Error::input(format!(
+                "--resume auto could go on with any of {} runs: {}",
+                list.len(),
+                list.join(", ")
+            ))
+            .hint(format!("choose one by its name, such as --set run.name={}", newest.name())))
         }
     }
 }
@@ -516,8 +568,10 @@ mod tests {
     }
 
     fn names(root: &Path) -> Vec<String> {
-        let mut names: Vec<String> =
-            fs::read_dir(root).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        let mut names: Vec<String> = fs::read_dir(root)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
         names.sort();
         names
     }
@@ -542,7 +596,8 @@ mod tests {
         let config = config(root.path(), None);
         for resume in [Resume::No, Resume::Auto] {
             let all: Vec<RunDirectory> = std::thread::scope(|scope| {
-                let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| prepare(&config, &resume).unwrap())).collect();
+                let threads: Vec<_> =
+                    (0..8).map(|_| scope.spawn(|| prepare(&config, &resume).unwrap())).collect();
                 threads.into_iter().map(|thread| thread.join().unwrap()).collect()
             });
             let mut paths: Vec<&Path> = all.iter().map(RunDirectory::path).collect();
@@ -563,7 +618,8 @@ mod tests {
         assert_eq!(first.name(), "x");
         drop(first);
         assert_eq!(start(&mine, &Resume::Auto).name(), "x-2");
-        // One that has saved; a newer one of another configuration; a newer one that has saved nothing.
+        // One that has saved; a newer one of another configuration; a newer one that has saved
+        // nothing.
         save(&start(&mine, &Resume::No), &mine, 3);
         let mut other = mine.clone();
         other.optimizer.lr = 0.5;
@@ -572,7 +628,10 @@ mod tests {
         assert_eq!(names(root.path()), ["x", "x-2", "x-3", "x-4"]);
         assert_eq!(start(&mine, &Resume::Auto).name(), "x-2");
         assert_eq!(start(&other, &Resume::Auto).name(), "x-3");
-        let longer = Config { run: hpctrain_config::Run { steps: 9999, ..mine.run.clone() }, ..mine.clone() };
+        let longer = Config {
+            run: hpctrain_config::Run { steps: 9999, ..mine.run.clone() },
+            ..mine.clone()
+        };
         assert_eq!(start(&longer, &Resume::Auto).name(), "x-2");
         // Somebody trains it.
         let held = start(&mine, &Resume::Auto);
@@ -587,7 +646,10 @@ mod tests {
         save(&start(&mine, &Resume::No), &mine, 7);
         let error = prepare(&mine, &Resume::Auto).unwrap_err().to_string();
         assert!(error.contains("any of 2 runs: ") && error.contains("x-2 at step 3, "), "{error}");
-        assert!(error.contains("x-5 at step 7\nhint: ") && error.contains("run.name=x-5"), "{error}");
+        assert!(
+            error.contains("x-5 at step 7\nhint: ") && error.contains("run.name=x-5"),
+            "{error}"
+        );
         // An unreadable configuration is not an absent one.
         fs::remove_file(root.path().join("x-2/config.toml")).unwrap();
         fs::create_dir(root.path().join("x-2/config.toml")).unwrap();
@@ -602,11 +664,16 @@ mod tests {
         // A job that a scheduler starts again may not have begun yet.
         prepare(&config, &Resume::Auto).unwrap().write_config(&config).unwrap();
         let error = prepare(&config, &Resume::No).unwrap_err().to_string();
-        assert!(error.contains("mine holds another run") && error.contains("--resume auto"), "{error}");
+        assert!(
+            error.contains("mine holds another run") && error.contains("--resume auto"),
+            "{error}"
+        );
         // Checkpoints alone are a run as well.
         fs::remove_file(root.path().join("mine/config.toml")).unwrap();
         fs::create_dir_all(root.path().join("mine/checkpoints/step-00000003")).unwrap();
-        assert!(prepare(&config, &Resume::No).unwrap_err().to_string().contains("holds another run"));
+        assert!(
+            prepare(&config, &Resume::No).unwrap_err().to_string().contains("holds another run")
+        );
     }
 
     #[test]
@@ -618,7 +685,12 @@ mod tests {
         fs::create_dir(&staging).unwrap();
         for resume in [Resume::No, Resume::Auto, Resume::From("elsewhere".into())] {
             let error = prepare(&config, &resume).unwrap_err();
-            assert!(error.message().contains(&format!("mine is being trained by process {} on ", std::process::id())));
+            assert!(
+                error.message().contains(&format!(
+                    "mine is being trained by process {} on ",
+                    std::process::id()
+                ))
+            );
             assert!(error.message().contains(", since ") && error.advice().is_some());
             assert_eq!(error.exit_code(), 2);
         }
@@ -651,7 +723,9 @@ mod tests {
         let directory = start();
         fs::write(directory.logs_path().join("evaluator-00000.log"), "mine").unwrap();
         directory.abandon();
-        assert!(path.join("logs/evaluator-00000.log").exists() && !path.join("config.toml").exists());
+        assert!(
+            path.join("logs/evaluator-00000.log").exists() && !path.join("config.toml").exists()
+        );
         start().abandon();
         assert!(path.join("config.toml").exists());
         fs::remove_dir_all(&path).unwrap();
@@ -666,14 +740,21 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let directory = RunDirectory::at(root.path());
         assert_eq!(directory.branch().unwrap(), None);
-        let branch = Branch { from: "/elsewhere/step-00000003".into(), take: crate::run_dir::RestoreScope::Weights };
+        let branch = Branch {
+            from: "/elsewhere/step-00000003".into(),
+            take: crate::run_dir::RestoreScope::Weights,
+        };
         directory.write_branch(branch.clone()).unwrap();
         assert_eq!(directory.branch().unwrap(), Some(branch));
         assert_eq!(names(root.path()), ["branch.json"]);
         // As a machine that lost power may leave it.
         fs::write(directory.branch_path(), "").unwrap();
         let error = directory.branch().unwrap_err().to_string();
-        assert!(error.contains("branch.json does not say where the run began") && error.contains("hint: "), "{error}");
+        assert!(
+            error.contains("branch.json does not say where the run began")
+                && error.contains("hint: "),
+            "{error}"
+        );
         fs::remove_file(directory.branch_path()).unwrap();
         fs::create_dir(directory.branch_path()).unwrap();
         assert!(directory.branch().is_err());

@@ -56,7 +56,8 @@ impl Markers {
         self.run.join("STOP")
     }
 
-    /// The trainer begins: removes an earlier END marker, which is returned, and earlier stop requests.
+    /// The trainer begins: removes an earlier END marker, which is returned, and earlier stop
+    /// requests.
     ///
     /// # Errors
     /// The file system refused.
@@ -64,7 +65,9 @@ impl Markers {
         let ended = self.ended();
         for path in [self.stop_path(), self.end_path()] {
             match fs::remove_file(&path) {
-                Err(e) if e.kind() != ErrorKind::NotFound => return Err(Error::io("remove", &path, e)),
+                Err(e) if e.kind() != ErrorKind::NotFound => {
+                    return Err(Error::io("remove", &path, e));
+                }
                 _ => {}
             }
         }
@@ -101,7 +104,8 @@ impl Markers {
         Some(String::from_utf8_lossy(&why).into_owned())
     }
 
-    /// The content of a mark, if it exists; one that cannot be read is reported, and may be read the next time.
+    /// The content of a mark, if it exists; one that cannot be read is reported, and may be read
+    /// the next time.
     fn content(&self, path: &Path) -> Option<Vec<u8>> {
         match safe_open::read(path) {
             Ok(content) => Some(content),
@@ -123,8 +127,11 @@ impl Markers {
 
 /// Writes a file that is never seen in part.
 fn whole(path: &Path, text: &str) -> Result<()> {
-    let temporary =
-        path.with_extension(format!("{}-{}.tmp", std::process::id(), hpctrain_config::telemetry::unix_time()));
+    let temporary = path.with_extension(format!(
+        "{}-{}.tmp",
+        std::process::id(),
+        hpctrain_config::telemetry::unix_time()
+    ));
     own_files::write(&temporary, format!("{text}\n"))
         .and_then(|()| fs::rename(&temporary, path))
         .map_err(|e| Error::io("write", path, e))

@@ -1,4 +1,5 @@
-//! The directory of a run: its choice, its ownership, the starting point of the run in it and its end.
+//! The directory of a run: its choice, its ownership, the starting point of the run in it and its
+//! end.
 
 mod branch;
 mod config_diff;

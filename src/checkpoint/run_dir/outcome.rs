@@ -7,7 +7,8 @@ pub enum RunOutcome {
     Finished,
     /// More steps would not help, as the text says.
     Stopped(String),
-    /// The job was asked to end, or its time is up: it has saved, and is to be started again with `--resume auto`.
+    /// The job was asked to end, or its time is up: it has saved, and is to be started again with
+    /// `--resume auto`.
     Preempted(String),
 }
 

@@ -1,9 +1,10 @@
 //! Starting point of a run: step 0, or a checkpoint that proves whole.
 //!
-//! Loading verifies: together the ranks read every byte under its checksum. Only proven damage (`Kind::Damaged`: a
-//! checksum, a length, a missing file) is passed over for an older checkpoint. An error of the file system is retried
-//! and then ends the run; another version is refused. Retention relies on the same kinds: an unreadable file does not
-//! count as absent, and nothing is removed on doubt.
+//! Loading verifies: together the ranks read every byte under its checksum. Only proven damage
+//! (`Kind::Damaged`: a checksum, a length, a missing file) is passed over for an older checkpoint.
+//! An error of the file system is retried and then ends the run; another version is refused.
+//! Retention relies on the same kinds: an unreadable file does not count as absent, and nothing is
+//! removed on doubt.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -54,11 +55,12 @@ pub struct Resumed {
 /// Converts the data of a run to the preprocessing of a checkpoint; an error ends the run.
 pub type Conform<'a> = &'a mut dyn FnMut(&Manifest) -> Result<()>;
 
-/// Loads the checkpoint that `resume` asks for: collective over `world`. `conform` is called with every checkpoint that
-/// is tried.
+/// Loads the checkpoint that `resume` asks for: collective over `world`. `conform` is called with
+/// every checkpoint that is tried.
 ///
 /// # Errors
-/// There is no checkpoint that is whole, it is one of another model or other data, or the data does not go with it.
+/// There is no checkpoint that is whole, it is one of another model or other data, or the data does
+/// not go with it.
 pub fn resume<B: Kernels>(
     world: &Group<B>,
     sharded: &mut Sharded<B>,
@@ -75,7 +77,8 @@ pub fn resume<B: Kernels>(
         Resume::From(path) => load.named(path)?,
         Resume::Auto => match (load.newest(directory)?, branch(world, directory)?) {
             (Some(found), _) => found,
-            // It began at a checkpoint of another run and was killed before it had saved any of its own.
+            // It began at a checkpoint of another run and was killed before it had saved any of its
+            // own.
             (None, Some(Branch { from, take })) => {
                 load.take = take;
                 load.named(&from)?
@@ -85,11 +88,18 @@ pub fn resume<B: Kernels>(
     };
     let take = load.take;
     let data_changes = match take {
-        RestoreScope::Everything | RestoreScope::NoOptimizer => world.all_ok(data_changes(&from, &manifest, taking))?,
+        RestoreScope::Everything | RestoreScope::NoOptimizer => {
+            world.all_ok(data_changes(&from, &manifest, taking))?
+        }
         RestoreScope::Weights => vec![],
     };
-    if world.rank() == 0 && data_changes.len() > manifest.data.iter().flat_map(|data| &data.changes).count() {
-        log::warn!("the run goes on with other training data: {}", data_changes[data_changes.len() - 1].what);
+    if world.rank() == 0
+        && data_changes.len() > manifest.data.iter().flat_map(|data| &data.changes).count()
+    {
+        log::warn!(
+            "the run goes on with other training data: {}",
+            data_changes[data_changes.len() - 1].what
+        );
     }
     if world.rank() == 0 && take == RestoreScope::Everything {
         tell_of_changes(&manifest.config, &plan.config);
@@ -99,11 +109,15 @@ pub fn resume<B: Kernels>(
         RestoreScope::NoOptimizer => Progress { updates: 0, ..manifest.progress() },
         RestoreScope::Weights => Progress::default(),
     };
-    let (at, asked) = (progress.step, plan.config.run.steps);
+    let at = progress.step;
+    let asked = plan.config.run.steps;
     let fits = match at <= asked {
         true => Ok(()),
-        false => Err(Error::input(format!("{} is at step {at}, beyond run.steps = {asked}", from.display()))
-            .hint("raise run.steps")),
+        false => Err(Error::input(format!(
+            "{} is at step {at}, beyond run.steps = {asked}",
+            from.display()
+        ))
+        .hint("raise run.steps")),
     };
     world.all_ok(fits)?;
     Ok(Resumed { progress, from: Some(from), data_changes })
@@ -112,15 +126,24 @@ pub fn resume<B: Kernels>(
 /// Changes of a checkpoint's run to other data, this start included.
 ///
 /// # Errors
-/// It was trained on other data, and that is not allowed: other samples would stand at the positions to come.
-pub fn data_changes(from: &Path, manifest: &Manifest, taking: &RestoreOptions) -> Result<Vec<DataChange>> {
+/// It was trained on other data, and that is not allowed: other samples would stand at the
+/// positions to come.
+pub fn data_changes(
+    from: &Path,
+    manifest: &Manifest,
+    taking: &RestoreOptions,
+) -> Result<Vec<DataChange>> {
     let Some(trained) = &manifest.data else { return Ok(vec![]) };
     let mut changes = trained.changes.clone();
     let what = taking.data.as_ref().and_then(|now| now.difference(&trained.fingerprint));
     match what {
         None => {}
         Some(what) if taking.allow_changed_data => {
-            changes.push(DataChange { step: manifest.step, before: trained.fingerprint.digest(), what });
+            changes.push(DataChange {
+                step: manifest.step,
+                before: trained.fingerprint.digest(),
+                what,
+            });
         }
         Some(what) => {
             return Err(Error::input(format!("{}: the training data has changed: {what}", from.display()))
@@ -135,7 +158,8 @@ fn branch<B: Kernels>(world: &Group<B>, directory: &RunDirectory) -> Result<Opti
     let mine = world.all_ok(if world.rank() == 0 { directory.branch() } else { Ok(None) })?;
     let mine = serde_json::to_vec(&mine).map_err(|e| Error::internal(format!("branch: {e}")))?;
     let of_root = world.broadcast_bytes(mine).wait()?;
-    serde_json::from_slice(&of_root).map_err(|e| Error::comm(format!("rank 0 sent a malformed branch: {e}")))
+    serde_json::from_slice(&of_root)
+        .map_err(|e| Error::comm(format!("rank 0 sent a malformed branch: {e}")))
 }
 
 /// Attempts to read a checkpoint when the file system fails.
@@ -161,13 +185,17 @@ impl<B: Kernels> Load<'_, B> {
         Ok((path, manifest))
     }
 
-    /// Loads the newest checkpoint that is whole; names the ones it passed over, with the reasons. None if there is
-    /// none at all. Only checkpoints that are proven damaged are passed over: the run would train again from an older
-    /// one, and replace the newer ones in the end.
+    /// Loads the newest checkpoint that is whole; names the ones it passed over, with the reasons.
+    /// None if there is none at all. Only checkpoints that are proven damaged are passed over: the
+    /// run would train again from an older one, and replace the newer ones in the end.
     fn newest(&mut self, directory: &RunDirectory) -> Result<Option<(PathBuf, Manifest)>> {
         let checkpoints = directory.checkpoints();
         // One rank looks, so that all try the same ones.
-        let mine = self.world.all_ok(if self.world.rank() == 0 { checkpoints.steps() } else { Ok(vec![]) })?;
+        let mine = self.world.all_ok(if self.world.rank() == 0 {
+            checkpoints.steps()
+        } else {
+            Ok(vec![])
+        })?;
         let steps = self.world.broadcast_numbers(&mine)?;
         let mut last = None;
         for path in steps.iter().rev().map(|step| checkpoints.path(*step)) {
@@ -176,7 +204,11 @@ impl<B: Kernels> Load<'_, B> {
                 Err(e) if e.kind() != Kind::Damaged => return Err(e),
                 Err(e) => {
                     if self.world.rank() == 0 {
-                        log::warn!("passing over {}: {}", path.display(), e.to_string().replace("\nhint: ", "; "));
+                        log::warn!(
+                            "passing over {}: {}",
+                            path.display(),
+                            e.to_string().replace("\nhint: ", "; ")
+                        );
                     }
                     last = Some(e);
                 }
@@ -190,11 +222,12 @@ impl<B: Kernels> Load<'_, B> {
         }
     }
 
-    /// Loads a checkpoint into every rank's ranges. Together the ranks check all of it. Failed reads are tried again:
-    /// network file systems fail now and then.
+    /// Loads a checkpoint into every rank's ranges. Together the ranks check all of it. Failed
+    /// reads are tried again: network file systems fail now and then.
     ///
     /// # Errors
-    /// It is proven damaged ([`Kind::Damaged`]), another model's or another version's, or cannot be read. All ranks have the same.
+    /// It is proven damaged ([`Kind::Damaged`]), another model's or another version's, or cannot be
+    /// read. All ranks have the same.
     fn load(&mut self, path: &Path) -> Result<Manifest> {
         let _span = span(Doing::Restore, None);
         let mut attempt = 1;
@@ -222,18 +255,22 @@ impl<B: Kernels> Load<'_, B> {
         let state = (take == RestoreScope::Everything).then_some(&names[..]);
         // Another tokenizer mostly makes another model, too: the first difference is reported.
         let conforms = (self.conform)(reader.manifest()).map_err(|e| e.at(path.display()));
-        let fits = conforms.and_then(|()| reader.manifest().check(path, self.sharded.layouts(), state));
+        let fits =
+            conforms.and_then(|()| reader.manifest().check(path, self.sharded.layouts(), state));
         self.world.all_ok(fits)?;
-        // Another run begins with the parameters that this one is used with; the same run goes on with the ones it
-        // trains.
+        // Another run begins with the parameters that this one is used with; the same run goes on
+        // with the ones it trains.
         let used = if take == RestoreScope::Weights { reader.used() } else { 0 };
-        let restored = self.sharded.restore(|tensor, part, columns, range, out| match (part, take) {
-            (_, RestoreScope::Everything) => reader.read(tensor, part, columns, range, out),
-            // A new average begins at the parameters.
-            (part, _) if part == 0 || names[part - 1] == AVERAGE => reader.read(tensor, used, columns, range, out),
-            // Other fresh state is zero, as `out` is.
-            _ => Ok(()),
-        });
+        let restored =
+            self.sharded.restore(|tensor, part, columns, range, out| match (part, take) {
+                (_, RestoreScope::Everything) => reader.read(tensor, part, columns, range, out),
+                // A new average begins at the parameters.
+                (part, _) if part == 0 || names[part - 1] == AVERAGE => {
+                    reader.read(tensor, used, columns, range, out)
+                }
+                // Other fresh state is zero, as `out` is.
+                _ => Ok(()),
+            });
         self.world.all_ok(restored)?;
         Ok(reader.into_manifest())
     }
@@ -246,7 +283,10 @@ fn tell_of_changes(before: &Config, now: &Config) {
         log::warn!("the run goes on with another configuration: {}", curve.join("; "));
     }
     if !rounding.is_empty() {
-        log::warn!("sums are added in another order, and may differ in their last bits: {}", rounding.join("; "));
+        log::warn!(
+            "sums are added in another order, and may differ in their last bits: {}",
+            rounding.join("; ")
+        );
     }
     if !layout.is_empty() {
         log::info!("another layout, which changes no numbers: {}", layout.join("; "));

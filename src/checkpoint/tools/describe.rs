@@ -16,7 +16,8 @@ use hpctrain_data::{DataChange, Tokenizer, TrainedOn};
 
 /// Describes the checkpoint in `dir`.
 pub fn describe(dir: &Path, manifest: &Manifest) -> String {
-    let Manifest { version, id, step, updates, position, seed, config, origin, state, .. } = manifest;
+    let Manifest { version, id, step, updates, position, seed, config, origin, state, .. } =
+        manifest;
     let model = &config.model;
     let mut out = String::new();
     let mut line = |name: &str, text: String| {
@@ -31,21 +32,38 @@ pub fn describe(dir: &Path, manifest: &Manifest) -> String {
     nodes.dedup();
     let hosts = if nodes.is_empty() { String::new() } else { format!(" on {}", nodes.join(", ")) };
     let ranks = format!("{} rank{}{hosts}", origin.ranks, if origin.ranks == 1 { "" } else { "s" });
-    line("written", format!("{} by hpctrain {}, {ranks}, {}", written(origin.time), origin.hpctrain, origin.mpi));
-    let network =
-        network(&mut model.clone(), None).map_or_else(|e| e.message().to_string(), |network| network.describe());
+    line(
+        "written",
+        format!(
+            "{} by hpctrain {}, {ranks}, {}",
+            written(origin.time),
+            origin.hpctrain,
+            origin.mpi
+        ),
+    );
+    let network = network(&mut model.clone(), None)
+        .map_or_else(|e| e.message().to_string(), |network| network.describe());
     line("model", format!("{network}, dropout {}", model.dropout));
     let tokenizer = manifest.tokenizer.as_ref();
-    line("tokenizer", tokenizer.map_or_else(|| "none".into(), |t| format!("{}, {} ids", t.name(), t.vocabulary())));
+    line(
+        "tokenizer",
+        tokenizer
+            .map_or_else(|| "none".into(), |t| format!("{}, {} ids", t.name(), t.vocabulary())),
+    );
     line("data", manifest.data.as_ref().map_or_else(|| "unknown".into(), data));
     for DataChange { step, before, what } in manifest.data.iter().flat_map(|data| &data.changes) {
         line("", format!("until step {step} {before}: {what}"));
     }
     line("parameters", grouped(manifest.parameters()));
-    line("state", if state.is_empty() { "none: parameters alone".into() } else { state.join(", ") });
+    line(
+        "state",
+        if state.is_empty() { "none: parameters alone".into() } else { state.join(", ") },
+    );
 
     let mut files = vec![["file", "size"].map(str::to_owned)];
-    files.extend(manifest.files.iter().map(|(name, file)| [name.clone(), bytes(file.bytes as usize)]));
+    files.extend(
+        manifest.files.iter().map(|(name, file)| [name.clone(), bytes(file.bytes as usize)]),
+    );
     let mut tensors = vec![["tensor", "shape", "pieces"].map(str::to_owned)];
     for (name, entry) in &manifest.tensors {
         tensors.push([name.clone(), shape(&entry.shape), entry.pieces.len().to_string()]);
@@ -80,7 +98,19 @@ pub struct Description<'a> {
 impl<'a> Description<'a> {
     /// Of the checkpoint in `dir`.
     pub fn of(dir: &'a Path, manifest: &'a Manifest) -> Self {
-        let Manifest { version, id, step, updates, position, seed, config, origin, state, data, .. } = manifest;
+        let Manifest {
+            version,
+            id,
+            step,
+            updates,
+            position,
+            seed,
+            config,
+            origin,
+            state,
+            data,
+            ..
+        } = manifest;
         Self {
             checkpoint: dir,
             format: *version,
@@ -97,7 +127,11 @@ impl<'a> Description<'a> {
             parameters: manifest.parameters(),
             state,
             files: manifest.files.iter().map(|(name, file)| (&name[..], file.bytes)).collect(),
-            tensors: manifest.tensors.iter().map(|(name, tensor)| (&name[..], &tensor.shape[..])).collect(),
+            tensors: manifest
+                .tensors
+                .iter()
+                .map(|(name, tensor)| (&name[..], &tensor.shape[..]))
+                .collect(),
         }
     }
 }

@@ -94,7 +94,11 @@ impl fmt::Display for Difference {
             Self::State { name, only_in } => write!(f, "optimizer state {name}: only in {only_in}"),
             Self::Tensor { name, only_in } => write!(f, "{name}: only in {only_in}"),
             Self::Shape { name, a, b } => write!(f, "{name}: {a:?} in A, {b:?} in B"),
-            Self::Elements { group, name, found: Elements { elements, of, first, a, b, largest } } => write!(
+            Self::Elements {
+                group,
+                name,
+                found: Elements { elements, of, first, a, b, largest },
+            } => write!(
                 f,
                 "/{group}/{name}: {} of {} elements differ, the first is {first}: {a:e} and {b:e}; \
                  largest difference {largest:.3e}",
@@ -105,19 +109,26 @@ impl fmt::Display for Difference {
     }
 }
 
-/// Compares two checkpoints; `tell` gets every tensor, buffer and count that differs. `weights_only` leaves
-/// out all but the parameters.
+/// Compares two checkpoints; `tell` gets every tensor, buffer and count that differs.
+/// `weights_only` leaves out all but the parameters.
 ///
 /// # Errors
 /// One of them is damaged.
-pub fn diff(a: &mut Reader, b: &mut Reader, weights_only: bool, tell: &mut dyn FnMut(Difference)) -> Result<Compared> {
-    let (mine, others) = (a.manifest().clone(), b.manifest().clone());
+pub fn diff(
+    a: &mut Reader,
+    b: &mut Reader,
+    weights_only: bool,
+    tell: &mut dyn FnMut(Difference),
+) -> Result<Compared> {
+    let mine = a.manifest().clone();
+    let others = b.manifest().clone();
     let mut compared = Compared::default();
     let mut tell = |found| {
         compared.differences += 1;
         tell(found);
     };
-    let (mut tensors, mut elements) = (0, 0);
+    let mut tensors = 0;
+    let mut elements = 0;
     if !weights_only {
         progress(&mine, &others).into_iter().chain(buffers(&mine, &others)).for_each(&mut tell);
     }
@@ -130,7 +141,8 @@ pub fn diff(a: &mut Reader, b: &mut Reader, weights_only: bool, tell: &mut dyn F
             continue;
         };
         if entry.shape != other.shape {
-            let (a, b) = (entry.shape.clone(), other.shape.clone());
+            let a = entry.shape.clone();
+            let b = other.shape.clone();
             tell(Difference::Shape { name: name.clone(), a, b });
             continue;
         }
@@ -179,12 +191,20 @@ fn parts(a: &Manifest, b: &Manifest, weights_only: bool) -> Vec<(String, usize, 
 }
 
 /// Compares a tensor of `len` elements, part `parts[0]` of it in `a` with part `parts[1]` in `b`.
-fn tensor(a: &mut Reader, b: &mut Reader, name: &str, parts: [usize; 2], len: usize) -> Result<Option<Elements>> {
+fn tensor(
+    a: &mut Reader,
+    b: &mut Reader,
+    name: &str,
+    parts: [usize; 2],
+    len: usize,
+) -> Result<Option<Elements>> {
     let mut found: Option<Elements> = None;
-    let (mut mine, mut others) = (vec![0.0; CHUNK.min(len)], vec![0.0; CHUNK.min(len)]);
+    let mut mine = vec![0.0; CHUNK.min(len)];
+    let mut others = vec![0.0; CHUNK.min(len)];
     for start in (0..len).step_by(CHUNK) {
         let range = start..(start + CHUNK).min(len);
-        let (mine, others) = (&mut mine[..range.len()], &mut others[..range.len()]);
+        let mine = &mut mine[..range.len()];
+        let others = &mut others[..range.len()];
         a.read(name, parts[0], None, range.clone(), mine)?;
         b.read(name, parts[1], None, range.clone(), others)?;
         for (at, (x, y)) in range.zip(mine.iter().zip(others.iter())) {
@@ -193,7 +213,14 @@ fn tensor(a: &mut Reader, b: &mut Reader, name: &str, parts: [usize; 2], len: us
             }
             let apart = (f64::from(*x) - f64::from(*y)).abs();
             let of = len as u64;
-            let found = found.get_or_insert(Elements { elements: 0, of, first: at, a: *x, b: *y, largest: 0.0 });
+            let found = found.get_or_insert(Elements {
+                elements: 0,
+                of,
+                first: at,
+                a: *x,
+                b: *y,
+                largest: 0.0,
+            });
             found.elements += 1;
             if apart.is_nan() || apart > found.largest {
                 found.largest = apart;

@@ -56,9 +56,11 @@ pub fn list(checkpoints: &Checkpoints) -> Result<List> {
         log::warn!("{}", e.to_string().replace('\n', "; "));
     }
     let known = evaluated.known();
-    let (latest, best) = (checkpoints.latest_step()?, checkpoints.best_step()?);
+    let latest = checkpoints.latest_step()?;
+    let best = checkpoints.best_step()?;
     let one = |step: u64| {
-        let (found, name) = (checkpoints.sound(step), name_of(step));
+        let found = checkpoints.sound(step);
+        let name = name_of(step);
         let loss = match &found {
             Ok(manifest) => evaluations::loss_of(known, step, &manifest.id),
             Err(_) => evaluations::loss(known, step),

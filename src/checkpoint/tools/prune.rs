@@ -21,13 +21,15 @@ pub struct Pruning {
 /// Something that decides about it cannot be read.
 pub fn plan(checkpoints: &Checkpoints, retention: &Retention) -> Result<Pruning> {
     let candidates = checkpoints.candidates(checkpoints.evaluated()?.all()?)?;
-    let free: Vec<Candidate> = candidates.iter().map(|one| Candidate { held: false, ..*one }).collect();
+    let free: Vec<Candidate> =
+        candidates.iter().map(|one| Candidate { held: false, ..*one }).collect();
     let gone = removed(&candidates, retention);
     let held = removed(&free, retention).into_iter().filter(|step| !gone.contains(step)).collect();
     Ok(Pruning { removed: gone, held })
 }
 
-/// Removes the checkpoints that need not be kept. A trainer may remove checkpoints at the same time.
+/// Removes the checkpoints that need not be kept. A trainer may remove checkpoints at the same
+/// time.
 ///
 /// # Errors
 /// Something that decides about it cannot be read: nothing is removed. Or the file system refused.

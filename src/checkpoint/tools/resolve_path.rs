@@ -28,8 +28,9 @@ pub fn run(path: &Path) -> Result<Checkpoints> {
     }
 }
 
-/// The directory of the checkpoint at `path`, which may be a link to it, a file `latest` or `best` that names it, or a
-/// run: then its latest. The returned path does not go through `latest` and `best`, which a trainer may move.
+/// The directory of the checkpoint at `path`, which may be a link to it, a file `latest` or `best`
+/// that names it, or a run: then its latest. The returned path does not go through `latest` and
+/// `best`, which a trainer may move.
 ///
 /// # Errors
 /// Returns an error if there is no checkpoint, or `best` is a directory beside checkpoints.
@@ -42,16 +43,20 @@ pub fn checkpoint(path: &Path) -> Result<PathBuf> {
     if is_checkpoint(&found) {
         return Ok(found);
     }
-    Err(Error::input(format!("{} is neither a checkpoint nor a run", path.display()))
-        .hint("give a checkpoint such as runs/<name>/checkpoints/latest, or the directory of a run"))
+    Err(Error::input(format!("{} is neither a checkpoint nor a run", path.display())).hint(
+        "give a checkpoint such as runs/<name>/checkpoints/latest, or the directory of a run",
+    ))
 }
 
-/// As [`checkpoint`], for all ranks of `world`: collective. One rank looks, because a link such as `latest` may move
-/// meanwhile, and has the lease of [`hold`].
+/// As [`checkpoint`], for all ranks of `world`: collective. One rank looks, because a link such as
+/// `latest` may move meanwhile, and has the lease of [`hold`].
 ///
 /// # Errors
 /// There is no checkpoint: the same on all ranks.
-pub fn together<B: Backend>(world: &Group<B>, path: &Path) -> Result<(PathBuf, Option<LeaseGuard>)> {
+pub fn together<B: Backend>(
+    world: &Group<B>,
+    path: &Path,
+) -> Result<(PathBuf, Option<LeaseGuard>)> {
     let found = if world.rank() == 0 { checkpoint(path).map(Some) } else { Ok(None) };
     let found = world.all_ok(found)?;
     let lease = found.as_deref().and_then(hold);
@@ -60,8 +65,8 @@ pub fn together<B: Backend>(world: &Group<B>, path: &Path) -> Result<(PathBuf, O
     Ok((PathBuf::from(OsStr::from_bytes(&of_root)), lease))
 }
 
-/// A lease on the checkpoint in `dir`, so that a trainer beside does not remove it while it is read. None where nobody
-/// removes any: outside a run, or where nobody may write.
+/// A lease on the checkpoint in `dir`, so that a trainer beside does not remove it while it is
+/// read. None where nobody removes any: outside a run, or where nobody may write.
 pub fn hold(dir: &Path) -> Option<LeaseGuard> {
     let name = dir.file_name()?.to_str()?;
     step_of(name)?;
@@ -100,7 +105,8 @@ fn checkpoints(path: &Path) -> Result<Option<Checkpoints>> {
 /// Whether there is a checkpoint in `dir`, or the remains of one.
 fn is_checkpoint(dir: &Path) -> bool {
     let named = dir.file_name().and_then(|name| step_of(name.to_str()?)).is_some();
-    dir.is_dir() && (named || [manifest::FILE, manifest::SEAL].iter().any(|file| dir.join(file).exists()))
+    dir.is_dir()
+        && (named || [manifest::FILE, manifest::SEAL].iter().any(|file| dir.join(file).exists()))
 }
 
 /// The checkpoint that readers of a run take.
@@ -117,8 +123,9 @@ fn current(checkpoints: &Checkpoints) -> Result<PathBuf> {
     })
 }
 
-/// The directory that a path leads to by its last component: a link, a file that names a checkpoint, or a directory.
-/// Beside checkpoints, a directory called `latest` or `best` is a copy that may be old.
+/// The directory that a path leads to by its last component: a link, a file that names a
+/// checkpoint, or a directory. Beside checkpoints, a directory called `latest` or `best` is a copy
+/// that may be old.
 fn followed(path: &Path) -> Result<PathBuf> {
     let beside = path.parent().unwrap_or(Path::new(""));
     let name = path.file_name().unwrap_or_default();
@@ -129,7 +136,8 @@ fn followed(path: &Path) -> Result<PathBuf> {
     if name != "latest" && name != "best" {
         return Ok(path.to_path_buf());
     }
-    let (pointer, checkpoints) = (Pointer::at(path), Checkpoints::new(beside));
+    let pointer = Pointer::at(path);
+    let checkpoints = Checkpoints::new(beside);
     match pointer.target()? {
         Target::Step(step) => Ok(checkpoints.path(step)),
         Target::Directory if checkpoints.steps()?.is_empty() => Ok(path.to_path_buf()),
@@ -164,7 +172,8 @@ mod tests {
         assert!(run(dir.path()).unwrap_err().to_string().contains("not the directory of a run"));
         assert!(checkpoint(dir.path()).unwrap_err().to_string().contains("neither"));
         assert!(checkpoint(&root.join("y")).unwrap_err().to_string().contains("does not exist"));
-        // Where there are no symbolic links; and after a copy that followed them, with a later save.
+        // Where there are no symbolic links; and after a copy that followed them, with a later
+        // save.
         std::fs::remove_file(root.join("latest")).unwrap();
         std::fs::write(root.join("latest"), "step-00000001\n").unwrap();
         assert_eq!(checkpoint(&root.join("latest")).unwrap(), one);
@@ -180,7 +189,12 @@ mod tests {
         for path in [dir.path().join("x"), root.join("latest")] {
             assert_eq!(checkpoint(&path).unwrap(), two);
         }
-        assert!(checkpoint(&root.join("best")).unwrap_err().to_string().contains("hint: a copy that follows links"));
+        assert!(
+            checkpoint(&root.join("best"))
+                .unwrap_err()
+                .to_string()
+                .contains("hint: a copy that follows links")
+        );
         // A copy elsewhere, under another name.
         let copy = dir.path().join("mine");
         std::fs::rename(&one, &copy).unwrap();

@@ -65,9 +65,18 @@ pub fn table(comm: &Comm<Cpu>, args: &CheckpointArgs) -> Result<()> {
         json(&report)?;
         return Ok(());
     }
-    say(format_args!("{} in {} ranks, median of {} rounds", bytes(bytes_written as usize), comm.size(), rounds.len()));
+    say(format_args!(
+        "{} in {} ranks, median of {} rounds",
+        bytes(bytes_written as usize),
+        comm.size(),
+        rounds.len()
+    ));
     let rate = |what: &str, seconds: f64| {
-        say(format_args!("{what:<44} {:>8.1} ms  {:>8.1} MB/s", seconds * 1e3, bytes_written as f64 / seconds / 1e6));
+        say(format_args!(
+            "{what:<44} {:>8.1} ms  {:>8.1} MB/s",
+            seconds * 1e3,
+            bytes_written as f64 / seconds / 1e6
+        ));
     };
     rate("write and fsync of plain files", median.raw_write);
     rate("save, from the copy to the publication", median.save);
@@ -76,8 +85,20 @@ pub fn table(comm: &Comm<Cpu>, args: &CheckpointArgs) -> Result<()> {
     rate("read of the files", median.raw_read);
     rate("restore, checksums and all", median.restore);
     let of = |what: &str, of: &str, ratio: f64| say(format_args!("{what} is {ratio:.2} of {of}"));
-    of("the rate of saving", "a plain write's", Saving::ratio(&rounds, |one| one.raw_write / one.save));
-    of("the wait of training", "a memory copy", Saving::ratio(&rounds, |one| one.copy / one.raw_copy));
-    of("the rate of restoring", "a plain read's", Saving::ratio(&rounds, |one| one.raw_read / one.restore));
+    of(
+        "the rate of saving",
+        "a plain write's",
+        Saving::ratio(&rounds, |one| one.raw_write / one.save),
+    );
+    of(
+        "the wait of training",
+        "a memory copy",
+        Saving::ratio(&rounds, |one| one.copy / one.raw_copy),
+    );
+    of(
+        "the rate of restoring",
+        "a plain read's",
+        Saving::ratio(&rounds, |one| one.raw_read / one.restore),
+    );
     Ok(())
 }

@@ -61,15 +61,22 @@ struct Report {
 /// There is one rank only, or a message failed.
 pub fn table(comm: &Comm<Cpu>, args: &CommArgs) -> Result<()> {
     if comm.size() == 1 {
-        return Err(Error::input("one rank has nobody to exchange with").hint("mpirun -np 2 hpctrain bench comm"));
+        return Err(Error::input("one rank has nobody to exchange with")
+            .hint("mpirun -np 2 hpctrain bench comm"));
     }
     let world = comm.world();
     let backend = Cpu::new(1);
-    let or_all = |some: &[Operation]| if some.is_empty() { Operation::ALL.to_vec() } else { some.to_vec() };
+    let or_all =
+        |some: &[Operation]| if some.is_empty() { Operation::ALL.to_vec() } else { some.to_vec() };
     let operations = or_all(&args.operations);
-    let algorithms = if args.algorithms.is_empty() { Algorithm::ALL.to_vec() } else { args.algorithms.clone() };
+    let algorithms =
+        if args.algorithms.is_empty() { Algorithm::ALL.to_vec() } else { args.algorithms.clone() };
     let default = || -> Vec<usize> { (10..=28).step_by(2).map(|bits| 1 << bits).collect() };
-    let sizes = if args.sizes.is_empty() { default() } else { args.sizes.iter().map(|size| size.0).collect() };
+    let sizes = if args.sizes.is_empty() {
+        default()
+    } else {
+        args.sizes.iter().map(|size| size.0).collect()
+    };
     let batches = usize::from(args.batches);
 
     let speaks = comm.rank() == 0;
@@ -78,13 +85,18 @@ pub fn table(comm: &Comm<Cpu>, args: &CommArgs) -> Result<()> {
         let path = if comm.shares_memory() { ", shared memory inside a node" } else { "" };
         say(format_args!("{} ranks, {}{path}", comm.size(), comm.library()));
         say(format_args!("a memory copy on all ranks at once: {:.2} GB/s a rank\n", copy / 1e9));
-        say("operation       algorithm      size         time µs   algbw GB/s  busbw GB/s  of copy");
+        say(
+            "operation       algorithm      size         time µs   algbw GB/s  busbw GB/s  of copy",
+        );
     }
     let mut rows = Vec::new();
     for &operation in &operations {
         for &bytes in &sizes {
             for &algorithm in &algorithms {
-                let row = row(&collectives::time(&world, &backend, operation, algorithm, bytes, batches)?, copy);
+                let row = row(
+                    &collectives::time(&world, &backend, operation, algorithm, bytes, batches)?,
+                    copy,
+                );
                 if speaks && !args.json {
                     say(line(&row));
                 }

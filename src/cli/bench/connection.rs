@@ -1,4 +1,5 @@
-//! `hpctrain bench connection`: the rate of connections between two hosts, as runs on servers use them.
+//! `hpctrain bench connection`: the rate of connections between two hosts, as runs on servers use
+//! them.
 
 use clap::Args;
 
@@ -33,7 +34,8 @@ pub struct ConnectionArgs {
 /// Times connections of rank 1 to rank 0 and prints the table.
 ///
 /// # Errors
-/// Returns an error if there is one rank only, the first two are on one host, or a connection fails.
+/// Returns an error if there is one rank only, the first two are on one host, or a connection
+/// fails.
 pub fn table(comm: &Comm<Cpu>, args: &ConnectionArgs) -> Result<()> {
     if comm.size() == 1 {
         return Err(Error::input("one rank has nobody to connect to")

@@ -57,10 +57,12 @@ struct Report {
 /// There are several ranks, or the file system refused.
 pub fn table(comm: &Comm<Cpu>, args: &DataArgs) -> Result<()> {
     if comm.size() > 1 {
-        let error = Error::input(format!("{} ranks would share the disk that is to be timed", comm.size()));
+        let error =
+            Error::input(format!("{} ranks would share the disk that is to be timed", comm.size()));
         return Err(error.hint("start it without mpirun: hpctrain bench data").shared());
     }
-    let folder = tempfile::tempdir_in(&args.dir).map_err(|e| Error::io("write in", &args.dir, e))?;
+    let folder =
+        tempfile::tempdir_in(&args.dir).map_err(|e| Error::io("write in", &args.dir, e))?;
     let timings = bench::time(folder.path(), args.samples as usize, usize::from(args.rounds))?;
     let rows: Vec<Row> = timings.iter().map(row).collect();
     if args.json {
@@ -82,7 +84,8 @@ pub fn table(comm: &Comm<Cpu>, args: &DataArgs) -> Result<()> {
 
 fn row(timing: &Timing) -> Row {
     let rate = timing.samples as f64 / median(timing.seconds.clone());
-    let ratios: Vec<f64> = timing.plain.iter().zip(&timing.seconds).map(|(plain, seconds)| plain / seconds).collect();
+    let ratios: Vec<f64> =
+        timing.plain.iter().zip(&timing.seconds).map(|(plain, seconds)| plain / seconds).collect();
     let has_plain = !timing.plain.is_empty();
     Row {
         what: timing.what,
@@ -90,7 +93,8 @@ fn row(timing: &Timing) -> Row {
         bytes_per_sample: timing.bytes,
         samples_per_second: rate,
         bandwidth: rate * timing.bytes as f64 / 1e9,
-        plain_samples_per_second: has_plain.then(|| timing.samples as f64 / median(timing.plain.clone())),
+        plain_samples_per_second: has_plain
+            .then(|| timing.samples as f64 / median(timing.plain.clone())),
         of_plain: has_plain.then(|| median(ratios)),
     }
 }

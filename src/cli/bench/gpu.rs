@@ -78,7 +78,8 @@ struct Report {
 /// There is no such GPU, a library is missing, or the device failed.
 pub fn table(comm: &Comm<Cpu>, args: &GpuArgs) -> Result<()> {
     if comm.size() > 1 {
-        let error = Error::input(format!("{} ranks would share the GPU that is to be timed", comm.size()));
+        let error =
+            Error::input(format!("{} ranks would share the GPU that is to be timed", comm.size()));
         return Err(error.hint("start it without mpirun: hpctrain bench gpu").shared());
     }
     let (compute, precision) = match args.compute.as_str() {
@@ -94,10 +95,18 @@ pub fn table(comm: &Comm<Cpu>, args: &GpuArgs) -> Result<()> {
     let cuda = Cuda::new(&device, memory, precision)?;
     let sizes = if args.small { Sizes::small() } else { Sizes::gpt2() };
     if !args.json {
-        say(format_args!("{}, {}, {} of it taken\n", device.name, readable(device.memory), readable(memory)));
-        say("operation                  shape                  time µs       GB/s  of copy   TFLOP/s");
+        say(format_args!(
+            "{}, {}, {} of it taken\n",
+            device.name,
+            readable(device.memory),
+            readable(memory)
+        ));
+        say(
+            "operation                  shape                  time µs       GB/s  of copy   TFLOP/s",
+        );
     }
-    let (mut rows, mut copy) = (Vec::new(), None);
+    let mut rows = Vec::new();
+    let mut copy = None;
     operations(&cuda, &sizes, usize::from(args.batches), &mut |timing| {
         let row = row(timing, *copy.get_or_insert(timing.bytes / timing.seconds));
         if !args.json {
@@ -141,6 +150,9 @@ fn row(timing: &Timing, copy: f64) -> Row {
 
 fn line(row: &Row) -> String {
     let Row { operation, shape, microseconds, bandwidth, of_copy, teraflops, .. } = row;
-    let teraflops = teraflops.map_or_else(|| format!("{:>10}", "–"), |rate| format!("{rate:>10.1}"));
-    format!("{operation:<26} {shape:<20} {microseconds:>9.1} {bandwidth:>10.1} {of_copy:>8.2}{teraflops}")
+    let teraflops =
+        teraflops.map_or_else(|| format!("{:>10}", "–"), |rate| format!("{rate:>10.1}"));
+    format!(
+        "{operation:<26} {shape:<20} {microseconds:>9.1} {bandwidth:>10.1} {of_copy:>8.2}{teraflops}"
+    )
 }

@@ -21,9 +21,11 @@ pub struct BenchArgs {
 
 #[derive(Subcommand)]
 enum What {
-    /// Time the collectives, for every operation, algorithm and size: mpirun -np 2 hpctrain bench comm.
+    /// Time the collectives, for every operation, algorithm and size: mpirun -np 2 hpctrain bench
+    /// comm.
     Comm(comm::CommArgs),
-    /// Time connections between two hosts, encrypted and not: mpirun -np 2 --host node1,node2 hpctrain bench connection.
+    /// Time connections between two hosts, encrypted and not: mpirun -np 2 --host node1,node2
+    /// hpctrain bench connection.
     Connection(connection::ConnectionArgs),
     /// Time saving and restoring beside plain writes, reads and copies of as many bytes.
     Checkpoint(checkpoint::CheckpointArgs),
@@ -31,7 +33,8 @@ enum What {
     Data(data::DataArgs),
     /// Time the operations of a GPT on a GPU, beside a copy within its memory.
     Gpu(gpu::GpuArgs),
-    /// Time the steps of a network on the CPUs, on random data: hpctrain bench step --preset gpt-baby --samples 4.
+    /// Time the steps of a network on the CPUs, on random data: hpctrain bench step --preset
+    /// gpt-baby --samples 4.
     Step(step::PaceArgs),
     /// Time every kernel of such steps, beside the peak rates of cores and memory.
     Kernels(step::PaceArgs),

@@ -1,7 +1,8 @@
-//! `hpctrain bench step`, `kernels` and `gemm`: the speed of training on CPUs, in whole and by kernel.
+//! `hpctrain bench step`, `kernels` and `gemm`: the speed of training on CPUs, in whole and by
+//! kernel.
 //!
-//! All three take steps on random data. The rates of kernels are compared with the machine's peak, measured right
-//! before.
+//! All three take steps on random data. The rates of kernels are compared with the machine's peak,
+//! measured right before.
 
 use clap::Args;
 use serde::Serialize;
@@ -58,7 +59,8 @@ struct Machine {
     threads: usize,
     /// Samples a rank and step.
     samples: u64,
-    /// Peak GFLOP/s of a rank's threads in the number format of the matmuls; none where it cannot be measured (AMX).
+    /// Peak GFLOP/s of a rank's threads in the number format of the matmuls; none where it cannot
+    /// be measured (AMX).
     peak_gflops: Option<f64>,
     /// GB/s of a triad, of 10⁹ bytes.
     peak_bandwidth: f64,
@@ -100,7 +102,8 @@ struct Row {
     /// None for kernels that only move memory.
     gflops: Option<f64>,
     of_peak_gflops: Option<f64>,
-    /// GB/s, as if every operand were moved once. A kernel that finds one in a cache may exceed the memory's peak.
+    /// GB/s, as if every operand were moved once. A kernel that finds one in a cache may exceed the
+    /// memory's peak.
     bandwidth: f64,
     of_peak_bandwidth: f64,
 }
@@ -125,7 +128,8 @@ pub fn table(comm: &Comm<Cpu>, args: &PaceArgs, view: View) -> Result<()> {
     let world = comm.world();
     let (config, network) = world.all_ok(args.sources.load())?;
     let backend = |plan: &ResolvedConfig| match args.onednn {
-        true => Cpu::new(plan.threads).with_products(Products::onednn(plan.config.precision.compute == Compute::Bf16)),
+        true => Cpu::new(plan.threads)
+            .with_products(Products::onednn(plan.config.precision.compute == Compute::Bf16)),
         false => cpu(plan),
     };
     let mut pace = SyntheticTrainer::new(comm, config, args.samples, backend)?;
@@ -147,14 +151,19 @@ pub fn table(comm: &Comm<Cpu>, args: &PaceArgs, view: View) -> Result<()> {
     };
     if speaks && !args.json {
         let Machine { network, ranks, threads, samples, peak_gflops, peak_bandwidth } = &machine;
-        say(format_args!("{network}: {ranks} × {threads} threads, {samples} samples a rank and step, on random data"));
+        say(format_args!(
+            "{network}: {ranks} × {threads} threads, {samples} samples a rank and step, on random data"
+        ));
         let gflops = peak_gflops.map_or("unknown".into(), |peak| format!("{peak:.1} GFLOP/s"));
         say(format_args!("peak of a rank: {gflops}, {peak_bandwidth:.1} GB/s"));
     }
     if speaks && let Some(flops) = flops {
         let file = pace.backend().record_peak_flops(flops)?;
         if !args.json {
-            say(format_args!("recorded for the MFU of runs on this kind of CPU: {}\n", file.display()));
+            say(format_args!(
+                "recorded for the MFU of runs on this kind of CPU: {}\n",
+                file.display()
+            ));
         }
     }
     if view == View::Step {
@@ -183,12 +192,14 @@ fn steps(
     profiled(pace)?;
     let flops: f64 = pace.backend().profile().take().values().map(|tally| tally.flops).sum();
     let world = comm.world();
-    let efficiency = Efficiency::gather(&world, &pace.plan.network, machine.peak_gflops.map(|peak| peak * 1e9))?;
+    let efficiency =
+        Efficiency::gather(&world, &pace.plan.network, machine.peak_gflops.map(|peak| peak * 1e9))?;
     let energy = Energy::open(&world, &comm.node().host, None)?;
     let mut seconds = (0..args.steps).map(|_| pace.step()).collect::<Result<Vec<_>>>()?;
     let joules = energy.joules()?;
     seconds.sort_by(f64::total_cmp);
-    let (median, fastest) = (seconds[seconds.len() / 2], seconds[0]);
+    let median = seconds[seconds.len() / 2];
+    let fastest = seconds[0];
     let gflops = flops / median / 1e9;
     let per_second = pace.plan.tokens_per_step() as f64 / median;
     let predictions = (u64::from(args.steps) * pace.plan.tokens_per_step()) as f64;
@@ -209,18 +220,27 @@ fn steps(
         (false, _) => Ok(()),
         (true, true) => json(&report),
         (true, false) => {
-            let Steps { parameters, step_ms, fastest_step_ms, predictions, per_second, gflops, .. } = report;
+            let Steps {
+                parameters, step_ms, fastest_step_ms, predictions, per_second, gflops, ..
+            } = report;
             let percent = |part: Option<f64>, of: &str| {
                 part.map_or(String::new(), |part| format!(", {:.1} % {of}", 100.0 * part))
             };
             say(format_args!("{} parameters", grouped(parameters)));
-            say(format_args!("step        {step_ms:.2} ms, the fastest of {} {fastest_step_ms:.2} ms", args.steps));
+            say(format_args!(
+                "step        {step_ms:.2} ms, the fastest of {} {fastest_step_ms:.2} ms",
+                args.steps
+            ));
             say(format_args!("throughput  {} {predictions}/s", grouped(per_second as u64)));
-            let (of_peak, mfu) = (percent(report.of_peak, "of the peak"), percent(report.mfu, "MFU"));
+            let of_peak = percent(report.of_peak, "of the peak");
+            let mfu = percent(report.mfu, "MFU");
             say(format_args!("arithmetic  {gflops:.1} GFLOP/s a rank as executed{of_peak}"));
             say(format_args!("model       {} a rank{mfu}", readable_rate(report.tflops_per_rank)));
             if let Some(joules) = report.joules_per_prediction {
-                say(format_args!("energy      {joules:.2e} J/{}", predictions.trim_end_matches('s')));
+                say(format_args!(
+                    "energy      {joules:.2e} J/{}",
+                    predictions.trim_end_matches('s')
+                ));
             }
             Ok(())
         }
@@ -238,7 +258,10 @@ fn kernels(
     for _ in 0..args.steps {
         profiled(pace)?;
     }
-    let report = Kernels { machine, rows: rows(&pace.backend().profile().take(), f64::from(args.steps), peak, view) };
+    let report = Kernels {
+        machine,
+        rows: rows(&pace.backend().profile().take(), f64::from(args.steps), peak, view),
+    };
     match (speaks, args.json) {
         (false, _) => {}
         (true, true) => json(&report)?,
@@ -254,34 +277,49 @@ fn kernels(
 
 /// Kernels by their time in a step.
 fn rows(tallies: &Tallies, steps: f64, peak: Peak, view: View) -> Vec<Row> {
-    let is_product = |kernel: &str| ["product", "linear", "convolution"].iter().any(|one| kernel.starts_with(one));
-    let seen = tallies.iter().filter(|((kernel, _), _)| view == View::Kernels || is_product(kernel));
+    let is_product = |kernel: &str| {
+        ["product", "linear", "convolution"].iter().any(|one| kernel.starts_with(one))
+    };
+    let seen =
+        tallies.iter().filter(|((kernel, _), _)| view == View::Kernels || is_product(kernel));
     let mut seen: Vec<_> = seen.collect();
     seen.sort_by(|(_, one), (_, other)| other.seconds.total_cmp(&one.seconds));
-    let row = |((kernel, shape), tally): (&(&'static str, [usize; 4]), &crate::backend::KernelStats)| {
-        let calls = tally.calls as f64;
-        // The work of one launch, by the time of the fastest launch.
-        let rate = |amount: f64| amount / calls / tally.fastest;
-        let (flops, bandwidth) = (rate(tally.flops), rate(tally.bytes));
-        let computes = tally.flops > 0.0;
-        Row {
-            kernel: kernel.to_string(),
-            shape: shape.iter().copied().filter(|size| *size > 0).collect(),
-            calls_per_step: calls / steps,
-            microseconds: tally.seconds / calls * 1e6,
-            fastest_microseconds: tally.fastest * 1e6,
-            gflops: computes.then_some(flops / 1e9),
-            of_peak_gflops: computes.then_some(flops / peak.flops).filter(|part| part.is_finite()),
-            bandwidth: bandwidth / 1e9,
-            of_peak_bandwidth: bandwidth / peak.bandwidth,
-        }
-    };
+    let row =
+        |((kernel, shape), tally): (&(&'static str, [usize; 4]), &crate::backend::KernelStats)| {
+            let calls = tally.calls as f64;
+            // The work of one launch, by the time of the fastest launch.
+            let rate = |amount: f64| amount / calls / tally.fastest;
+            let flops = rate(tally.flops);
+            let bandwidth = rate(tally.bytes);
+            let computes = tally.flops > 0.0;
+            Row {
+                kernel: kernel.to_string(),
+                shape: shape.iter().copied().filter(|size| *size > 0).collect(),
+                calls_per_step: calls / steps,
+                microseconds: tally.seconds / calls * 1e6,
+                fastest_microseconds: tally.fastest * 1e6,
+                gflops: computes.then_some(flops / 1e9),
+                of_peak_gflops: computes
+                    .then_some(flops / peak.flops)
+                    .filter(|part| part.is_finite()),
+                bandwidth: bandwidth / 1e9,
+                of_peak_bandwidth: bandwidth / peak.bandwidth,
+            }
+        };
     seen.into_iter().map(row).collect()
 }
 
 fn line(row: &Row) -> String {
-    let Row { kernel, shape, calls_per_step, microseconds, fastest_microseconds, bandwidth, of_peak_bandwidth, .. } =
-        row;
+    let Row {
+        kernel,
+        shape,
+        calls_per_step,
+        microseconds,
+        fastest_microseconds,
+        bandwidth,
+        of_peak_bandwidth,
+        ..
+    } = row;
     let shape: Vec<String> = shape.iter().map(usize::to_string).collect();
     let shape = shape.join("×");
     let flops = match (row.gflops, row.of_peak_gflops) {

@@ -3,12 +3,14 @@
 use crate::transport::{GroupRanks, Transport};
 use hpctrain_base::error::{Error, Result};
 
-/// Bytes of a rank, at most: far more than traces have. A length out of all proportion is not one of this program.
+/// Bytes of a rank, at most: far more than traces have. A length out of all proportion is not one
+/// of this program.
 const LONGEST: u64 = 1 << 30;
 
-/// Every rank's bytes, in rank order, on every rank, in 2⌈log₂ n⌉ rounds: in step k each rank has those of the 2^k ranks from itself
-/// on, and takes those of the next ones, their lengths first (Bruck et al., "Efficient algorithms for all-to-all communications in
-/// multiport message-passing systems", 1997).
+/// Every rank's bytes, in rank order, on every rank, in 2⌈log₂ n⌉ rounds: in step k each rank has
+/// those of the 2^k ranks from itself on, and takes those of the next ones, their lengths first
+/// (Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing
+/// systems", 1997).
 pub fn gather(wire: &mut dyn Transport, group: &GroupRanks, mine: Vec<u8>) -> Result<Vec<Vec<u8>>> {
     let size = group.size();
     // From this rank on around the ring.
@@ -17,12 +19,21 @@ pub fn gather(wire: &mut dyn Transport, group: &GroupRanks, mine: Vec<u8>) -> Re
     while all.len() < size {
         let distance = all.len();
         let count = distance.min(size - distance);
-        let (behind, ahead) = ((group.rank + size - distance) % size, (group.rank + distance) % size);
+        let behind = (group.rank + size - distance) % size;
+        let ahead = (group.rank + distance) % size;
         let mut theirs = vec![0; count * size_of::<u64>()];
-        wire.exchange_bytes(group, Some((behind, &lengths(&all[..count]))), Some((ahead, &mut theirs)))?;
+        wire.exchange_bytes(
+            group,
+            Some((behind, &lengths(&all[..count]))),
+            Some((ahead, &mut theirs)),
+        )?;
         let theirs = checked(group, ahead, &theirs)?;
         let mut bytes = vec![0; theirs.iter().sum()];
-        wire.exchange_bytes(group, Some((behind, &all[..count].concat())), Some((ahead, &mut bytes)))?;
+        wire.exchange_bytes(
+            group,
+            Some((behind, &all[..count].concat())),
+            Some((ahead, &mut bytes)),
+        )?;
         all.extend(divided(&bytes, &theirs));
     }
     // From rank 0 on.
@@ -30,9 +41,14 @@ pub fn gather(wire: &mut dyn Transport, group: &GroupRanks, mine: Vec<u8>) -> Re
     Ok(all)
 }
 
-/// Every rank's bytes, in rank order, on rank 0 alone, in 2⌈log₂ n⌉ rounds of a binomial tree: in step k each rank that is
-/// a multiple of 2^(k+1) takes those of the 2^k ranks that follow its own. The other ranks return nothing.
-pub fn gather_to_root(wire: &mut dyn Transport, group: &GroupRanks, mine: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+/// Every rank's bytes, in rank order, on rank 0 alone, in 2⌈log₂ n⌉ rounds of a binomial tree: in
+/// step k each rank that is a multiple of 2^(k+1) takes those of the 2^k ranks that follow its own.
+/// The other ranks return nothing.
+pub fn gather_to_root(
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
+    mine: Vec<u8>,
+) -> Result<Vec<Vec<u8>>> {
     let size = group.size();
     let mut all = vec![mine];
     let mut distance = 1;
@@ -50,7 +66,8 @@ pub fn gather_to_root(wire: &mut dyn Transport, group: &GroupRanks, mine: Vec<u8
     Ok(all)
 }
 
-/// The bytes of rank 0, on every rank, in 2⌈log₂ n⌉ rounds of a binomial tree: the mirror image of [`gather_to_root`].
+/// The bytes of rank 0, on every rank, in 2⌈log₂ n⌉ rounds of a binomial tree: the mirror image of
+/// [`gather_to_root`].
 pub fn broadcast(wire: &mut dyn Transport, group: &GroupRanks, bytes: Vec<u8>) -> Result<Vec<u8>> {
     let span = span(group);
     let bytes = match group.rank {
@@ -65,10 +82,12 @@ pub fn broadcast(wire: &mut dyn Transport, group: &GroupRanks, bytes: Vec<u8>) -
     Ok(bytes)
 }
 
-/// The bytes that rank 0 has for each rank, in rank order, on that rank, in 2⌈log₂ n⌉ rounds of a binomial tree: in each
-/// step a rank passes on the bytes of the second half of the ranks that it has bytes for.
+/// The bytes that rank 0 has for each rank, in rank order, on that rank, in 2⌈log₂ n⌉ rounds of a
+/// binomial tree: in each step a rank passes on the bytes of the second half of the ranks that it
+/// has bytes for.
 pub fn scatter(wire: &mut dyn Transport, group: &GroupRanks, all: Vec<Vec<u8>>) -> Result<Vec<u8>> {
-    let (size, span) = (group.size(), span(group));
+    let size = group.size();
+    let span = span(group);
     let mut all = match group.rank {
         0 if all.len() == size => all,
         0 => return Err(Error::internal(format!("bytes for {} of {size} ranks", all.len()))),
@@ -82,7 +101,8 @@ pub fn scatter(wire: &mut dyn Transport, group: &GroupRanks, all: Vec<Vec<u8>>) 
     Ok(all.concat())
 }
 
-/// Ranks, itself included, that a rank of a binomial tree passes bytes on to; those that the group lacks are counted.
+/// Ranks, itself included, that a rank of a binomial tree passes bytes on to; those that the group
+/// lacks are counted.
 fn span(group: &GroupRanks) -> usize {
     match group.rank {
         0 => group.size().next_power_of_two(),
@@ -102,7 +122,12 @@ fn send(wire: &mut dyn Transport, group: &GroupRanks, to: usize, all: &[Vec<u8>]
 }
 
 /// Receives the bytes of `count` ranks.
-fn receive(wire: &mut dyn Transport, group: &GroupRanks, from: usize, count: usize) -> Result<Vec<Vec<u8>>> {
+fn receive(
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
+    from: usize,
+    count: usize,
+) -> Result<Vec<Vec<u8>>> {
     let mut theirs = vec![0; count * size_of::<u64>()];
     wire.exchange_bytes(group, None, Some((from, &mut theirs)))?;
     let theirs = checked(group, from, &theirs)?;
@@ -122,7 +147,8 @@ fn checked(group: &GroupRanks, first: usize, message: &[u8]) -> Result<Vec<usize
     let length = |(behind, length): (usize, u64)| {
         let from = group.ranks[(first + behind) % group.size()];
         let is_possible = length <= LONGEST;
-        let too_long = || Error::comm(format!("rank {from} sends {length} bytes, more than {LONGEST}"));
+        let too_long =
+            || Error::comm(format!("rank {from} sends {length} bytes, more than {LONGEST}"));
         is_possible.then_some(length as usize).ok_or_else(too_long)
     };
     lengths.map(length).collect()
@@ -139,12 +165,14 @@ fn divided(bytes: &[u8], lengths: &[usize]) -> Vec<Vec<u8>> {
     lengths.iter().map(&mut next).collect()
 }
 
-/// Returns when every rank has entered: in step k each rank signals to the one 2^k ahead (dissemination).
+/// Returns when every rank has entered: in step k each rank signals to the one 2^k ahead
+/// (dissemination).
 pub fn barrier(wire: &mut dyn Transport, group: &GroupRanks) -> Result<()> {
     let size = group.size();
     let mut distance = 1;
     while distance < size {
-        let (ahead, behind) = ((group.rank + distance) % size, (group.rank + size - distance) % size);
+        let ahead = (group.rank + distance) % size;
+        let behind = (group.rank + size - distance) % size;
         wire.exchange_bytes(group, Some((ahead, &[0])), Some((behind, &mut [0])))?;
         distance *= 2;
     }

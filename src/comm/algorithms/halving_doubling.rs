@@ -2,14 +2,15 @@
 //!
 //! Level k of the tree adds, to the partial sum of rank i (a multiple of 2^(k+1)), the one of rank
 //! i + 2^k if that rank exists: (x0+x1)+(x2+x3) for four ranks, (x0+x1)+x2 for three. Neither the
-//! position of an element nor the way it travels changes the tree, and its lower levels can as well be
-//! evaluated inside a rank, so that a sum over eight terms has the same bits on 8, 4, 2 or 1 ranks.
+//! position of an element nor the way it travels changes the tree, and its lower levels can as well
+//! be evaluated inside a rank, so that a sum over eight terms has the same bits on 8, 4, 2 or 1
+//! ranks.
 //!
 //! A power of two of ranks halves and doubles recursively (Thakur, Rabenseifner and Gropp,
-//! "Optimization of Collective Communication Operations in MPICH", 2005), nearest partner first, as the
-//! tree's lowest level wants it. Few ranks of another number exchange shares directly: the owner of a share receives all
-//! its terms and adds them in the tree's order. Of more ranks ([`super::subtrees`]) the largest power of two halves, and so do the
-//! rest.
+//! "Optimization of Collective Communication Operations in MPICH", 2005), nearest partner first, as
+//! the tree's lowest level wants it. Few ranks of another number exchange shares directly: the
+//! owner of a share receives all its terms and adds them in the tree's order. Of more ranks
+//! ([`super::subtrees`]) the largest power of two halves, and so do the rest.
 
 use std::ops::Range;
 use std::slice::from_ref;
@@ -24,7 +25,8 @@ use hpctrain_base::error::Result;
 /// Elements of one direct message: the owner keeps as many of each rank aside.
 const BLOCK: usize = 1 << 14;
 
-/// The most ranks that exchange shares directly: with one more it would take more than 2⌈log₂ n⌉ + 2 rounds.
+/// The most ranks that exchange shares directly: with one more it would take more than 2⌈log₂ n⌉ +
+/// 2 rounds.
 const DIRECT: usize = 11;
 
 /// Elements that a rank keeps aside, at most.
@@ -50,19 +52,22 @@ pub fn reduce_scatter(
     }
 }
 
-/// n−1 steps a block: in step s each rank sends to the owner s ranks ahead, so that nobody is sent to twice.
+/// n−1 steps a block: in step s each rank sends to the owner s ranks ahead, so that nobody is sent
+/// to twice.
 fn exchange_directly(
     x: &mut dyn ReduceBuffer,
     wire: &mut dyn Transport,
     group: &GroupRanks,
     shares: &Shares,
 ) -> Result<()> {
-    let (size, rank) = (group.size(), group.rank);
+    let size = group.size();
+    let rank = group.rank;
     let additions = additions(size);
     for start in (0..shares.longest()).step_by(BLOCK) {
         let block = shares.window(&(start..start + BLOCK));
         for step in 1..size {
-            let (to, from) = ((rank + step) % size, (rank + size - step) % size);
+            let to = (rank + step) % size;
+            let from = (rank + size - step) % size;
             let receive = (from, block.of(rank));
             x.exchange(wire, group, Combine::Aside(from), Some((to, block.of(to))), Some(receive))?;
         }
@@ -73,8 +78,13 @@ fn exchange_directly(
 
 /// The additions (into, from) of the tree over `size` terms, in order; the sum ends in term 0.
 fn additions(size: usize) -> Vec<(usize, usize)> {
-    let strides = std::iter::successors(Some(1), |stride| Some(2 * stride)).take_while(|&stride| stride < size);
-    strides.flat_map(|stride| (0..size - stride).step_by(2 * stride).map(move |into| (into, into + stride))).collect()
+    let strides = std::iter::successors(Some(1), |stride| Some(2 * stride))
+        .take_while(|&stride| stride < size);
+    strides
+        .flat_map(|stride| {
+            (0..size - stride).step_by(2 * stride).map(move |into| (into, into + stride))
+        })
+        .collect()
 }
 
 /// The whole sum, on rank 0. The elements of the other ranks are unspecified.
@@ -94,23 +104,34 @@ pub fn reduce(
     Ok(())
 }
 
-/// Every rank's share: the halving backwards; or in step k each rank has the shares of the 2^k ranks from itself on, and takes those
-/// of the next ones (Bruck et al., 1997). ⌈log₂ n⌉ steps.
+/// Every rank's share: the halving backwards; or in step k each rank has the shares of the 2^k
+/// ranks from itself on, and takes those of the next ones (Bruck et al., 1997). ⌈log₂ n⌉ steps.
 pub fn all_gather(
     x: &mut dyn ReduceBuffer,
     wire: &mut dyn Transport,
     group: &GroupRanks,
     shares: &Shares,
 ) -> Result<()> {
-    let (size, rank) = (group.size(), group.rank);
+    let size = group.size();
+    let rank = group.rank;
     if !size.is_power_of_two() {
-        let from = |first: usize, count: usize| shares.of_all((first..first + count).map(|rank| rank % size));
+        let from = |first: usize, count: usize| {
+            shares.of_all((first..first + count).map(|rank| rank % size))
+        };
         let mut distance = 1;
         while distance < size {
             let count = distance.min(size - distance);
-            let (behind, ahead) = ((rank + size - distance) % size, (rank + distance) % size);
-            let (mine, theirs) = (from(rank, count), from(ahead, count));
-            x.exchange(wire, group, Combine::Replace, Some((behind, &mine)), Some((ahead, &theirs)))?;
+            let behind = (rank + size - distance) % size;
+            let ahead = (rank + distance) % size;
+            let mine = from(rank, count);
+            let theirs = from(ahead, count);
+            x.exchange(
+                wire,
+                group,
+                Combine::Replace,
+                Some((behind, &mine)),
+                Some((ahead, &theirs)),
+            )?;
             distance *= 2;
         }
         return Ok(());
@@ -118,14 +139,22 @@ pub fn all_gather(
     double(x, wire, group, shares)
 }
 
-/// The shares of `first` and the ranks after it whose way to rank 0 leads over it by a binomial tree, when steps up to `stride` are done.
+/// The shares of `first` and the ranks after it whose way to rank 0 leads over it by a binomial
+/// tree, when steps up to `stride` are done.
 fn below(shares: &Shares, first: usize, stride: usize, size: usize) -> Vec<Range<usize>> {
     shares.of_all(first..size.min(first + stride))
 }
 
-/// All shares to rank 0, by a binomial tree: in step k ranks whose lowest set bit is 2^k send what they have 2^k ranks back.
-pub fn gather(x: &mut dyn ReduceBuffer, wire: &mut dyn Transport, group: &GroupRanks, shares: &Shares) -> Result<()> {
-    let (size, rank) = (group.size(), group.rank);
+/// All shares to rank 0, by a binomial tree: in step k ranks whose lowest set bit is 2^k send what
+/// they have 2^k ranks back.
+pub fn gather(
+    x: &mut dyn ReduceBuffer,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
+    shares: &Shares,
+) -> Result<()> {
+    let size = group.size();
+    let rank = group.rank;
     let mut stride = 1;
     while stride < size {
         if rank % (2 * stride) == stride {
@@ -141,8 +170,14 @@ pub fn gather(x: &mut dyn ReduceBuffer, wire: &mut dyn Transport, group: &GroupR
 }
 
 /// From rank 0 to each its share: [`gather`] backwards.
-pub fn scatter(x: &mut dyn ReduceBuffer, wire: &mut dyn Transport, group: &GroupRanks, shares: &Shares) -> Result<()> {
-    let (size, rank) = (group.size(), group.rank);
+pub fn scatter(
+    x: &mut dyn ReduceBuffer,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
+    shares: &Shares,
+) -> Result<()> {
+    let size = group.size();
+    let rank = group.rank;
     let mut stride = size.next_power_of_two() / 2;
     while stride > 0 {
         if rank % (2 * stride) == stride {

@@ -1,11 +1,11 @@
 //! First inside each node, then between the nodes: the fewest possible bytes cross the network.
 //!
-//! Each node has as many **lanes** as the smallest node has ranks. Inside a node rank i of the node sums the elements
-//! of lane i; between nodes the ranks of one lane, one on each node, meet; both by [`super::tree`]. So every network
-//! card carries its part, and a node sends each sum once.
+//! Each node has as many **lanes** as the smallest node has ranks. Inside a node rank i of the node
+//! sums the elements of lane i; between nodes the ranks of one lane, one on each node, meet; both
+//! by [`super::tree`]. So every network card carries its part, and a node sends each sum once.
 //!
-//! If nodes have equal numbers of consecutive ranks, a power of two, all of it is one tree over the ranks: the
-//! result has the bits of `tree`.
+//! If nodes have equal numbers of consecutive ranks, a power of two, all of it is one tree over the
+//! ranks: the result has the bits of `tree`.
 
 use std::ops::Range;
 
@@ -42,19 +42,23 @@ impl<'a> Nodes<'a> {
 
     /// Inside my node: everything that belongs to a lane, on its first rank.
     fn inside(&self, shares: &Shares) -> Shares {
-        let of_lane = |lane| shares.of_all((0..self.nodes.len()).flat_map(move |node| self.on(node, lane)));
+        let of_lane =
+            |lane| shares.of_all((0..self.nodes.len()).flat_map(move |node| self.on(node, lane)));
         let of_local = |local| if local < self.lanes { of_lane(local) } else { Vec::new() };
         Shares::new((0..self.nodes[self.node].len()).map(of_local).collect())
     }
 
     /// Between nodes: the elements of my lane, on the first rank of the lane on each node.
     fn between(&self, shares: &Shares) -> Shares {
-        Shares::new((0..self.nodes.len()).map(|node| shares.of_all(self.on(node, self.local))).collect())
+        Shares::new(
+            (0..self.nodes.len()).map(|node| shares.of_all(self.on(node, self.local))).collect(),
+        )
     }
 
     /// The ranks of my lane, if I am its first on my node.
     fn lane(&self, group: &GroupRanks) -> Option<GroupRanks> {
-        let first: Vec<usize> = self.nodes.iter().filter_map(|ranks| ranks.get(self.local).copied()).collect();
+        let first: Vec<usize> =
+            self.nodes.iter().filter_map(|ranks| ranks.get(self.local).copied()).collect();
         if self.local < self.lanes { group.subset(&first) } else { None }
     }
 
@@ -62,7 +66,8 @@ impl<'a> Nodes<'a> {
         group.subset(&self.nodes[self.node])
     }
 
-    /// Between the first rank of a lane and the lane's other ranks on the node: their shares, out or in.
+    /// Between the first rank of a lane and the lane's other ranks on the node: their shares, out
+    /// or in.
     fn hand(
         &self,
         x: &mut dyn ReduceBuffer,
@@ -94,7 +99,8 @@ pub fn equal_nodes(group: &GroupRanks) -> Option<&[Vec<usize>]> {
 
 /// Whether the sum has the bits of the tree.
 pub fn is_exact(group: &GroupRanks) -> bool {
-    equal_nodes(group).is_some_and(|nodes| nodes[0].len().is_power_of_two() && nodes.concat().is_sorted())
+    equal_nodes(group)
+        .is_some_and(|nodes| nodes[0].len().is_power_of_two() && nodes.concat().is_sorted())
 }
 
 /// My share of the sum.

@@ -1,11 +1,13 @@
 //! Collectives, composed of exchanges between two ranks.
 //!
-//! Ring, tree and hierarchical move the least possible bytes: each rank sends 2·(n−1)/n of the buffer for an
-//! all-reduce. Long buffers go block by block, so that each step finds the elements of the one before in the cache.
+//! Ring, tree and hierarchical move the least possible bytes: each rank sends 2·(n−1)/n of the
+//! buffer for an all-reduce. Long buffers go block by block, so that each step finds the elements
+//! of the one before in the cache.
 //!
-//! Blocks have 1 MiB a rank, so a buffer of 64 MiB is exchanged at the same rate as one of 1 MiB. All algorithms but
-//! the ring and the library's own add every element in the order of one binary tree over the ranks; `hierarchical` does
-//! so where nodes have equally many consecutive ranks, a power of two.
+//! Blocks have 1 MiB a rank, so a buffer of 64 MiB is exchanged at the same rate as one of 1 MiB.
+//! All algorithms but the ring and the library's own add every element in the order of one binary
+//! tree over the ranks; `hierarchical` does so where nodes have equally many consecutive ranks, a
+//! power of two.
 
 pub mod bytes;
 mod halving_doubling;
@@ -33,11 +35,13 @@ pub use partition::Shares;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Algorithm {
-    /// The library's own: MPI's, or NCCL's where that carries messages. The order of additions is unspecified.
+    /// The library's own: MPI's, or NCCL's where that carries messages. The order of additions is
+    /// unspecified.
     Mpi,
     /// Around a ring. Each element is added in another order, which depends on the number of ranks.
     Ring,
-    /// Halving and doubling. Every element is summed by one fixed binary tree, independent of its position.
+    /// Halving and doubling. Every element is summed by one fixed binary tree, independent of its
+    /// position.
     Tree,
     /// Inside each node first, then between the nodes.
     Hierarchical,
@@ -63,8 +67,13 @@ pub enum Operation {
 
 impl Algorithm {
     /// Every algorithm.
-    pub const ALL: [Algorithm; 5] =
-        [Algorithm::Mpi, Algorithm::Ring, Algorithm::Tree, Algorithm::Hierarchical, Algorithm::ReduceToOne];
+    pub const ALL: [Algorithm; 5] = [
+        Algorithm::Mpi,
+        Algorithm::Ring,
+        Algorithm::Tree,
+        Algorithm::Hierarchical,
+        Algorithm::ReduceToOne,
+    ];
 
     /// Its name in configurations.
     pub fn name(self) -> &'static str {
@@ -94,8 +103,13 @@ impl Algorithm {
 
 impl Operation {
     /// Every operation.
-    pub const ALL: [Operation; 5] =
-        [Operation::AllReduce, Operation::Reduce, Operation::ReduceScatter, Operation::AllGather, Operation::Broadcast];
+    pub const ALL: [Operation; 5] = [
+        Operation::AllReduce,
+        Operation::Reduce,
+        Operation::ReduceScatter,
+        Operation::AllGather,
+        Operation::Broadcast,
+    ];
 
     /// Its name in reports.
     pub fn name(self) -> &'static str {
@@ -127,10 +141,16 @@ impl fmt::Display for Operation {
 }
 
 /// The one of `all` that has this name.
-fn by_name<T: Copy>(what: &str, all: &[T], name: impl Fn(T) -> &'static str, text: &str) -> Result<T> {
+fn by_name<T: Copy>(
+    what: &str,
+    all: &[T],
+    name: impl Fn(T) -> &'static str,
+    text: &str,
+) -> Result<T> {
     all.iter().copied().find(|&one| name(one) == text).ok_or_else(|| {
         let names: Vec<_> = all.iter().map(|&one| name(one)).collect();
-        Error::input(format!("unknown {what} \"{text}\"")).hint(format!("one of {}", names.join(", ")))
+        Error::input(format!("unknown {what} \"{text}\""))
+            .hint(format!("one of {}", names.join(", ")))
     })
 }
 
@@ -180,7 +200,8 @@ fn blocks_of_shares(len: usize, size: usize) -> impl Iterator<Item = Shares> {
 type OnShares = fn(&mut dyn ReduceBuffer, &mut dyn Transport, &GroupRanks, &Shares) -> Result<()>;
 
 /// A range from one rank to all.
-type FromRoot = fn(&mut dyn ReduceBuffer, &mut dyn Transport, &GroupRanks, &Range<usize>, usize) -> Result<()>;
+type FromRoot =
+    fn(&mut dyn ReduceBuffer, &mut dyn Transport, &GroupRanks, &Range<usize>, usize) -> Result<()>;
 
 /// The collectives of an algorithm, on one block.
 struct Steps {
@@ -221,7 +242,12 @@ pub struct Call {
 }
 
 /// Runs a collective.
-pub fn run(call: Call, x: &mut dyn ReduceBuffer, wire: &mut dyn Transport, group: &GroupRanks) -> Result<()> {
+pub fn run(
+    call: Call,
+    x: &mut dyn ReduceBuffer,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
+) -> Result<()> {
     match call.operation {
         Operation::AllReduce => all_reduce(call.algorithm, x, wire, group),
         Operation::Reduce => reduce(call.algorithm, x, wire, group),
@@ -238,7 +264,9 @@ fn all_reduce(
     wire: &mut dyn Transport,
     group: &GroupRanks,
 ) -> Result<()> {
-    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, DeviceCollective::AllReduce) };
+    let Some(steps) = algorithm.steps() else {
+        return x.vendor(wire, group, DeviceCollective::AllReduce);
+    };
     for (range, shares) in blocks(0..x.len(), group.size()) {
         if algorithm == Algorithm::ReduceToOne {
             // The sum is in one place already.
@@ -252,8 +280,15 @@ fn all_reduce(
 }
 
 /// The sum over all ranks, on the first one; elsewhere the elements are unspecified.
-fn reduce(algorithm: Algorithm, x: &mut dyn ReduceBuffer, wire: &mut dyn Transport, group: &GroupRanks) -> Result<()> {
-    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, DeviceCollective::Reduce) };
+fn reduce(
+    algorithm: Algorithm,
+    x: &mut dyn ReduceBuffer,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
+) -> Result<()> {
+    let Some(steps) = algorithm.steps() else {
+        return x.vendor(wire, group, DeviceCollective::Reduce);
+    };
     for (range, shares) in blocks(0..x.len(), group.size()) {
         if algorithm == Algorithm::ReduceToOne {
             halving_doubling::reduce(x, wire, group, from_ref(&range))?;
@@ -272,8 +307,11 @@ fn reduce_scatter(
     wire: &mut dyn Transport,
     group: &GroupRanks,
 ) -> Result<()> {
-    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, DeviceCollective::ReduceScatter) };
-    blocks_of_shares(x.len(), group.size()).try_for_each(|shares| (steps.reduce_scatter)(x, wire, group, &shares))
+    let Some(steps) = algorithm.steps() else {
+        return x.vendor(wire, group, DeviceCollective::ReduceScatter);
+    };
+    blocks_of_shares(x.len(), group.size())
+        .try_for_each(|shares| (steps.reduce_scatter)(x, wire, group, &shares))
 }
 
 /// Every rank's part, on every rank.
@@ -283,8 +321,11 @@ fn all_gather(
     wire: &mut dyn Transport,
     group: &GroupRanks,
 ) -> Result<()> {
-    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, DeviceCollective::AllGather) };
-    blocks_of_shares(x.len(), group.size()).try_for_each(|shares| (steps.all_gather)(x, wire, group, &shares))
+    let Some(steps) = algorithm.steps() else {
+        return x.vendor(wire, group, DeviceCollective::AllGather);
+    };
+    blocks_of_shares(x.len(), group.size())
+        .try_for_each(|shares| (steps.all_gather)(x, wire, group, &shares))
 }
 
 /// The root's elements, on every rank.
@@ -295,13 +336,16 @@ fn broadcast(
     group: &GroupRanks,
     root: usize,
 ) -> Result<()> {
-    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, DeviceCollective::Broadcast { root }) };
+    let Some(steps) = algorithm.steps() else {
+        return x.vendor(wire, group, DeviceCollective::Broadcast { root });
+    };
     let whole = 0..x.len();
     if algorithm == Algorithm::Ring {
         // A chain cuts by itself: between blocks it would run dry.
         return (steps.broadcast)(x, wire, group, &whole, root);
     }
-    blocks(whole, group.size()).try_for_each(|(range, _)| (steps.broadcast)(x, wire, group, &range, root))
+    blocks(whole, group.size())
+        .try_for_each(|(range, _)| (steps.broadcast)(x, wire, group, &range, root))
 }
 
 #[cfg(test)]

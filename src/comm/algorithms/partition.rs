@@ -33,7 +33,8 @@ impl Shares {
 
     /// The ranges of some ranks, in the order of memory.
     pub fn of_all(&self, ranks: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
-        let mut ranges: Vec<Range<usize>> = ranks.flat_map(|rank| self.0[rank].iter().cloned()).collect();
+        let mut ranges: Vec<Range<usize>> =
+            ranks.flat_map(|rank| self.0[rank].iter().cloned()).collect();
         ranges.sort_unstable_by_key(|range| range.start);
         ranges
     }
@@ -53,7 +54,8 @@ impl Shares {
         let cut = |ranges: &Vec<Range<usize>>| {
             let mut before = 0;
             let mut within = |range: &Range<usize>| {
-                let (first, len) = (before, range.len());
+                let first = before;
+                let len = range.len();
                 before += len;
                 let at = |place: usize| range.start + place.clamp(first, first + len) - first;
                 at(window.start)..at(window.end)
@@ -76,7 +78,10 @@ mod tests {
         assert_eq!(parts, [0..3, 3..5, 5..7]);
         assert_eq!(part(2, 3, 4), 2..2);
         assert_eq!(part(8, 1, 4), 2..4);
-        assert_eq!(Shares::even(&(10..17), 3), Shares::new(vec![vec![10..13], vec![13..15], vec![15..17]]));
+        assert_eq!(
+            Shares::even(&(10..17), 3),
+            Shares::new(vec![vec![10..13], vec![13..15], vec![15..17]])
+        );
     }
 
     #[test]
@@ -84,7 +89,10 @@ mod tests {
         let shares = Shares::new(vec![vec![10..12, 20..25], vec![0..3], vec![]]);
         assert_eq!(shares.longest(), 7);
         let window = shares.window(&(1..4));
-        assert_eq!((window.of(0), window.of(1), window.of(2)), (&[11..12, 20..22][..], from_ref(&(1..3)), &[][..]));
+        assert_eq!(
+            (window.of(0), window.of(1), window.of(2)),
+            (&[11..12, 20..22][..], from_ref(&(1..3)), &[][..])
+        );
         assert_eq!(window.all(), [1..3, 11..12, 20..22]);
         assert_eq!(shares.window(&(5..9)).of_all(0..2), [3..3, 12..12, 23..25]);
     }

@@ -1,5 +1,5 @@
-//! Recursive halving and doubling on a power of two of ranks, nearest partner first (Thakur, Rabenseifner and Gropp, "Optimization of
-//! Collective Communication Operations in MPICH", 2005).
+//! Recursive halving and doubling on a power of two of ranks, nearest partner first (Thakur,
+//! Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005).
 
 use super::partition::Shares;
 use crate::reduce_buffer::{Combine, ReduceBuffer};
@@ -12,9 +12,15 @@ fn alike(size: usize, like: usize, bits: u32) -> impl Iterator<Item = usize> {
     (like % stride..size).step_by(stride)
 }
 
-/// log₂ n steps. In step k partners are 2^k apart and hold partial sums of 2^k ranks each, of the shares of ranks
-/// whose numbers equal theirs in the k lowest bits. Each keeps the half that equals its own number in bit k, too.
-pub fn halve(x: &mut dyn ReduceBuffer, wire: &mut dyn Transport, group: &GroupRanks, shares: &Shares) -> Result<()> {
+/// log₂ n steps. In step k partners are 2^k apart and hold partial sums of 2^k ranks each, of the
+/// shares of ranks whose numbers equal theirs in the k lowest bits. Each keeps the half that equals
+/// its own number in bit k, too.
+pub fn halve(
+    x: &mut dyn ReduceBuffer,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
+    shares: &Shares,
+) -> Result<()> {
     let size = group.size();
     for k in 0..size.trailing_zeros() {
         let partner = group.rank ^ (1 << k);
@@ -26,13 +32,24 @@ pub fn halve(x: &mut dyn ReduceBuffer, wire: &mut dyn Transport, group: &GroupRa
 }
 
 /// Every rank's share: the halving backwards.
-pub fn double(x: &mut dyn ReduceBuffer, wire: &mut dyn Transport, group: &GroupRanks, shares: &Shares) -> Result<()> {
+pub fn double(
+    x: &mut dyn ReduceBuffer,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
+    shares: &Shares,
+) -> Result<()> {
     let size = group.size();
     for k in (0..size.trailing_zeros()).rev() {
         let partner = group.rank ^ (1 << k);
         let mine = shares.of_all(alike(size, group.rank, k + 1));
         let theirs = shares.of_all(alike(size, partner, k + 1));
-        x.exchange(wire, group, Combine::Replace, Some((partner, &mine)), Some((partner, &theirs)))?;
+        x.exchange(
+            wire,
+            group,
+            Combine::Replace,
+            Some((partner, &mine)),
+            Some((partner, &theirs)),
+        )?;
     }
     Ok(())
 }

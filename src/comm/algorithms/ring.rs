@@ -11,7 +11,8 @@ use hpctrain_base::error::Result;
 /// Elements a rank of a broadcast receives before it passes them on.
 const SEGMENT: usize = 1 << 16;
 
-/// n−1 steps. A share starts its way around behind its owner, collects a term on each rank, and arrives complete.
+/// n−1 steps. A share starts its way around behind its owner, collects a term on each rank, and
+/// arrives complete.
 pub fn reduce_scatter(
     x: &mut dyn ReduceBuffer,
     wire: &mut dyn Transport,
@@ -39,7 +40,13 @@ pub fn all_gather(
     let behind = |back: usize| shares.of((group.rank + size - back) % size);
     for step in 1..size {
         let receive = (group.previous(), behind(step));
-        x.exchange(wire, group, Combine::Replace, Some((group.next(), behind(step - 1))), Some(receive))?;
+        x.exchange(
+            wire,
+            group,
+            Combine::Replace,
+            Some((group.next(), behind(step - 1))),
+            Some(receive),
+        )?;
     }
     Ok(())
 }
@@ -53,7 +60,8 @@ pub fn broadcast(
     root: usize,
 ) -> Result<()> {
     let segments = range.len().div_ceil(SEGMENT);
-    let segment = |i: usize| range.start + i * SEGMENT..range.end.min(range.start + (i + 1) * SEGMENT);
+    let segment =
+        |i: usize| range.start + i * SEGMENT..range.end.min(range.start + (i + 1) * SEGMENT);
     let is_root = group.rank == root;
     let is_last = group.next() == root;
     // The root has every segment; the others send segment i−1 while segment i arrives.

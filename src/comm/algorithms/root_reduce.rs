@@ -1,4 +1,5 @@
-//! Everything through one rank: the sum is built on rank 0, by the tree of [`super::tree`], and handed out from there.
+//! Everything through one rank: the sum is built on rank 0, by the tree of [`super::tree`], and
+//! handed out from there.
 //!
 //! Few messages, so it may be the fastest for short ones; for long ones rank 0 is the bottleneck.
 

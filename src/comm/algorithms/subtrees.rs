@@ -1,13 +1,15 @@
 //! Sums of the tree over many ranks that are no power of two.
 //!
-//! The tree over n ranks is one of full trees, of the powers of two of which n is the sum, the largest first: for 13 ranks
-//! T₀ + (T₁ + T₂) of ranks 0–7, 8–11 and 12. Each of them halves by itself. Then, from the last to the first, every rank of a tree
-//! hands its part out to those ranks of the tree before it that hold the same elements, by a binomial tree, and they add it to their
+//! The tree over n ranks is one of full trees, of the powers of two of which n is the sum, the
+//! largest first: for 13 ranks T₀ + (T₁ + T₂) of ranks 0–7, 8–11 and 12. Each of them halves by
+//! itself. Then, from the last to the first, every rank of a tree hands its part out to those ranks
+//! of the tree before it that hold the same elements, by a binomial tree, and they add it to their
 //! own; at last the ranks of the first tree send the shares of the others to their owners.
 //!
-//! With 2^a the size of the first tree the first part of this takes a steps, the last one 1, and the hand-outs at most a + 1 more:
-//! each waits for the larger of two trees, so it takes at most 2a + 1 steps until the one into a tree of 2^a ranks is over, by
-//! induction. So all takes at most 2⌈log₂ n⌉ rounds.
+//! With 2^a the size of the first tree the first part of this takes a steps, the last one 1, and
+//! the hand-outs at most a + 1 more: each waits for the larger of two trees, so it takes at most
+//! 2a + 1 steps until the one into a tree of 2^a ranks is over, by induction. So all takes at most
+//! 2⌈log₂ n⌉ rounds.
 
 use std::ops::Range;
 
@@ -51,11 +53,19 @@ pub fn reduce_scatter(
 ) -> Result<()> {
     let window = window(group.size());
     let windows = (0..shares.longest()).step_by(window);
-    windows.map(|start| shares.window(&(start..start + window))).try_for_each(|block| of_block(x, wire, group, &block))
+    windows
+        .map(|start| shares.window(&(start..start + window)))
+        .try_for_each(|block| of_block(x, wire, group, &block))
 }
 
-fn of_block(x: &mut dyn ReduceBuffer, wire: &mut dyn Transport, group: &GroupRanks, shares: &Shares) -> Result<()> {
-    let (size, rank) = (group.size(), group.rank);
+fn of_block(
+    x: &mut dyn ReduceBuffer,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
+    shares: &Shares,
+) -> Result<()> {
+    let size = group.size();
+    let rank = group.rank;
     let trees = trees(size);
     // Rank i of a tree of t ranks has the shares whose numbers are i modulo t.
     let class = |like: usize, count: usize| shares.of_all((like..size).step_by(count));
@@ -76,10 +86,12 @@ fn of_block(x: &mut dyn ReduceBuffer, wire: &mut dyn Transport, group: &GroupRan
         x.fold(&own, 1, &[(0, 1)])?;
     }
     if let Some(before) = mine.checked_sub(1) {
-        HandOut { from: rank, tree: &trees[before], apart: tree.len() }.send(x, wire, group, shares, local)?;
+        HandOut { from: rank, tree: &trees[before], apart: tree.len() }
+            .send(x, wire, group, shares, local)?;
     }
     let first = &trees[0];
-    let (other, owner) = (rank.checked_sub(first.len()), rank + first.len());
+    let other = rank.checked_sub(first.len());
+    let owner = rank + first.len();
     if mine == 0 && owner < size {
         x.exchange(wire, group, Combine::Replace, Some((owner, shares.of(owner))), None)?;
     } else if let Some(other) = other {
@@ -88,8 +100,8 @@ fn of_block(x: &mut dyn ReduceBuffer, wire: &mut dyn Transport, group: &GroupRan
     Ok(())
 }
 
-/// The way of the elements of one rank to those ranks of the tree before its own that hold them: by a binomial tree, in which it is the
-/// root and holds none itself.
+/// The way of the elements of one rank to those ranks of the tree before its own that hold them: by
+/// a binomial tree, in which it is the root and holds none itself.
 struct HandOut<'a> {
     from: usize,
     /// The tree of the receivers, every `apart`th of which is one.
@@ -103,13 +115,19 @@ impl HandOut<'_> {
     }
 
     /// The elements of receivers `of`, the first of which are those of rank `like` of their tree.
-    fn elements(&self, shares: &Shares, like: usize, of: Range<usize>, size: usize) -> Vec<Range<usize>> {
+    fn elements(
+        &self,
+        shares: &Shares,
+        like: usize,
+        of: Range<usize>,
+        size: usize,
+    ) -> Vec<Range<usize>> {
         let classes = of.map(|number| like + number * self.apart);
         shares.of_all(classes.flat_map(|class| (class..size).step_by(self.tree.len())))
     }
 
-    /// The root's part: half of what is left to receiver width/2, and so on; at last receiver 0 its own. `like` is its number in its
-    /// tree.
+    /// The root's part: half of what is left to receiver width/2, and so on; at last receiver 0 its
+    /// own. `like` is its number in its tree.
     fn send(
         &self,
         x: &mut dyn ReduceBuffer,
@@ -129,7 +147,8 @@ impl HandOut<'_> {
         Ok(())
     }
 
-    /// The part of receiver `number`: takes its own elements and those of the receivers behind it, and hands these on.
+    /// The part of receiver `number`: takes its own elements and those of the receivers behind it,
+    /// and hands these on.
     fn receive(
         &self,
         x: &mut dyn ReduceBuffer,

@@ -55,8 +55,8 @@ const SIZES: [usize; 4] = [16 << 10, 256 << 10, 2 << 20, 16 << 20];
 /// Repetitions of a measurement; the fastest counts, since others only disturb.
 const REPETITIONS: usize = 3;
 
-/// Total time of a measurement; sizes beyond it are left out. Above the last size that was measured, only algorithms that move
-/// the least bytes are taken.
+/// Total time of a measurement; sizes beyond it are left out. Above the last size that was
+/// measured, only algorithms that move the least bytes are taken.
 const BUDGET: Duration = Duration::from_millis(500);
 
 /// An algorithm must take less than this part of the tree's time: timings of a start are rough.
@@ -65,8 +65,9 @@ const GAIN: f64 = 0.9;
 /// The library's own must gain more: it keeps the core while it waits, which compute wants then.
 const GAIN_OF_VENDOR: f64 = 0.6;
 
-/// Collective over `world`, of which every rank is in a group: the fastest algorithms of `group` for `operations`
-/// on buffers of up to `largest` bytes. With `exact`, sums keep the order of [`Algorithm::Tree`].
+/// Collective over `world`, of which every rank is in a group: the fastest algorithms of `group`
+/// for `operations` on buffers of up to `largest` bytes. With `exact`, sums keep the order of
+/// [`Algorithm::Tree`].
 ///
 /// # Errors
 /// A message failed, or memory for it is lacking.
@@ -89,9 +90,15 @@ pub fn measure<B: Backend>(
         for &operation in operations {
             for algorithm in Algorithm::ALL {
                 // On one node, or with each rank on its own, the hierarchy is the tree.
-                let double = algorithm == Algorithm::Hierarchical && [1, group.size()].contains(&group.nodes());
-                let able = !double && group.algorithms(exact && operation.adds()).contains(&algorithm);
-                let time = if able { time(world, group, backend, operation, algorithm, size)? } else { f64::INFINITY };
+                let double = algorithm == Algorithm::Hierarchical
+                    && [1, group.size()].contains(&group.nodes());
+                let able =
+                    !double && group.algorithms(exact && operation.adds()).contains(&algorithm);
+                let time = if able {
+                    time(world, group, backend, operation, algorithm, size)?
+                } else {
+                    f64::INFINITY
+                };
                 timings.push(time);
             }
         }
@@ -99,7 +106,8 @@ pub fn measure<B: Backend>(
         timings.push(start.elapsed().as_secs_f64());
         let slowest = slowest(world, &timings)?;
         let (of_algorithms, elapsed) = slowest.split_at(slowest.len() - 1);
-        for (measured, times) in measured.iter_mut().zip(of_algorithms.chunks(Algorithm::ALL.len())) {
+        for (measured, times) in measured.iter_mut().zip(of_algorithms.chunks(Algorithm::ALL.len()))
+        {
             measured.push((size, times.to_vec()));
         }
         // The next size takes about eight times as long as this one.
@@ -122,7 +130,8 @@ fn sizes(largest: usize) -> Vec<usize> {
 
 /// Sets an operation's rows by the times of all algorithms at the sizes that were measured.
 fn choose(table: &mut Table, operation: Operation, measured: &[(usize, Vec<f64>)], largest: usize) {
-    let fastest: Vec<_> = measured.iter().map(|(size, times)| (*size, best(times, |_| true))).collect();
+    let fastest: Vec<_> =
+        measured.iter().map(|(size, times)| (*size, best(times, |_| true))).collect();
     let beyond = match measured.last() {
         // There was no time for more, and a latency says nothing of bandwidth.
         Some((size, times)) if *size < largest => best(times, Algorithm::moves_least),
@@ -133,9 +142,13 @@ fn choose(table: &mut Table, operation: Operation, measured: &[(usize, Vec<f64>)
 
 /// The fastest algorithm of those `among` all, or the tree if none is clearly faster.
 fn best(times: &[f64], among: impl Fn(Algorithm) -> bool) -> Algorithm {
-    let of_tree = Algorithm::ALL.iter().position(|&one| one == Algorithm::Tree).map_or(f64::INFINITY, |i| times[i]);
+    let of_tree = Algorithm::ALL
+        .iter()
+        .position(|&one| one == Algorithm::Tree)
+        .map_or(f64::INFINITY, |i| times[i]);
     let all = Algorithm::ALL.iter().zip(times).filter(|(algorithm, _)| among(**algorithm));
-    let gain = |algorithm: Algorithm| if algorithm == Algorithm::Mpi { GAIN_OF_VENDOR } else { GAIN };
+    let gain =
+        |algorithm: Algorithm| if algorithm == Algorithm::Mpi { GAIN_OF_VENDOR } else { GAIN };
     let faster = all.filter(|(algorithm, time)| **time < gain(**algorithm) * of_tree);
     let faster = faster.min_by(|a, b| a.1.total_cmp(b.1));
     faster.map_or(Algorithm::Tree, |(algorithm, _)| *algorithm)
@@ -174,7 +187,10 @@ pub fn slowest<B: Backend>(world: &Group<B>, mine: &[f64]) -> Result<Vec<f64>> {
         if theirs.len() != mine.len() {
             return Err(Error::comm("ranks measure different collectives"));
         }
-        slowest.iter_mut().zip(theirs).for_each(|(most, x)| *most = f64::max(*most, f64::from_le_bytes(*x)));
+        slowest
+            .iter_mut()
+            .zip(theirs)
+            .for_each(|(most, x)| *most = f64::max(*most, f64::from_le_bytes(*x)));
     }
     Ok(slowest)
 }
@@ -211,8 +227,12 @@ mod tests {
 
     #[test]
     fn a_fast_start_says_nothing_of_large_buffers() {
-        // As of 24 ranks on a slow network: the tree takes 23 steps, everything through one rank five.
-        let (mpi, ring, tree, hierarchical) = (f64::INFINITY, f64::INFINITY, 23e-4, f64::INFINITY);
+        // As of 24 ranks on a slow network: the tree takes 23 steps, everything through one rank
+        // five.
+        let mpi = f64::INFINITY;
+        let ring = f64::INFINITY;
+        let tree = 23e-4;
+        let hierarchical = f64::INFINITY;
         let start = (16 << 10, vec![mpi, ring, tree, hierarchical, 5e-4]);
         let pick = |measured: &[(usize, Vec<f64>)], largest, bytes| {
             let mut table = Table::always(Algorithm::Tree);
@@ -220,10 +240,15 @@ mod tests {
             table.pick(Operation::AllReduce, bytes)
         };
         // Measuring ended early: what was measured counts up to there.
-        let (small, large) = (16 << 10, 64 << 20);
+        let small = 16 << 10;
+        let large = 64 << 20;
         assert_eq!(pick(std::slice::from_ref(&start), large, small), Algorithm::ReduceToOne);
         for bytes in [small + 1, 1 << 20, large, 1 << 40] {
-            assert_eq!(pick(std::slice::from_ref(&start), large, bytes), Algorithm::Tree, "{bytes}");
+            assert_eq!(
+                pick(std::slice::from_ref(&start), large, bytes),
+                Algorithm::Tree,
+                "{bytes}"
+            );
         }
         // The library's own is not extrapolated either, and one that moves the least bytes is.
         let library = (16 << 10, vec![1e-4, ring, tree, hierarchical, 5e-4]);
@@ -248,14 +273,18 @@ mod tests {
                 measure(&world, &pairs, &Cpu::new(1), &Operation::ALL, 300_000, true).unwrap()
             };
             let comms = start_threads::<Cpu>(4, Algorithm::Ring).unwrap();
-            let ranks: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || rank(comm))).collect();
+            let ranks: Vec<_> =
+                comms.into_iter().map(|comm| scope.spawn(move || rank(comm))).collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         });
         assert!(measured.iter().all(|table| *table == measured[0]), "{measured:?}");
         for operation in Operation::ALL.into_iter().filter(|operation| operation.adds()) {
             for bytes in [0, 1 << 14, 1 << 18, 1 << 30] {
                 let picked = measured[0].pick(operation, bytes);
-                assert!(![Algorithm::Ring, Algorithm::Mpi].contains(&picked), "{operation:?} of {bytes}: {picked}");
+                assert!(
+                    ![Algorithm::Ring, Algorithm::Mpi].contains(&picked),
+                    "{operation:?} of {bytes}: {picked}"
+                );
             }
         }
     }

@@ -26,17 +26,25 @@ impl Table {
 
     /// The algorithm of a collective on buffers of `bytes` bytes.
     pub fn pick(&self, operation: Operation, bytes: usize) -> Algorithm {
-        let covers = |row: &&Row| row.operation == operation && row.up_to.is_none_or(|most| bytes <= most);
+        let covers =
+            |row: &&Row| row.operation == operation && row.up_to.is_none_or(|most| bytes <= most);
         self.0.iter().find(covers).map_or(Algorithm::Tree, |row| row.algorithm)
     }
 
-    /// Sets an operation's rows from the fastest algorithms at some sizes in ascending order: each holds as far as
-    /// the geometric mean with the next, the last one as far as its size. Above that it is `beyond`.
-    pub(super) fn set(&mut self, operation: Operation, fastest: &[(usize, Algorithm)], beyond: Algorithm) {
+    /// Sets an operation's rows from the fastest algorithms at some sizes in ascending order: each
+    /// holds as far as the geometric mean with the next, the last one as far as its size. Above
+    /// that it is `beyond`.
+    pub(super) fn set(
+        &mut self,
+        operation: Operation,
+        fastest: &[(usize, Algorithm)],
+        beyond: Algorithm,
+    ) {
         self.0.retain(|row| row.operation != operation);
         let between = |a: usize, b: usize| (a as f64 * b as f64).sqrt() as usize;
         for (i, &(size, algorithm)) in fastest.iter().enumerate() {
-            let (next, up_to) = fastest.get(i + 1).map_or((beyond, size), |&(next, is)| (is, between(size, next)));
+            let (next, up_to) =
+                fastest.get(i + 1).map_or((beyond, size), |&(next, is)| (is, between(size, next)));
             if next != algorithm {
                 self.0.push(Row { operation, up_to: Some(up_to), algorithm });
             }
@@ -46,8 +54,8 @@ impl Table {
 }
 
 impl Table {
-    /// For people: `all_reduce by tree, all_gather by ring to 128 KiB then tree`. Operations alike in everything
-    /// share a phrase.
+    /// For people: `all_reduce by tree, all_gather by ring to 128 KiB then tree`. Operations alike
+    /// in everything share a phrase.
     pub fn describe(&self, operations: &[Operation]) -> String {
         let told = |operation: Operation| {
             let rows = self.0.iter().filter(|row| row.operation == operation);
@@ -65,7 +73,8 @@ impl Table {
                 None => kinds.push((how, vec![operation.name()])),
             }
         }
-        let parts = kinds.iter().map(|(how, operations)| format!("{} by {how}", operations.join(" and ")));
+        let parts =
+            kinds.iter().map(|(how, operations)| format!("{} by {how}", operations.join(" and ")));
         parts.collect::<Vec<_>>().join(", ")
     }
 }
@@ -84,7 +93,10 @@ mod tests {
             Algorithm::Mpi,
         );
         let pick = |bytes| table.pick(Operation::AllGather, bytes);
-        assert_eq!((pick(0), pick(1 << 18), pick((1 << 18) + 1)), (Algorithm::Ring, Algorithm::Ring, Algorithm::Mpi));
+        assert_eq!(
+            (pick(0), pick(1 << 18), pick((1 << 18) + 1)),
+            (Algorithm::Ring, Algorithm::Ring, Algorithm::Mpi)
+        );
         assert_eq!(table.pick(Operation::Broadcast, 1), Algorithm::Tree);
         assert_eq!(
             table.describe(&Operation::ALL),

@@ -1,8 +1,9 @@
 //! The order in which chunks of a collective go through messages of all ranks at once.
 //!
-//! A sum has **levels**, of one after the other: all ranks for [`Algorithm::Tree`]; the ranks of a node, then those of a lane for
-//! [`Algorithm::Hierarchical`]. On each level a rank receives terms of what it owns there and adds them; afterwards the sums go
-//! back through the levels. Each of these exchanges of a chunk is a **stage**, and a group of messages carries stages of several
+//! A sum has **levels**, of one after the other: all ranks for [`Algorithm::Tree`]; the ranks of a
+//! node, then those of a lane for [`Algorithm::Hierarchical`]. On each level a rank receives terms
+//! of what it owns there and adds them; afterwards the sums go back through the levels. Each of
+//! these exchanges of a chunk is a **stage**, and a group of messages carries stages of several
 //! chunks.
 
 use std::ops::Range;
@@ -23,7 +24,8 @@ pub struct Level {
 }
 
 impl Level {
-    /// The elements that one of them owns on this level, in the order of memory. Neighbours are one range.
+    /// The elements that one of them owns on this level, in the order of memory. Neighbours are one
+    /// range.
     pub fn of(&self, place: usize, shares: &Shares) -> Vec<Range<usize>> {
         let mut joined: Vec<Range<usize>> = Vec::new();
         for range in shares.of_all(self.owned[place].iter().copied()) {
@@ -44,18 +46,27 @@ impl Level {
 
 /// The levels of an algorithm, without those of one rank; none if its messages do not go in groups.
 pub fn levels(algorithm: Algorithm, group: &GroupRanks) -> Option<Vec<Level>> {
-    let (me, size) = (group.rank, group.size());
+    let me = group.rank;
+    let size = group.size();
     let place = |ranks: &[usize]| ranks.iter().position(|&rank| rank == me);
     let levels = match algorithm {
         Algorithm::Tree => {
-            vec![Level { ranks: (0..size).collect(), mine: me, owned: (0..size).map(|rank| vec![rank]).collect() }]
+            vec![Level {
+                ranks: (0..size).collect(),
+                mine: me,
+                owned: (0..size).map(|rank| vec![rank]).collect(),
+            }]
         }
         Algorithm::Hierarchical => {
             let nodes = equal_nodes(group)?;
-            let (node, local) = nodes.iter().enumerate().find_map(|(node, ranks)| Some((node, place(ranks)?)))?;
+            let (node, local) =
+                nodes.iter().enumerate().find_map(|(node, ranks)| Some((node, place(ranks)?)))?;
             let lane = |local: usize| nodes.iter().map(|ranks| ranks[local]).collect::<Vec<_>>();
-            let inside =
-                Level { ranks: nodes[node].clone(), mine: local, owned: (0..nodes[node].len()).map(lane).collect() };
+            let inside = Level {
+                ranks: nodes[node].clone(),
+                mine: local,
+                owned: (0..nodes[node].len()).map(lane).collect(),
+            };
             let owned = lane(local).into_iter().map(|rank| vec![rank]).collect();
             vec![inside, Level { ranks: lane(local), mine: node, owned }]
         }
@@ -65,7 +76,8 @@ pub fn levels(algorithm: Algorithm, group: &GroupRanks) -> Option<Vec<Level>> {
     (!levels.is_empty() && levels.iter().all(|level| level.ranks.len() <= FOLDED)).then_some(levels)
 }
 
-/// The shares of all chunks, in order. Where the cut is free, what a rank owns on the first level is in one piece.
+/// The shares of all chunks, in order. Where the cut is free, what a rank owns on the first level
+/// is in one piece.
 pub fn chunks(operation: Operation, words: usize, chunk: usize, levels: &[Level]) -> Vec<Shares> {
     let ranks: usize = levels.iter().map(|level| level.ranks.len()).product();
     if matches!(operation, Operation::AllReduce | Operation::Reduce) {
@@ -78,8 +90,12 @@ pub fn chunks(operation: Operation, words: usize, chunk: usize, levels: &[Level]
         };
         return (0..words).step_by(chunk).map(cut).collect();
     }
-    let (shares, window) = (Shares::even(&(0..words), ranks), chunk / ranks);
-    (0..shares.longest()).step_by(window).map(|start| shares.window(&(start..start + window))).collect()
+    let shares = Shares::even(&(0..words), ranks);
+    let window = chunk / ranks;
+    (0..shares.longest())
+        .step_by(window)
+        .map(|start| shares.window(&(start..start + window)))
+        .collect()
 }
 
 /// An exchange between the ranks of a level.
@@ -100,8 +116,9 @@ fn stages(operation: Operation, levels: usize) -> Vec<Stage> {
 
 /// The chunks and stages of each group of messages, in order.
 ///
-/// Group g carries the first stage of chunk g. Terms are added beside the next group, and their sums go in the one after it; but
-/// when no more chunks come, nothing is put off any longer, and sums go in the next group.
+/// Group g carries the first stage of chunk g. Terms are added beside the next group, and their
+/// sums go in the one after it; but when no more chunks come, nothing is put off any longer, and
+/// sums go in the next group.
 pub fn schedule(operation: Operation, chunks: usize, levels: usize) -> Vec<Vec<(usize, Stage)>> {
     let stages = stages(operation, levels);
     let mut groups: Vec<Vec<(usize, Stage)>> = Vec::new();
@@ -137,7 +154,10 @@ mod tests {
     #[test]
     fn levels_are_those_of_the_algorithms() {
         let tree = of(Algorithm::Tree, &[0, 0, 1], 2);
-        assert_eq!(tree, [Level { ranks: vec![0, 1, 2], mine: 2, owned: vec![vec![0], vec![1], vec![2]] }]);
+        assert_eq!(
+            tree,
+            [Level { ranks: vec![0, 1, 2], mine: 2, owned: vec![vec![0], vec![1], vec![2]] }]
+        );
         let inside = Level { ranks: vec![2, 3], mine: 1, owned: vec![vec![0, 2], vec![1, 3]] };
         let between = Level { ranks: vec![1, 3], mine: 1, owned: vec![vec![1], vec![3]] };
         assert_eq!(of(Algorithm::Hierarchical, &[0, 0, 1, 1], 3), [inside, between]);
@@ -145,7 +165,11 @@ mod tests {
         for nodes in [[0; 3], [0, 1, 2]] {
             assert_eq!(of(Algorithm::Hierarchical, &nodes, 2), of(Algorithm::Tree, &nodes, 2));
         }
-        assert_eq!(levels(Algorithm::Hierarchical, &group(&[0, 0, 1], 0)), None, "nodes of other sizes");
+        assert_eq!(
+            levels(Algorithm::Hierarchical, &group(&[0, 0, 1], 0)),
+            None,
+            "nodes of other sizes"
+        );
         assert_eq!(
             (levels(Algorithm::Ring, &group(&[0; 2], 0)), levels(Algorithm::Tree, &group(&[0], 0))),
             (None, None)
@@ -162,24 +186,46 @@ mod tests {
         let ranges = |rank: usize, operation, level: usize| {
             let levels = of(Algorithm::Hierarchical, &nodes, rank);
             let chunks = chunks(operation, 20, 12, &levels);
-            chunks.iter().map(|shares| levels[level].of(levels[level].mine, shares)).collect::<Vec<_>>()
+            chunks
+                .iter()
+                .map(|shares| levels[level].of(levels[level].mine, shares))
+                .collect::<Vec<_>>()
         };
         let told = |rank, operation, level| {
             let ranges = ranges(rank, operation, level).into_iter();
-            ranges.map(|chunk| chunk.iter().map(|x| format!("{x:?}")).collect::<Vec<_>>().join(" ")).collect::<Vec<_>>()
+            ranges
+                .map(|chunk| chunk.iter().map(|x| format!("{x:?}")).collect::<Vec<_>>().join(" "))
+                .collect::<Vec<_>>()
         };
-        assert_eq!([0, 3].map(|rank| told(rank, Operation::AllReduce, 0)), [["0..6", "12..16"], ["6..12", "16..20"]]);
-        assert_eq!([0, 2].map(|rank| told(rank, Operation::AllReduce, 1)), [["0..3", "12..14"], ["3..6", "14..16"]]);
+        assert_eq!(
+            [0, 3].map(|rank| told(rank, Operation::AllReduce, 0)),
+            [["0..6", "12..16"], ["6..12", "16..20"]]
+        );
+        assert_eq!(
+            [0, 2].map(|rank| told(rank, Operation::AllReduce, 1)),
+            [["0..3", "12..14"], ["3..6", "14..16"]]
+        );
         assert_eq!(told(0, Operation::ReduceScatter, 0), ["0..3 10..13", "3..5 13..15"]);
         assert_eq!(told(2, Operation::ReduceScatter, 1), ["10..13", "13..15"]);
-        for (words, chunk, nodes) in
-            [(0, 8, &[0, 0, 0][..]), (1, 8, &[0, 0, 0]), (1000, 50, &[0; 7]), (999, 6, &[0, 0, 1, 1, 2, 2])]
-        {
+        for (words, chunk, nodes) in [
+            (0, 8, &[0, 0, 0][..]),
+            (1, 8, &[0, 0, 0]),
+            (1000, 50, &[0; 7]),
+            (999, 6, &[0, 0, 1, 1, 2, 2]),
+        ] {
             for operation in [Operation::AllReduce, Operation::ReduceScatter] {
                 let levels = of(Algorithm::Hierarchical, nodes, 0);
-                let mut all: Vec<_> = chunks(operation, words, chunk, &levels).iter().flat_map(Shares::all).collect();
+                let mut all: Vec<_> =
+                    chunks(operation, words, chunk, &levels).iter().flat_map(Shares::all).collect();
                 all.sort_by_key(|range| (range.start, range.end));
-                assert_eq!(all.iter().fold(0, |end, range| if range.start == end { range.end } else { end }), words);
+                assert_eq!(
+                    all.iter().fold(0, |end, range| if range.start == end {
+                        range.end
+                    } else {
+                        end
+                    }),
+                    words
+                );
                 assert_eq!(all.iter().map(Range::len).sum::<usize>(), words);
             }
         }
@@ -198,7 +244,9 @@ mod tests {
         ];
         assert_eq!(all(3, 1), three);
         assert_eq!(all(1, 2), [[(0, Terms(0))], [(0, Terms(1))], [(0, Sums(1))], [(0, Sums(0))]]);
-        let groups = |operation, levels| [1, 2, 5, 40].map(|chunks| schedule(operation, chunks, levels).len() - chunks);
+        let groups = |operation, levels| {
+            [1, 2, 5, 40].map(|chunks| schedule(operation, chunks, levels).len() - chunks)
+        };
         for operation in [Operation::AllReduce, Operation::Reduce] {
             assert_eq!((groups(operation, 1), groups(operation, 2)), ([1; 4], [3; 4]));
         }
@@ -208,15 +256,24 @@ mod tests {
         assert!(all(0, 1).is_empty());
     }
 
-    /// Terms of a chunk do not arrive where those of the second chunk before it may still be added, and no group is empty.
+    /// Terms of a chunk do not arrive where those of the second chunk before it may still be added,
+    /// and no group is empty.
     #[test]
     fn two_places_are_enough() {
         for (chunks, levels) in (1..12).flat_map(|chunks| [(chunks, 1), (chunks, 2)]) {
             let groups = schedule(Operation::AllReduce, chunks, levels);
-            let at = |chunk, stage| groups.iter().position(|group| group.contains(&(chunk, stage))).unwrap();
-            for (chunk, level) in (2..chunks).flat_map(|chunk| (0..levels).map(move |level| (chunk, level))) {
-                let (before, now) = (at(chunk - 2, Stage::Terms(level)), at(chunk, Stage::Terms(level)));
-                assert!(before + 2 <= now || before < now && now >= chunks, "chunk {chunk} of {chunks}");
+            let at = |chunk, stage| {
+                groups.iter().position(|group| group.contains(&(chunk, stage))).unwrap()
+            };
+            for (chunk, level) in
+                (2..chunks).flat_map(|chunk| (0..levels).map(move |level| (chunk, level)))
+            {
+                let before = at(chunk - 2, Stage::Terms(level));
+                let now = at(chunk, Stage::Terms(level));
+                assert!(
+                    before + 2 <= now || before < now && now >= chunks,
+                    "chunk {chunk} of {chunks}"
+                );
             }
             assert!(groups.iter().all(|group| !group.is_empty()));
         }

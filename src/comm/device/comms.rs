@@ -1,14 +1,14 @@
 //! Messages of device memory by a library of the device's vendor, such as NCCL.
 //!
-//! Algorithms and sums are those of [`Direct`](super::cuda_aware::Direct); only messages take another way. The ranks of a group
-//! create a communicator when they first need one, so that only ranks wait for each other that have something to exchange.
-//! All waiting is the program's: the library is asked how far it is, and a rank that waits for a dead one still hears of an
-//! abort.
+//! Algorithms and sums are those of [`Direct`](super::cuda_aware::Direct); only messages take
+//! another way. The ranks of a group create a communicator when they first need one, so that only
+//! ranks wait for each other that have something to exchange. All waiting is the program's: the
+//! library is asked how far it is, and a rank that waits for a dead one still hears of an abort.
 //!
-//! The identifier of a communicator reaches the other ranks as bytes of the wire. Communicators do not block; they are
-//! asked for their progress and for asynchronous errors, and after a failure they are aborted before memory is
-//! released. Single messages (`Group::send`) stay staged: a message of NCCL holds up its stream until the receiver
-//! takes it.
+//! The identifier of a communicator reaches the other ranks as bytes of the wire. Communicators do
+//! not block; they are asked for their progress and for asynchronous errors, and after a failure
+//! they are aborted before memory is released. Single messages (`Group::send`) stay staged: a
+//! message of NCCL holds up its stream until the receiver takes it.
 
 use std::sync::Arc;
 
@@ -42,7 +42,8 @@ impl DeviceComms {
         Self { entries: Vec::new(), shared }
     }
 
-    /// The communicator of the ranks of a group. Collective if there is none yet: the first rank makes its identifier.
+    /// The communicator of the ranks of a group. Collective if there is none yet: the first rank
+    /// makes its identifier.
     pub fn of(
         &mut self,
         copies: &dyn DeviceCopies,
@@ -53,7 +54,8 @@ impl DeviceComms {
         let place = match known {
             Some(place) => place,
             None => {
-                let comm = copies.init_rank(&comm_id(copies, wire, group)?, group.rank, group.size())?;
+                let comm =
+                    copies.init_rank(&comm_id(copies, wire, group)?, group.rank, group.size())?;
                 let entry = Entry { ranks: group.ranks.clone(), comm };
                 entry.group_comm(&self.shared).until_done(wire, |_| Ok(()))?;
                 self.entries.push(entry);
@@ -79,7 +81,11 @@ impl DeviceComms {
 }
 
 /// One identifier for all ranks of a group.
-fn comm_id(copies: &dyn DeviceCopies, wire: &mut dyn Transport, group: &GroupRanks) -> Result<CommId> {
+fn comm_id(
+    copies: &dyn DeviceCopies,
+    wire: &mut dyn Transport,
+    group: &GroupRanks,
+) -> Result<CommId> {
     if group.rank == 0 {
         let made = copies.comm_id()?;
         (1..group.size()).try_for_each(|to| wire.exchange_bytes(group, Some((to, &made)), None))?;
@@ -99,9 +105,15 @@ pub struct GroupComm<'a> {
 }
 
 impl GroupComm<'_> {
-    /// Starts something and waits until it is done here. After an error nothing of it uses memory any more.
-    fn until_done(&self, wire: &mut dyn Transport, start: impl FnOnce(&dyn DeviceComm) -> Result<()>) -> Result<()> {
-        let done = start(self.comm).and_then(|()| polling::settle(&*self.comm.mark()?, wire, self.shared));
+    /// Starts something and waits until it is done here. After an error nothing of it uses memory
+    /// any more.
+    fn until_done(
+        &self,
+        wire: &mut dyn Transport,
+        start: impl FnOnce(&dyn DeviceComm) -> Result<()>,
+    ) -> Result<()> {
+        let done =
+            start(self.comm).and_then(|()| polling::settle(&*self.comm.mark()?, wire, self.shared));
         done.inspect_err(|_| self.comm.tear())
     }
 
@@ -109,7 +121,10 @@ impl GroupComm<'_> {
     fn number(&self, group: &GroupRanks, rank: usize) -> Result<usize> {
         let found = self.ranks.binary_search(&group.ranks[rank]);
         found.map_err(|_| {
-            Error::internal(format!("rank {} is not in the communicator {:?}", group.ranks[rank], self.ranks))
+            Error::internal(format!(
+                "rank {} is not in the communicator {:?}",
+                group.ranks[rank], self.ranks
+            ))
         })
     }
 
@@ -121,15 +136,18 @@ impl GroupComm<'_> {
         send: Option<(usize, Span<'_>)>,
         receive: Option<(usize, Span<'_>)>,
     ) -> Result<()> {
-        let peer =
-            |side: Option<(usize, _)>| side.map(|(rank, span)| Ok((self.number(group, rank)?, span))).transpose();
-        let (send, receive) = (peer(send)?, peer(receive)?);
+        let peer = |side: Option<(usize, _)>| {
+            side.map(|(rank, span)| Ok((self.number(group, rank)?, span))).transpose()
+        };
+        let send = peer(send)?;
+        let receive = peer(receive)?;
         self.shared.add_sent(send.map_or(0, |(_, span)| span.words() * size_of::<f32>()));
         self.until_done(wire, |comm| comm.exchange(send.as_slice(), receive.as_slice()))
     }
 
-    /// Starts messages between this rank and others of the group, and what is to follow them on the device; returns when the device
-    /// has it among its work, with [`GroupComm::finish`] to come. After an error nothing of it uses memory any more.
+    /// Starts messages between this rank and others of the group, and what is to follow them on the
+    /// device; returns when the device has it among its work, with [`GroupComm::finish`] to come.
+    /// After an error nothing of it uses memory any more.
     pub fn queue(
         &self,
         wire: &mut dyn Transport,
@@ -146,7 +164,11 @@ impl GroupComm<'_> {
     }
 
     /// Messages with the numbers here of their other ranks.
-    fn peers<'a>(&self, group: &GroupRanks, side: &[(usize, Span<'a>)]) -> Result<Vec<(usize, Span<'a>)>> {
+    fn peers<'a>(
+        &self,
+        group: &GroupRanks,
+        side: &[(usize, Span<'a>)],
+    ) -> Result<Vec<(usize, Span<'a>)>> {
         side.iter().map(|&(rank, span)| Ok((self.number(group, rank)?, span))).collect()
     }
 

@@ -1,7 +1,9 @@
-//! Messages of device memory by its addresses, through a library that takes them: MPI's or the device vendor's.
+//! Messages of device memory by its addresses, through a library that takes them: MPI's or the
+//! device vendor's.
 //!
-//! The algorithms are those of the host, and the device adds received elements in the same order. Of the MPI library
-//! only reliable functions are used: single sends and receives, and the blocking collectives.
+//! The algorithms are those of the host, and the device adds received elements in the same order.
+//! Of the MPI library only reliable functions are used: single sends and receives, and the blocking
+//! collectives.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,7 +25,8 @@ const DEPTH: usize = 2;
 /// Bytes that messages pass through on the device, besides the elements that algorithms keep aside.
 pub const BYTES: usize = DEPTH * WORDS * size_of::<f32>();
 
-/// MemoryKind on the device that messages pass through; kept between collectives. All buffers of a rank are on one device.
+/// MemoryKind on the device that messages pass through; kept between collectives. All buffers of a
+/// rank are on one device.
 pub struct Room {
     received: Places,
     aside: Places,
@@ -88,7 +91,8 @@ pub struct CudaAware<'a> {
     pub shared: &'a Shared,
 }
 
-/// Ranges as messages. Sender and receiver name the same ranges of the same buffer, so both cut alike.
+/// Ranges as messages. Sender and receiver name the same ranges of the same buffer, so both cut
+/// alike.
 fn messages(ranges: &[Range<usize>]) -> Vec<Range<usize>> {
     let mut joined: Vec<Range<usize>> = Vec::with_capacity(ranges.len());
     for range in ranges.iter().filter(|range| !range.is_empty()) {
@@ -97,7 +101,9 @@ fn messages(ranges: &[Range<usize>]) -> Vec<Range<usize>> {
             _ => joined.push(range.clone()),
         }
     }
-    let cut = |range: Range<usize>| range.clone().step_by(WORDS).map(move |at| at..range.end.min(at + WORDS));
+    let cut = |range: Range<usize>| {
+        range.clone().step_by(WORDS).map(move |at| at..range.end.min(at + WORDS))
+    };
     joined.into_iter().flat_map(cut).collect()
 }
 
@@ -182,7 +188,8 @@ impl ReduceBuffer for CudaAware<'_> {
             self.room.aside.hold(self.copies, number, receives.iter().map(Range::len).sum())?;
         }
         let mut adding = [None, None];
-        let exchanged = self.exchange_all(wire, group, how, (to, &sends), (from, &receives), &mut adding);
+        let exchanged =
+            self.exchange_all(wire, group, how, (to, &sends), (from, &receives), &mut adding);
         // Also after an error: the memory is about to be given back.
         for event in adding.into_iter().flatten() {
             event.wait()?;
@@ -203,7 +210,12 @@ impl ReduceBuffer for CudaAware<'_> {
         self.copies.mark()?.wait()
     }
 
-    fn fold(&mut self, ranges: &[Range<usize>], own: usize, additions: &[(usize, usize)]) -> Result<()> {
+    fn fold(
+        &mut self,
+        ranges: &[Range<usize>],
+        own: usize,
+        additions: &[(usize, usize)],
+    ) -> Result<()> {
         let mut at = 0;
         for range in ranges {
             let here = at..at + range.len();
@@ -223,7 +235,12 @@ impl ReduceBuffer for CudaAware<'_> {
         self.copies.mark()?.wait()
     }
 
-    fn vendor(&mut self, wire: &mut dyn Transport, group: &GroupRanks, call: DeviceCollective) -> Result<()> {
+    fn vendor(
+        &mut self,
+        wire: &mut dyn Transport,
+        group: &GroupRanks,
+        call: DeviceCollective,
+    ) -> Result<()> {
         if let Some(device_comm) = &self.device_comm {
             return device_comm.vendor(wire, group, call, self.memory);
         }
@@ -231,8 +248,10 @@ impl ReduceBuffer for CudaAware<'_> {
         let part = self.memory.words() / group.size();
         if let (DeviceCollective::ReduceScatter, true) = (call, group.rank > 0) {
             // The library leaves the sum where part 0 was.
-            self.copies
-                .copy(self.memory.part(0..part), self.memory.part(group.rank * part..(group.rank + 1) * part))?;
+            self.copies.copy(
+                self.memory.part(0..part),
+                self.memory.part(group.rank * part..(group.rank + 1) * part),
+            )?;
             self.copies.mark()?.wait()?;
         }
         Ok(())
@@ -246,6 +265,9 @@ mod tests {
     #[test]
     fn neighbours_share_a_message_and_long_ranges_do_not_fit_one() {
         assert_eq!(messages(&[0..2, 2..2, 2..5, 7..8]), [0..5, 7..8]);
-        assert_eq!(messages(&[5..WORDS + 6, WORDS + 9..WORDS + 9]), [5..WORDS + 5, WORDS + 5..WORDS + 6]);
+        assert_eq!(
+            messages(&[5..WORDS + 6, WORDS + 9..WORDS + 9]),
+            [5..WORDS + 5, WORDS + 5..WORDS + 6]
+        );
     }
 }

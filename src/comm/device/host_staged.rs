@@ -1,11 +1,12 @@
 //! Messages of device memory through page-locked memory of the host.
 //!
-//! A collective is cut into chunks of one [`Slot`]. While the ranks exchange one chunk on the host, as if it were all there
-//! is, the device fills the slot of the next and empties that of the one before. All ranks cut alike.
+//! A collective is cut into chunks of one [`Slot`]. While the ranks exchange one chunk on the host,
+//! as if it were all there is, the device fills the slot of the next and empties that of the one
+//! before. All ranks cut alike.
 //!
-//! No sum depends on the cut: the tree's order, and with it that of all algorithms which add in trees, is the same
-//! for every element; and around a ring, where the order follows from the owner of an element, chunks leave every
-//! element to the owner it has in the whole.
+//! No sum depends on the cut: the tree's order, and with it that of all algorithms which add in
+//! trees, is the same for every element; and around a ring, where the order follows from the owner
+//! of an element, chunks leave every element to the owner it has in the whole.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,7 +20,8 @@ use crate::transport::{GroupRanks, P2pBuffer, Payload, Peer, Transport};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{AllocatedOn, DeviceCopies, Slot, Span};
 
-/// Words of a slot, 4 MiB: copies to and from a GPU reach their speed, and the host's caches are not all lost.
+/// Words of a slot, 4 MiB: copies to and from a GPU reach their speed, and the host's caches are
+/// not all lost.
 pub const WORDS: usize = 1 << 20;
 
 /// Chunks under way in a collective: one is filled, one exchanged, one emptied.
@@ -28,8 +30,8 @@ const DEPTH: usize = 3;
 /// Bytes that a collective needs.
 pub const BYTES: usize = DEPTH * WORDS * size_of::<f32>();
 
-/// Slots that wait for their next use, all of one device. Messages that have not left yet hold some, so there are as many as were ever
-/// needed at once.
+/// Slots that wait for their next use, all of one device. Messages that have not left yet hold
+/// some, so there are as many as were ever needed at once.
 pub struct Slots {
     free: Mutex<Vec<(usize, Slot)>>,
     shared: Arc<Shared>,
@@ -123,7 +125,9 @@ impl Chunk {
         for (i, range) in self.0.iter().enumerate().filter(|(_, range)| !range.is_empty()) {
             if chosen(i) {
                 match found.last_mut() {
-                    Some((last, start)) if last.end == range.start && *start + last.len() == at => last.end = range.end,
+                    Some((last, start)) if last.end == range.start && *start + last.len() == at => {
+                        last.end = range.end
+                    }
                     _ => found.push((range.clone(), at)),
                 }
             }
@@ -135,7 +139,10 @@ impl Chunk {
 
 /// Consecutive chunks.
 fn straight(words: usize, slot: usize) -> Vec<Chunk> {
-    (0..words).step_by(slot).map(|start| Chunk(std::iter::once(start..words.min(start + slot)).collect())).collect()
+    (0..words)
+        .step_by(slot)
+        .map(|start| Chunk(std::iter::once(start..words.min(start + slot)).collect()))
+        .collect()
 }
 
 /// The chunks of a collective on so many words.
@@ -144,9 +151,13 @@ fn cut(call: Call, words: usize, ranks: usize, slot: usize) -> Vec<Chunk> {
     let of_shares = |shares: Vec<algorithms::Shares>| {
         let windows = shares.into_iter().flat_map(|shares| {
             let longest = shares.longest();
-            (0..longest).step_by(window).map(move |start| shares.window(&(start..longest.min(start + window))))
+            (0..longest)
+                .step_by(window)
+                .map(move |start| shares.window(&(start..longest.min(start + window))))
         });
-        windows.map(|shares| Chunk((0..ranks).flat_map(|rank| shares.of(rank).to_vec()).collect())).collect()
+        windows
+            .map(|shares| Chunk((0..ranks).flat_map(|rank| shares.of(rank).to_vec()).collect()))
+            .collect()
     };
     match (call.operation, call.algorithm) {
         (Operation::ReduceScatter | Operation::AllGather, _) => {
@@ -156,7 +167,9 @@ fn cut(call: Call, words: usize, ranks: usize, slot: usize) -> Vec<Chunk> {
         (Operation::AllReduce | Operation::Reduce, Algorithm::Ring) => {
             of_shares(algorithms::blocks(0..words, ranks).map(|(_, shares)| shares).collect())
         }
-        (Operation::AllReduce | Operation::Reduce | Operation::Broadcast, _) => straight(words, slot),
+        (Operation::AllReduce | Operation::Reduce | Operation::Broadcast, _) => {
+            straight(words, slot)
+        }
     }
 }
 
@@ -180,7 +193,8 @@ impl Staging<'_> {
     ) -> Result<()> {
         let words = self.words.max(group.size());
         let chunks = cut(call, memory.words(), group.size(), words);
-        let (rank, root) = (group.rank, call.root);
+        let rank = group.rank;
+        let root = call.root;
         let down = |chunk: &Chunk| {
             chunk.pieces(memory, |part| match call.operation {
                 Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter => true,
@@ -197,8 +211,9 @@ impl Staging<'_> {
                 Operation::Broadcast => rank != root,
             })
         };
-        let mut slots =
-            (0..chunks.len().min(DEPTH)).map(|_| self.slots.take(self.copies, words)).collect::<Result<Vec<_>>>()?;
+        let mut slots = (0..chunks.len().min(DEPTH))
+            .map(|_| self.slots.take(self.copies, words))
+            .collect::<Result<Vec<_>>>()?;
         if let (Some(first), Some(chunk)) = (slots.first_mut(), chunks.first()) {
             first.slot()?.download(self.copies, &down(chunk))?;
         }
@@ -218,7 +233,13 @@ impl Staging<'_> {
     }
 
     /// Starts to send device memory, and returns when it may be written again.
-    pub fn send(&self, memory: Span<'_>, wire: &mut dyn Transport, group: &GroupRanks, to: usize) -> Result<()> {
+    pub fn send(
+        &self,
+        memory: Span<'_>,
+        wire: &mut dyn Transport,
+        group: &GroupRanks,
+        to: usize,
+    ) -> Result<()> {
         let chunks = straight(memory.words(), self.words);
         let mut slots = Vec::with_capacity(chunks.len());
         for chunk in &chunks {
@@ -236,7 +257,9 @@ impl Staging<'_> {
     /// Slots for a message of [`Staging::send`], each with its range of the memory.
     pub fn chunks_to_fill(&self, memory: Span<'_>) -> Result<Vec<(Lent, Range<usize>)>> {
         let words = memory.words();
-        let chunk = |start| Ok((self.slots.take(self.copies, self.words)?, start..words.min(start + self.words)));
+        let chunk = |start| {
+            Ok((self.slots.take(self.copies, self.words)?, start..words.min(start + self.words)))
+        };
         (0..words).step_by(self.words).map(chunk).collect()
     }
 }
@@ -289,8 +312,8 @@ mod tests {
     fn a_chunk_is_an_even_cut_of_itself() {
         for (words, ranks, slot) in [(8, 3, 6), (1000, 7, 50), (999, 4, 4), (5, 4, 100)] {
             for chunk in chunks(call(Operation::AllReduce, Algorithm::Ring), words, ranks, slot) {
-                let (lens, total): (Vec<_>, usize) =
-                    (chunk.iter().map(Range::len).collect(), chunk.iter().map(Range::len).sum());
+                let lens: Vec<_> = chunk.iter().map(Range::len).collect();
+                let total: usize = chunk.iter().map(Range::len).sum();
                 let even = algorithms::Shares::even(&(0..total), ranks);
                 assert_eq!(lens, (0..ranks).map(|rank| even.of(rank)[0].len()).collect::<Vec<_>>());
                 assert!(total <= slot);

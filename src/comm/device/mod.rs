@@ -1,9 +1,10 @@
 //! Messages to and from device memory: through the host, by address, or by NCCL.
 //!
-//! `Backend::comm_buffer` gives the communication thread a buffer as host memory or as a `Span` of device memory, which it
-//! cannot look into, with the `DeviceCopies` that copies and adds spans on a stream of its own. A request carries an
-//! event that compute records when it hands the buffer over. The thread waits for the event and answers only when its
-//! own work on the device is done, so any stream may use the buffer that `Pending::wait` returns.
+//! `Backend::comm_buffer` gives the communication thread a buffer as host memory or as a `Span` of
+//! device memory, which it cannot look into, with the `DeviceCopies` that copies and adds spans on
+//! a stream of its own. A request carries an event that compute records when it hands the buffer
+//! over. The thread waits for the event and answers only when its own work on the device is done,
+//! so any stream may use the buffer that `Pending::wait` returns.
 //!
 //! | `comm.path` | messages | sums |
 //! |---|---|---|
@@ -11,10 +12,11 @@
 //! | `direct` | MPI is given device addresses | on the device, in the host's order |
 //! | `nccl` | pairs of `ncclSend` and `ncclRecv`; sums and gathers of `tree` and `hierarchical` in groups of all ranks (`grouped.rs`) | on the device, in the host's order |
 //!
-//! `auto` chooses among them (`select.rs`); processes that may crash prove before that a library works here (`trial.rs`, and
-//! `transport/mpi/cuda_probe.rs` for MPI's).
+//! `auto` chooses among them (`select.rs`); processes that may crash prove before that a library
+//! works here (`trial.rs`, and `transport/mpi/cuda_probe.rs` for MPI's).
 //!
-//! With `comm.algorithm = "mpi"` the collectives are the library's own, MPI's or NCCL's, with its order of additions.
+//! With `comm.algorithm = "mpi"` the collectives are the library's own, MPI's or NCCL's, with its
+//! order of additions.
 
 mod chunk_pipeline;
 pub(super) mod comms;

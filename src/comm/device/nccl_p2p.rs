@@ -1,15 +1,20 @@
-//! Sums in the order of the tree by messages of all ranks at once, for a library that carries many of them in one go (NCCL).
+//! Sums in the order of the tree by messages of all ranks at once, for a library that carries many
+//! of them in one go (NCCL).
 //!
-//! Of each chunk of the buffer a rank owns an even share. It receives the share's terms from all other ranks in one group of
-//! messages, adds them by one kernel in the order of [`Algorithm::Tree`](crate::algorithms::Algorithm), and sends the sum to all
-//! others in a later group, which also carries the terms of another chunk. `hierarchical` does so twice, inside the node and
-//! between the nodes ([`stages`]). Each rank sends 2·(n−1)/n of the buffer, the least possible.
+//! Of each chunk of the buffer a rank owns an even share. It receives the share's terms from all
+//! other ranks in one group of messages, adds them by one kernel in the order of
+//! [`Algorithm::Tree`](crate::algorithms::Algorithm), and sends the sum to all others in a later
+//! group, which also carries the terms of another chunk. `hierarchical` does so twice, inside the
+//! node and between the nodes ([`stages`]). Each rank sends 2·(n−1)/n of the buffer, the least
+//! possible.
 //!
-//! The kernels have a stream of their own: while one adds the terms of a chunk, the next group of messages is under way, whose
-//! terms have another place. So k chunks take k + 1 groups, or k + 3 of `hierarchical`. The device keeps all of it in order; the
-//! host waits for messages to be queued, and for the device only at the end.
+//! The kernels have a stream of their own: while one adds the terms of a chunk, the next group of
+//! messages is under way, whose terms have another place. So k chunks take k + 1 groups, or k + 3
+//! of `hierarchical`. The device keeps all of it in order; the host waits for messages to be
+//! queued, and for the device only at the end.
 //!
-//! The sum of an element is that of [`algorithms`](crate::algorithms) bit for bit: the same terms in the same tree.
+//! The sum of an element is that of [`algorithms`](crate::algorithms) bit for bit: the same terms
+//! in the same tree.
 
 use std::ops::Range;
 
@@ -21,7 +26,8 @@ use crate::transport::{GroupRanks, Transport};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{DeviceCopies, OrderedSum, Span};
 
-/// Slots of staged messages in a chunk, which so has 32 MiB: that long, groups of messages reach their speed.
+/// Slots of staged messages in a chunk, which so has 32 MiB: that long, groups of messages reach
+/// their speed.
 const SLOTS: usize = 8;
 
 /// Places for the terms of a chunk: one is added up while the next are received.
@@ -68,14 +74,19 @@ impl<'a> Exchange<'a> {
     fn terms(&mut self, memory: Span<'a>, level: &Level, shares: &Shares, mut room: Span<'a>) {
         for place in level.others() {
             let theirs = level.of(place, shares);
-            self.sends.extend(theirs.into_iter().map(|range| (level.ranks[place], memory.part(range))));
+            self.sends
+                .extend(theirs.into_iter().map(|range| (level.ranks[place], memory.part(range))));
         }
         for range in level.of(level.mine, shares) {
-            let (words, own) = (range.len(), memory.part(range));
+            let words = range.len();
+            let own = memory.part(range);
             let others = room.part(0..(level.ranks.len() - 1) * words);
             let places = level.others().enumerate();
-            self.receives
-                .extend(places.map(|(k, place)| (level.ranks[place], others.part(k * words..(k + 1) * words))));
+            self.receives.extend(
+                places.map(|(k, place)| {
+                    (level.ranks[place], others.part(k * words..(k + 1) * words))
+                }),
+            );
             self.folds.push(OrderedSum { own, number: level.mine, others });
             room = room.part(others.words()..room.words());
         }
@@ -98,25 +109,36 @@ impl<'a> Exchange<'a> {
 
 impl NcclP2pCollective<'_> {
     /// Runs a collective that [`takes`] gives levels for.
-    pub fn run(self, call: Call, levels: &[Level], wire: &mut dyn Transport, group: &GroupRanks) -> Result<()> {
+    pub fn run(
+        self,
+        call: Call,
+        levels: &[Level],
+        wire: &mut dyn Transport,
+        group: &GroupRanks,
+    ) -> Result<()> {
         let Self { memory, device_comm, copies, places, chunk } = self;
-        let (adds, to_first) = (call.operation.adds(), call.operation == Operation::Reduce);
+        let adds = call.operation.adds();
+        let to_first = call.operation == Operation::Reduce;
         let chunks = chunks(call.operation, memory.words(), chunk, levels);
         let terms = if adds { terms(memory.words(), chunk, group.size()) } else { 0 };
         let rooms = (0..chunks.len().min(PLACES)).map(|place| places.hold(copies, place, terms));
         rooms.collect::<Result<()>>()?;
-        for (number, stages) in schedule(call.operation, chunks.len(), levels.len()).into_iter().enumerate() {
+        for (number, stages) in
+            schedule(call.operation, chunks.len(), levels.len()).into_iter().enumerate()
+        {
             let mut exchange = Exchange::default();
             for (chunk, stage) in stages {
                 let shares = &chunks[chunk];
                 match stage {
                     Stage::Terms(level) => {
-                        let room = places.span(chunk % PLACES, room(levels, level, terms, group.size()));
+                        let room =
+                            places.span(chunk % PLACES, room(levels, level, terms, group.size()));
                         let room = room.ok_or_else(|| Error::internal("terms without a place"))?;
                         exchange.terms(memory, &levels[level], shares, room);
                     }
                     // Sums for the first rank alone go to its lane, and from there to itself.
-                    Stage::Sums(level) if to_first && levels[level + 1..].iter().any(|above| above.mine > 0) => {}
+                    Stage::Sums(level)
+                        if to_first && levels[level + 1..].iter().any(|above| above.mine > 0) => {}
                     Stage::Sums(level) => exchange.sums(memory, &levels[level], shares, to_first),
                 }
             }
@@ -140,7 +162,9 @@ impl NcclP2pCollective<'_> {
 /// Where the terms of a level are among `terms` words for all levels.
 fn room(levels: &[Level], level: usize, terms: usize, ranks: usize) -> Range<usize> {
     // Words of the longest share, as often as it is received.
-    let of = |level: &Level| (level.ranks.len() - 1) * level.owned[level.mine].len() * (terms / (ranks - 1));
+    let of = |level: &Level| {
+        (level.ranks.len() - 1) * level.owned[level.mine].len() * (terms / (ranks - 1))
+    };
     let start: usize = levels[..level].iter().map(of).sum();
     start..start + of(&levels[level])
 }
@@ -160,14 +184,17 @@ mod tests {
             (&[0, 0, 1, 1, 2, 2], 100, 1000),
         ] {
             let ranks = nodes.len();
-            for (rank, operation) in
-                (0..ranks).flat_map(|rank| [(rank, Operation::AllReduce), (rank, Operation::ReduceScatter)])
+            for (rank, operation) in (0..ranks)
+                .flat_map(|rank| [(rank, Operation::AllReduce), (rank, Operation::ReduceScatter)])
             {
                 let call = Call { operation, algorithm: Algorithm::Hierarchical, root: 0 };
                 let levels = takes(call, &GroupRanks::world(rank, nodes.into())).unwrap();
                 let terms = terms(words, chunk, ranks);
-                let rooms: Vec<_> = (0..levels.len()).map(|level| room(&levels, level, terms, ranks)).collect();
-                assert!(rooms[0].start == 0 && rooms.windows(2).all(|two| two[0].end == two[1].start));
+                let rooms: Vec<_> =
+                    (0..levels.len()).map(|level| room(&levels, level, terms, ranks)).collect();
+                assert!(
+                    rooms[0].start == 0 && rooms.windows(2).all(|two| two[0].end == two[1].start)
+                );
                 assert_eq!(rooms.last().unwrap().end, terms, "{nodes:?}");
                 for shares in chunks(operation, words, chunk, &levels) {
                     for (level, room) in levels.iter().zip(&rooms) {
@@ -177,7 +204,8 @@ mod tests {
                 }
             }
         }
-        let broadcast = Call { operation: Operation::Broadcast, algorithm: Algorithm::Tree, root: 0 };
+        let broadcast =
+            Call { operation: Operation::Broadcast, algorithm: Algorithm::Tree, root: 0 };
         assert_eq!(takes(broadcast, &GroupRanks::world(0, [0, 0].into())), None);
     }
 }

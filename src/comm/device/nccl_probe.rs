@@ -1,9 +1,11 @@
-//! The proof that the library of the devices' vendor, such as NCCL, works between all ranks of a job.
+//! The proof that the library of the devices' vendor, such as NCCL, works between all ranks of a
+//! job.
 //!
-//! Such a library may crash or wait for ever where drivers, containers or networks are not as it wants them. So others than the
-//! ranks try: each rank starts a process of this program, which opens the rank's device. These processes meet in a
-//! communicator as the ranks would, exchange memory around a ring and add it up. The ranks look after them together: when one of
-//! them fails, or has not answered in time, all are ended.
+//! Such a library may crash or wait for ever where drivers, containers or networks are not as it
+//! wants them. So others than the ranks try: each rank starts a process of this program, which
+//! opens the rank's device. These processes meet in a communicator as the ranks would, exchange
+//! memory around a ring and add it up. The ranks look after them together: when one of them fails,
+//! or has not answered in time, all are ended.
 
 use std::io::{BufRead as _, BufReader, Read, Write as _};
 use std::os::unix::process::ExitStatusExt as _;
@@ -19,7 +21,8 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spawn::spawn;
 use hpctrain_device::{Backend, CommBuffer, CommId, DeviceCollective, MemoryKind, Span};
 
-/// The command by which a program that can be tried is started: `hpctrain prove-together RANK RANKS DEVICE`.
+/// The command by which a program that can be tried is started: `hpctrain prove-together RANK RANKS
+/// DEVICE`.
 pub const TOGETHER: &str = "prove-together";
 
 /// Elements that are tried: more than any library sends at once.
@@ -39,8 +42,8 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 
 static CAN_BE_TRIED: OnceLock<()> = OnceLock::new();
 
-/// Announces that this program, started with [`TOGETHER`], calls [`answer_trial`]. Another program would begin its own work once
-/// more.
+/// Announces that this program, started with [`TOGETHER`], calls [`answer_trial`]. Another program
+/// would begin its own work once more.
 pub fn can_be_tried() {
     CAN_BE_TRIED.get_or_init(|| ());
 }
@@ -72,8 +75,8 @@ struct NcclProbe {
     patience: Duration,
 }
 
-/// Collective over a group of more than one rank, each with a device of its own, which is called `device` on its node: whether the
-/// library works between them.
+/// Collective over a group of more than one rank, each with a device of its own, which is called
+/// `device` on its node: whether the library works between them.
 ///
 /// # Errors
 /// The same on all ranks: the reason why it does not, or a message failed.
@@ -85,20 +88,29 @@ pub fn together<B: Backend>(world: &Group<B>, device: &str) -> Result<()> {
             Ok(trial) => trial.state(),
             Err(error) => State::Failed(error.message().to_owned()),
         };
-        let id =
-            trial.as_ref().ok().filter(|_| world.rank() == 0 && !is_told).and_then(|trial| trial.lines.try_recv().ok());
-        let news =
-            serde_json::to_vec(&ProbeStatus { state, id }).map_err(|e| Error::internal(format!("a proof: {e}")))?;
+        let id = trial
+            .as_ref()
+            .ok()
+            .filter(|_| world.rank() == 0 && !is_told)
+            .and_then(|trial| trial.lines.try_recv().ok());
+        let news = serde_json::to_vec(&ProbeStatus { state, id })
+            .map_err(|e| Error::internal(format!("a proof: {e}")))?;
         let told = world.gather_bytes(news).wait()?;
-        let told = told.iter().map(|bytes| serde_json::from_slice::<ProbeStatus>(bytes)).collect::<Result<Vec<_>, _>>();
-        let told = told.map_err(|e| Error::comm(format!("another rank sent no news of a proof: {e}")))?;
+        let told = told
+            .iter()
+            .map(|bytes| serde_json::from_slice::<ProbeStatus>(bytes))
+            .collect::<Result<Vec<_>, _>>();
+        let told =
+            told.map_err(|e| Error::comm(format!("another rank sent no news of a proof: {e}")))?;
         let failed = told.iter().enumerate().find_map(|(rank, news)| match &news.state {
             State::Failed(why) => Some((rank, why)),
             _ => None,
         });
         if let Some((rank, why)) = failed {
             // The others' processes wait for that one; dropped, they end.
-            return Err(Error::input(format!("a process tried it beside rank {rank}: {why}")).shared());
+            return Err(
+                Error::input(format!("a process tried it beside rank {rank}: {why}")).shared()
+            );
         }
         if told.iter().all(|news| news.state == State::Done) {
             return Ok(());
@@ -116,17 +128,27 @@ impl NcclProbe {
         if CAN_BE_TRIED.get().is_none() {
             return Err(Error::input("this program was not made to try it"));
         }
-        let program = std::env::current_exe().map_err(|e| Error::internal(format!("where is this program? {e}")))?;
+        let program = std::env::current_exe()
+            .map_err(|e| Error::internal(format!("where is this program? {e}")))?;
         let mut command = Command::new(program);
         command.args([TOGETHER, &rank.to_string(), &size.to_string(), device]);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn().map_err(|e| Error::input(format!("no process could try: {e}")))?;
+        let mut child =
+            command.spawn().map_err(|e| Error::input(format!("no process could try: {e}")))?;
         let ((say, lines), (complain, errors)) = (channel(), channel());
-        let (output, complaints) = (child.stdout.take(), child.stderr.take());
+        let output = child.stdout.take();
+        let complaints = child.stderr.take();
         let seconds = std::env::var(SECONDS).ok().and_then(|seconds| seconds.parse().ok());
         let patience = seconds.map_or(TIMEOUT, Duration::from_secs);
         // Dropped, it ends the process.
-        let trial = Self { input: child.stdin.take(), child, lines, errors, begun: Instant::now(), patience };
+        let trial = Self {
+            input: child.stdin.take(),
+            child,
+            lines,
+            errors,
+            begun: Instant::now(),
+            patience,
+        };
         if let Some(output) = output {
             spawn("trial-output", move || {
                 // Unreadable output is none, and nobody may be there to hear it any more.
@@ -184,8 +206,8 @@ fn described(status: ExitStatus) -> String {
     }
 }
 
-/// The part of the process of rank `rank` among `size`: it meets the others and exchanges memory of its device with them. It
-/// ends when its rank does.
+/// The part of the process of rank `rank` among `size`: it meets the others and exchanges memory of
+/// its device with them. It ends when its rank does.
 ///
 /// # Errors
 /// The library failed, or memory arrived changed.
@@ -215,7 +237,8 @@ pub fn answer_trial<B: Backend>(backend: &B, rank: usize, size: usize) -> Result
         CommBuffer::Host(_) => Err(none()),
     });
     let spans: Vec<Span<'_>> = spans.collect::<Result<_>>()?;
-    let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
+    let next = (rank + 1) % size;
+    let previous = (rank + size - 1) % size;
     comm.exchange(&[(next, spans[0])], &[(previous, spans[1])])?;
     settled()?;
     comm.vendor(DeviceCollective::AllReduce, spans[2])?;
@@ -236,7 +259,8 @@ pub fn answer_trial<B: Backend>(backend: &B, rank: usize, size: usize) -> Result
     Ok(())
 }
 
-/// The elements of a rank's process: whole numbers whose sums over thousands of ranks are exact in any order.
+/// The elements of a rank's process: whole numbers whose sums over thousands of ranks are exact in
+/// any order.
 fn values(rank: usize) -> Vec<f32> {
     (0..LEN).map(|i| (i % 89 + rank % 7) as f32).collect()
 }
@@ -247,9 +271,12 @@ fn listen() -> Result<CommId> {
     let mut line = String::new();
     input.read_line(&mut line).map_err(|e| Error::input(format!("no identifier was told: {e}")))?;
     let line = line.trim();
-    let byte = |at: usize| line.get(2 * at..2 * at + 2).and_then(|byte| u8::from_str_radix(byte, 16).ok());
+    let byte =
+        |at: usize| line.get(2 * at..2 * at + 2).and_then(|byte| u8::from_str_radix(byte, 16).ok());
     let id = (0..size_of::<CommId>()).map(byte).collect::<Option<Vec<u8>>>();
-    let id = id.and_then(|id| CommId::try_from(id).ok()).ok_or_else(|| Error::input("no identifier was told"))?;
+    let id = id
+        .and_then(|id| CommId::try_from(id).ok())
+        .ok_or_else(|| Error::input("no identifier was told"))?;
     spawn("trial-input", move || {
         // Nothing more comes but the end, however it comes.
         let _ = input.read(&mut [0]);

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PathSetting {
-    /// The faster one of those that prove to work here: NCCL where every rank has a device of its own, direct where the MPI library
-    /// says that it can; else staged.
+    /// The faster one of those that prove to work here: NCCL where every rank has a device of its
+    /// own, direct where the MPI library says that it can; else staged.
     Auto,
     /// [`DeviceTransport::Direct`]
     Direct,
@@ -52,8 +52,9 @@ impl DeviceTransport {
         }
     }
 
-    /// Whether single messages go through the host. NCCL's, too: a message of NCCL holds up those behind it until the receiver
-    /// takes it, so two neighbours that send to each other before they receive would wait for ever.
+    /// Whether single messages go through the host. NCCL's, too: a message of NCCL holds up those
+    /// behind it until the receiver takes it, so two neighbours that send to each other before they
+    /// receive would wait for ever.
     pub(crate) fn stages_messages(self) -> bool {
         self != DeviceTransport::Direct
     }

@@ -2,13 +2,14 @@
 //!
 //! `auto` chooses among the paths that processes of their own, which may crash, prove to work:
 //!
-//! - NCCL, if every rank has a device of its own: a process for each rank (`hpctrain prove-together`) meets the others and exchanges
-//!   memory with them;
-//! - direct, if the MPI library claims to know CUDA and one rank of each node shows that it does: two processes
-//!   (`hpctrain prove-direct`) have the library exchange device memory between them.
+//! - NCCL, if every rank has a device of its own: a process for each rank (`hpctrain
+//!   prove-together`) meets the others and exchanges memory with them;
+//! - direct, if the MPI library claims to know CUDA and one rank of each node shows that it does:
+//!   two processes (`hpctrain prove-direct`) have the library exchange device memory between them.
 //!
-//! Where both work, ranks add up a buffer by each of them, and the faster one is taken. Where neither does, messages are staged.
-//! All ranks choose alike, and the reasons are in the banner and in `run.json`.
+//! Where both work, ranks add up a buffer by each of them, and the faster one is taken. Where
+//! neither does, messages are staged. All ranks choose alike, and the reasons are in the banner and
+//! in `run.json`.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -27,13 +28,18 @@ const WORDS: usize = 1 << 20;
 const ROUNDS: usize = 3;
 
 impl<B: Backend> Comm<B> {
-    /// Collective over the world: a handle whose messages reach device memory by `setting`. `prove` tries the direct way
-    /// for this rank's node, which nothing else can know to work ([`mpi::prove_in_child`]). NCCL is tried only if the device is
-    /// known ([`Comm::with_local_device`]).
+    /// Collective over the world: a handle whose messages reach device memory by `setting`. `prove`
+    /// tries the direct way for this rank's node, which nothing else can know to work
+    /// ([`mpi::prove_in_child`]). NCCL is tried only if the device is known
+    /// ([`Comm::with_local_device`]).
     ///
     /// # Errors
     /// The way that is wanted does not work, or there is no device memory to reach.
-    pub fn select_transport(&self, setting: PathSetting, prove: impl FnOnce() -> Result<()>) -> Result<Self> {
+    pub fn select_transport(
+        &self,
+        setting: PathSetting,
+        prove: impl FnOnce() -> Result<()>,
+    ) -> Result<Self> {
         if B::ON_HOST {
             return match setting {
                 PathSetting::Auto => Ok(self.clone()),
@@ -49,10 +55,14 @@ impl<B: Backend> Comm<B> {
             PathSetting::Nccl => self.on_library(),
             PathSetting::Direct => {
                 let proved = self.direct_works(setting, prove);
-                proved.map_err(|error| error.at("comm.path = direct").hint("set comm.path = staged"))?;
+                proved.map_err(|error| {
+                    error.at("comm.path = direct").hint("set comm.path = staged")
+                })?;
                 Ok(self.with_transport(DeviceTransport::Direct))
             }
-            PathSetting::Auto if self.size() == 1 => Ok(self.with_transport(DeviceTransport::Direct)),
+            PathSetting::Auto if self.size() == 1 => {
+                Ok(self.with_transport(DeviceTransport::Direct))
+            }
             PathSetting::Auto => {
                 let before = self.device.as_ref().and_then(|device| device.chosen.get());
                 let (path, why) = match before {
@@ -69,19 +79,33 @@ impl<B: Backend> Comm<B> {
 
     /// The path of `auto`, with the reasons.
     fn choose(&self, prove: impl FnOnce() -> Result<()>) -> Result<(DeviceTransport, Arc<str>)> {
-        let (together, direct) = (self.library_works(), self.direct_works(PathSetting::Auto, prove));
+        let together = self.library_works();
+        let direct = self.direct_works(PathSetting::Auto, prove);
         let (path, why) = match (together, direct) {
             (Ok(library), Ok(())) => {
-                let [by_library, by_mpi] = self.compare([DeviceTransport::Nccl, DeviceTransport::Direct])?;
-                let path = if by_library <= by_mpi { DeviceTransport::Nccl } else { DeviceTransport::Direct };
+                let [by_library, by_mpi] =
+                    self.compare([DeviceTransport::Nccl, DeviceTransport::Direct])?;
+                let path = if by_library <= by_mpi {
+                    DeviceTransport::Nccl
+                } else {
+                    DeviceTransport::Direct
+                };
                 let size = readable(WORDS * size_of::<f32>());
                 let [by_library, by_mpi] = [by_library, by_mpi].map(|seconds| 1e3 * seconds);
-                (path, format!("sums of {size} take {by_library:.2} ms by {library}, {by_mpi:.2} ms by MPI"))
+                (
+                    path,
+                    format!(
+                        "sums of {size} take {by_library:.2} ms by {library}, {by_mpi:.2} ms by MPI"
+                    ),
+                )
             }
-            (Ok(library), Err(error)) => (DeviceTransport::Nccl, format!("{library} works here; {}", error.message())),
-            (Err(error), Ok(())) => {
-                (DeviceTransport::Direct, format!("MPI has shown it; not by NCCL: {}", error.message()))
+            (Ok(library), Err(error)) => {
+                (DeviceTransport::Nccl, format!("{library} works here; {}", error.message()))
             }
+            (Err(error), Ok(())) => (
+                DeviceTransport::Direct,
+                format!("MPI has shown it; not by NCCL: {}", error.message()),
+            ),
             (Err(library), Err(mpi)) => (
                 DeviceTransport::Staged,
                 format!("not by NCCL: {}; not straight: {}", library.message(), mpi.message()),
@@ -99,21 +123,25 @@ impl<B: Backend> Comm<B> {
         let tries = self.home.by_node().iter().any(|node| node[0] == self.home.rank);
         let mine = match setting {
             _ if !tries || self.size() == 1 => Ok(()),
-            _ if !world.vendor => Err(Error::input(format!("{} cannot take addresses of a GPU", world.library))),
+            _ if !world.vendor => {
+                Err(Error::input(format!("{} cannot take addresses of a GPU", world.library)))
+            }
             PathSetting::Auto if !world.claims_devices => {
                 Err(Error::input(format!("{} does not claim to know CUDA", world.library)))
             }
             // The processes that prove it would see the devices of one rank.
-            PathSetting::Auto if self.device.as_ref().is_some_and(|device| device.is_apart) => Err(Error::input(
-                "ranks of a node see different GPUs, and a driver may not open the memory of one that is hidden",
-            )),
+            PathSetting::Auto if self.device.as_ref().is_some_and(|device| device.is_apart) => {
+                Err(Error::input(
+                    "ranks of a node see different GPUs, and a driver may not open the memory of one that is hidden",
+                ))
+            }
             _ => prove(),
         };
         self.world().all_ok(mine)
     }
 
-    /// Collective over the world: the library by which the devices of all ranks exchange memory, such as `NCCL 2.27.3`, as
-    /// processes beside them have shown.
+    /// Collective over the world: the library by which the devices of all ranks exchange memory,
+    /// such as `NCCL 2.27.3`, as processes beside them have shown.
     ///
     /// # Errors
     /// The same on all ranks: the reason why there is none.
@@ -122,13 +150,19 @@ impl<B: Backend> Comm<B> {
         let own = self.device.as_ref().map_or("", |device| &device.id);
         let ids = world.gather_bytes(own.as_bytes().to_vec()).wait()?;
         if ids.iter().any(Vec::is_empty) {
-            return Err(Error::input("nobody can tell whether each rank has a GPU of its own").shared());
+            return Err(
+                Error::input("nobody can tell whether each rank has a GPU of its own").shared()
+            );
         }
         for node in self.home.by_node() {
-            let shares = |rank: &usize| node.iter().filter(|other| ids[**other] == ids[*rank]).count() > 1;
+            let shares =
+                |rank: &usize| node.iter().filter(|other| ids[**other] == ids[*rank]).count() > 1;
             if let Some(first) = node.iter().find(|rank| shares(rank)) {
-                let same: Vec<_> =
-                    node.iter().filter(|other| ids[**other] == ids[*first]).map(|rank| rank.to_string()).collect();
+                let same: Vec<_> = node
+                    .iter()
+                    .filter(|other| ids[**other] == ids[*first])
+                    .map(|rank| rank.to_string())
+                    .collect();
                 return Err(Error::input(format!("ranks {} share a GPU", same.join(", "))).shared());
             }
         }
@@ -160,7 +194,9 @@ impl<B: Backend> Comm<B> {
         // Their memory is this small device's.
         self.forget_devices()?;
         // All wait for the slowest.
-        Ok(std::array::from_fn(|path| all.iter().map(|of_rank| of_rank[path]).max().unwrap_or(0) as f64 * 1e-9))
+        Ok(std::array::from_fn(|path| {
+            all.iter().map(|of_rank| of_rank[path]).max().unwrap_or(0) as f64 * 1e-9
+        }))
     }
 
     /// A handle for [`DeviceTransport::Nccl`]. Alone a rank needs no library.
@@ -174,7 +210,8 @@ impl<B: Backend> Comm<B> {
     }
 }
 
-/// The arguments by which a program that proves the direct way to be passable is started: `hpctrain prove-direct`.
+/// The arguments by which a program that proves the direct way to be passable is started: `hpctrain
+/// prove-direct`.
 pub const PROOF: &str = "prove-direct";
 
 /// The proof of [`Comm::select_transport`] in children that are this program.

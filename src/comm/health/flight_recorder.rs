@@ -1,10 +1,11 @@
 //! The last collectives of a rank: the evidence when a job stands still.
 //!
-//! An entry has its number in the rank and in the group, operation, group, unit, bytes, algorithm and times; the last
-//! 256 are kept, without an allocation for each. Callers name the unit of a request: `group.about(&unit)`. In debug
-//! builds each rank compares operation, algorithm, unit, bytes and root with its neighbour before each collective.
-//! Release builds save that message; the watchdog compares their ledgers when a job stands still and reports the first
-//! collective on which ranks differ.
+//! An entry has its number in the rank and in the group, operation, group, unit, bytes, algorithm
+//! and times; the last 256 are kept, without an allocation for each. Callers name the unit of a
+//! request: `group.about(&unit)`. In debug builds each rank compares operation, algorithm, unit,
+//! bytes and root with its neighbour before each collective. Release builds save that message; the
+//! watchdog compares their ledgers when a job stands still and reports the first collective on
+//! which ranks differ.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -57,7 +58,8 @@ impl Size {
 pub struct Entry {
     /// Running number among everything that this rank does with others, from 1.
     pub number: u64,
-    /// Running number from 1 among the collectives of the group, or among the messages of one rank in it.
+    /// Running number from 1 among the collectives of the group, or among the messages of one rank
+    /// in it.
     pub in_group: u64,
     pub label: Label,
     /// The group's ranks in the world.
@@ -71,7 +73,13 @@ impl Entry {
     /// The entry as an event of the trace.
     pub fn message(&self) -> Message {
         let Label { group, size, algorithm, .. } = self.label;
-        Message { number: self.number, group, ranks: self.members.len(), bytes: size.bytes(), algorithm }
+        Message {
+            number: self.number,
+            group,
+            ranks: self.members.len(),
+            bytes: size.bytes(),
+            algorithm,
+        }
     }
 }
 
@@ -122,11 +130,12 @@ impl FlightRecorder {
         self.entries.iter()
     }
 
-    /// The last one that was finished, and the one under way that holds up the others: a collective, or the oldest message
-    /// where there is none.
+    /// The last one that was finished, and the one under way that holds up the others: a
+    /// collective, or the oldest message where there is none.
     pub fn place(&self) -> (Option<&Entry>, Option<&Entry>) {
         let mut underway = self.entries.iter().filter(|entry| entry.ended.is_none());
-        let current = underway.clone().find(|entry| entry.label.op != RECV).or_else(|| underway.next());
+        let current =
+            underway.clone().find(|entry| entry.label.op != RECV).or_else(|| underway.next());
         (self.entries.iter().rev().find(|entry| entry.ended.is_some()), current)
     }
 }
@@ -146,7 +155,8 @@ mod tests {
             root: None,
         };
         let nodes: Arc<[usize]> = [0; 4].into();
-        let (world, pair) = (GroupRanks::world(2, nodes.clone()), GroupRanks::new(1, 2, vec![2, 3], nodes));
+        let world = GroupRanks::world(2, nodes.clone());
+        let pair = GroupRanks::new(1, 2, vec![2, 3], nodes);
         let mut ledger = FlightRecorder::default();
         assert!(ledger.place().0.is_none() && ledger.place().1.is_none());
         for i in 1..=300 {
@@ -156,9 +166,16 @@ mod tests {
         let room = ledger.entries.capacity();
         assert_eq!(ledger.begin(&pair, &label("barrier")), (301, 1));
         let (finished, current) = ledger.place();
-        let (finished, current) = (finished.unwrap(), current.unwrap());
-        assert_eq!((finished.number, finished.label.op, &*finished.members), (300, "all_reduce", &[0, 1, 2, 3][..]));
-        assert_eq!((current.number, current.label.op, &*current.members), (301, "barrier", &[2, 3][..]));
+        let finished = finished.unwrap();
+        let current = current.unwrap();
+        assert_eq!(
+            (finished.number, finished.label.op, &*finished.members),
+            (300, "all_reduce", &[0, 1, 2, 3][..])
+        );
+        assert_eq!(
+            (current.number, current.label.op, &*current.members),
+            (301, "barrier", &[2, 3][..])
+        );
         assert!(current.ended.is_none() && finished.ended >= Some(finished.started));
         let numbers: Vec<_> = ledger.entries().map(|entry| entry.number).collect();
         assert_eq!(numbers, (301 - KEPT as u64 + 1..=301).collect::<Vec<_>>());
@@ -167,21 +184,41 @@ mod tests {
 
     #[test]
     fn messages_are_counted_apart_and_end_in_any_order() {
-        let label =
-            |op, root| Label { op, group: "pipeline", unit: None, size: Size::Same(8), algorithm: "direct", root };
+        let label = |op, root| Label {
+            op,
+            group: "pipeline",
+            unit: None,
+            size: Size::Same(8),
+            algorithm: "direct",
+            root,
+        };
         let group = GroupRanks::world(0, [0; 3].into());
         let mut ledger = FlightRecorder::default();
-        let began = [(RECV, Some(1)), ("barrier", None), (RECV, Some(2)), (RECV, Some(1)), ("broadcast", Some(1))]
-            .map(|(op, root)| ledger.begin(&group, &label(op, root)));
+        let began = [
+            (RECV, Some(1)),
+            ("barrier", None),
+            (RECV, Some(2)),
+            (RECV, Some(1)),
+            ("broadcast", Some(1)),
+        ]
+        .map(|(op, root)| ledger.begin(&group, &label(op, root)));
         assert_eq!(began, [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)]);
         ledger.end(2);
         ledger.end(1);
         let (finished, current) = ledger.place();
-        assert_eq!((finished.unwrap().number, current.unwrap().number), (2, 5), "a collective holds up messages");
+        assert_eq!(
+            (finished.unwrap().number, current.unwrap().number),
+            (2, 5),
+            "a collective holds up messages"
+        );
         ledger.end(5);
         assert_eq!(ledger.place().1.unwrap().number, 3);
         ledger.begin(&group, &label("barrier", None));
-        assert_eq!(ledger.place().1.unwrap().number, 6, "messages that were posted before do not hold it up");
+        assert_eq!(
+            ledger.place().1.unwrap().number,
+            6,
+            "messages that were posted before do not hold it up"
+        );
         assert!(ledger.end(9).is_none());
     }
 }

@@ -1,7 +1,8 @@
 //! Builds the stall report: the ranks that block the job, and where.
 //!
-//! Where no rank is missing, messages may be: two ranks of different hosts that answer, and wait for each other in one
-//! collective, say that their hosts do not reach each other, because heartbeats travel by the file system.
+//! Where no rank is missing, messages may be: two ranks of different hosts that answer, and wait
+//! for each other in one collective, say that their hosts do not reach each other, because
+//! heartbeats travel by the file system.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -37,12 +38,15 @@ struct Progress<'a> {
 
 impl<'a> Progress<'a> {
     fn new(ranks: &'a [RankState], ledgers: &'a [LedgerFile]) -> Self {
-        let of_ledgers = ledgers.iter().flat_map(|ledger| ledger.collectives.iter().map(|told| (ledger.rank, told)));
+        let of_ledgers = ledgers
+            .iter()
+            .flat_map(|ledger| ledger.collectives.iter().map(|told| (ledger.rank, told)));
         let heartbeats = ranks.iter().filter_map(|sighting| sighting.heartbeat.as_ref());
         let of_heartbeats = heartbeats.flat_map(|heartbeat| {
             heartbeat.finished.iter().chain(&heartbeat.current).map(|told| (heartbeat.rank, told))
         });
-        let (mut begun, mut ended) = (HashMap::new(), HashMap::new());
+        let mut begun = HashMap::new();
+        let mut ended = HashMap::new();
         let note = |last: &mut HashMap<_, u64>, rank: usize, told: &'a PeerHeartbeat| {
             let last = last.entry((rank, place_of(told))).or_default();
             *last = told.in_group.max(*last);
@@ -62,15 +66,26 @@ impl<'a> Progress<'a> {
         sighting.heartbeat.as_ref()?.current.as_ref()
     }
 
-    /// The ranks that one waits for in its collective: those of the group that have not begun it, or the sender of a message.
+    /// The ranks that one waits for in its collective: those of the group that have not begun it,
+    /// or the sender of a message.
     fn awaited_by(&self, rank: usize) -> Vec<usize> {
         let Some(told) = self.inside(rank) else { return vec![] };
         if told.op == RECV {
-            return told.root.and_then(|root| told.members.get(root)).copied().into_iter().collect();
+            return told
+                .root
+                .and_then(|root| told.members.get(root))
+                .copied()
+                .into_iter()
+                .collect();
         }
-        let has_begun =
-            |other: usize| self.begun.get(&(other, place_of(told))).is_some_and(|begun| *begun >= told.in_group);
-        told.members.iter().copied().filter(|&other| other < self.ranks.len() && !has_begun(other)).collect()
+        let has_begun = |other: usize| {
+            self.begun.get(&(other, place_of(told))).is_some_and(|begun| *begun >= told.in_group)
+        };
+        told.members
+            .iter()
+            .copied()
+            .filter(|&other| other < self.ranks.len() && !has_begun(other))
+            .collect()
     }
 
     fn heartbeat(&self, rank: usize) -> Option<&'a Heartbeat> {
@@ -89,32 +104,39 @@ impl<'a> Progress<'a> {
         self.ended.get(&(rank, place_of(told))).is_some_and(|ended| *ended >= told.in_group)
     }
 
-    /// Pairs of a rank and one that it waits for although that one has done its part: what it sent did not arrive. Both answer,
-    /// and are on different hosts.
+    /// Pairs of a rank and one that it waits for although that one has done its part: what it sent
+    /// did not arrive. Both answer, and are on different hosts.
     fn cut_off(&self, awaited_by: &[Vec<usize>], has_cause: bool) -> Vec<(usize, usize)> {
         let pairs = |of: &dyn Fn(usize) -> Vec<usize>| -> Vec<(usize, usize)> {
-            let all = (0..self.ranks.len()).flat_map(|rank| of(rank).into_iter().map(move |other| (rank, other)));
+            let all = (0..self.ranks.len())
+                .flat_map(|rank| of(rank).into_iter().map(move |other| (rank, other)));
             all.filter(|&(rank, other)| self.are_apart(rank, other)).collect()
         };
-        let in_exchange = |rank: usize, done: &dyn Fn(usize, &PeerHeartbeat) -> bool| -> Vec<usize> {
-            let Some(told) = self.inside(rank) else { return vec![] };
-            self.exchange(rank).0.iter().copied().filter(|&other| done(other, told)).collect()
-        };
+        let in_exchange =
+            |rank: usize, done: &dyn Fn(usize, &PeerHeartbeat) -> bool| -> Vec<usize> {
+                let Some(told) = self.inside(rank) else { return vec![] };
+                self.exchange(rank).0.iter().copied().filter(|&other| done(other, told)).collect()
+            };
         let together = |other: usize, told: &PeerHeartbeat| {
-            self.inside(other).is_some_and(|its| (place_of(its), its.in_group) == (place_of(told), told.in_group))
+            self.inside(other)
+                .is_some_and(|its| (place_of(its), its.in_group) == (place_of(told), told.in_group))
         };
         let sure = pairs(&|rank| {
             in_exchange(rank, &|other, told| {
-                self.is_past(other, told) || together(other, told) && self.exchange(other).0.contains(&rank)
+                self.is_past(other, told)
+                    || together(other, told) && self.exchange(other).0.contains(&rank)
             })
         });
         // The rest says something only where nothing else explains the waits.
         if !sure.is_empty() || has_cause {
             return sure;
         }
-        // Around a ring nobody waits for the rank that waits for it; one that came less far is late itself.
+        // Around a ring nobody waits for the rank that waits for it; one that came less far is late
+        // itself.
         let likely = pairs(&|rank| {
-            in_exchange(rank, &|other, told| together(other, told) && self.exchange(other).1 >= self.exchange(rank).1)
+            in_exchange(rank, &|other, told| {
+                together(other, told) && self.exchange(other).1 >= self.exchange(rank).1
+            })
         });
         if !likely.is_empty() {
             return likely;
@@ -127,22 +149,28 @@ impl<'a> Progress<'a> {
             return crossed;
         }
         // Of exchanges inside the library nothing is known.
-        pairs(&|rank| match self.inside(rank).filter(|told| told.algorithm == Algorithm::Mpi.name()) {
-            Some(told) => {
-                let others = told.members.iter().copied();
-                others.filter(|&other| together(other, told) || self.is_past(other, told)).collect()
-            }
-            None => vec![],
-        })
+        pairs(
+            &|rank| match self.inside(rank).filter(|told| told.algorithm == Algorithm::Mpi.name()) {
+                Some(told) => {
+                    let others = told.members.iter().copied();
+                    others
+                        .filter(|&other| together(other, told) || self.is_past(other, told))
+                        .collect()
+                }
+                None => vec![],
+            },
+        )
     }
 
     /// Whether two ranks answer, from different hosts.
     fn are_apart(&self, rank: usize, other: usize) -> bool {
-        let host = |rank: usize| Some(&self.heartbeat(rank).filter(|_| self.ranks[rank].answers)?.host);
+        let host =
+            |rank: usize| Some(&self.heartbeat(rank).filter(|_| self.ranks[rank].answers)?.host);
         matches!((host(rank), host(other)), (Some(one), Some(another)) if one != another)
     }
 
-    /// The hosts all of whose ranks are silent, of several hosts and with several ranks: their ranks, by name.
+    /// The hosts all of whose ranks are silent, of several hosts and with several ranks: their
+    /// ranks, by name.
     fn silent_hosts(&self) -> BTreeMap<&'a str, Vec<usize>> {
         let mut hosts: BTreeMap<&str, (bool, Vec<usize>)> = BTreeMap::new();
         for (rank, sighting) in self.ranks.iter().enumerate() {
@@ -153,7 +181,9 @@ impl<'a> Progress<'a> {
             }
         }
         let several = hosts.len() > 1;
-        let silent = hosts.into_iter().filter(|(_, (answers, ranks))| several && !answers && ranks.len() > 1);
+        let silent = hosts
+            .into_iter()
+            .filter(|(_, (answers, ranks))| several && !answers && ranks.len() > 1);
         silent.map(|(host, (_, ranks))| (host, ranks)).collect()
     }
 }
@@ -163,21 +193,26 @@ fn of_hosts(progress: &Progress<'_>, pairs: &[(usize, usize)]) -> Vec<String> {
     let mut hosts: BTreeMap<(&str, &str), (usize, usize)> = BTreeMap::new();
     for &(rank, other) in pairs {
         if let (Some(one), Some(another)) = (progress.heartbeat(rank), progress.heartbeat(other)) {
-            let (one, another) = (one.host.as_str(), another.host.as_str());
+            let one = one.host.as_str();
+            let another = another.host.as_str();
             hosts.entry((one.min(another), one.max(another))).or_insert((rank, other));
         }
     }
     let tell = |((one, another), (rank, other)): ((&str, &str), (usize, usize))| {
         let told = progress.inside(rank).map(|told| format!(" in {told}")).unwrap_or_default();
-        format!("hosts {one} and {another} do not reach each other: rank {rank} waits for rank {other}{told}")
+        format!(
+            "hosts {one} and {another} do not reach each other: rank {rank} waits for rank {other}{told}"
+        )
     };
     hosts.into_iter().map(tell).collect()
 }
 
-/// One line about all ranks: first those that hold up others and wait for none themselves. `now` is in seconds since 1970.
+/// One line about all ranks: first those that hold up others and wait for none themselves. `now` is
+/// in seconds since 1970.
 pub fn report(ranks: &[RankState], ledgers: &[LedgerFile], now: f64) -> String {
     let progress = Progress::new(ranks, ledgers);
-    let awaited_by: Vec<Vec<usize>> = (0..ranks.len()).map(|rank| progress.awaited_by(rank)).collect();
+    let awaited_by: Vec<Vec<usize>> =
+        (0..ranks.len()).map(|rank| progress.awaited_by(rank)).collect();
     // The collective in which each rank is awaited, if it is.
     let mut awaited: Vec<Option<&PeerHeartbeat>> = vec![None; ranks.len()];
     for (rank, others) in awaited_by.iter().enumerate() {
@@ -189,7 +224,8 @@ pub fn report(ranks: &[RankState], ledgers: &[LedgerFile], now: f64) -> String {
         !sighting.answers || awaited[rank].is_some() && progress.inside(rank).is_none()
     };
     let has_cause = ranks.iter().enumerate().any(|(rank, sighting)| is_late(rank, sighting));
-    let pairs = if disagreement.is_none() { progress.cut_off(&awaited_by, has_cause) } else { vec![] };
+    let pairs =
+        if disagreement.is_none() { progress.cut_off(&awaited_by, has_cause) } else { vec![] };
     let is_cut_off = |rank: usize| pairs.iter().any(|(waiting, _)| *waiting == rank);
     let silent = progress.silent_hosts();
     let mut causes = of_hosts(&progress, &pairs);
@@ -205,7 +241,9 @@ pub fn report(ranks: &[RankState], ledgers: &[LedgerFile], now: f64) -> String {
             _ if !sighting.answers && silent.contains_key(heartbeat.host.as_str()) => {
                 let ranks = &silent[heartbeat.host.as_str()];
                 if ranks.first() == Some(&rank) {
-                    let (host, ranks, seen) = (&heartbeat.host, list(ranks), since(heartbeat.time));
+                    let host = &heartbeat.host;
+                    let ranks = list(ranks);
+                    let seen = since(heartbeat.time);
                     causes.push(format!(
                         "host {host} with ranks {ranks} does not answer: rank {rank} was last seen {seen} ago {}",
                         place(heartbeat)
@@ -217,8 +255,13 @@ pub fn report(ranks: &[RankState], ledgers: &[LedgerFile], now: f64) -> String {
                 since(heartbeat.time),
                 place(heartbeat)
             )),
-            Some(told) if awaited[rank].is_some() && awaited_by[rank].is_empty() && !is_cut_off(rank) => {
-                causes.push(format!("rank {rank} ({process}) is at {told} since {}", since(told.started)));
+            Some(told)
+                if awaited[rank].is_some() && awaited_by[rank].is_empty() && !is_cut_off(rank) =>
+            {
+                causes.push(format!(
+                    "rank {rank} ({process}) is at {told} since {}",
+                    since(told.started)
+                ));
             }
             Some(told) => {
                 let (ranks, longest) = waiting.entry(told.to_string()).or_default();
@@ -228,7 +271,10 @@ pub fn report(ranks: &[RankState], ledgers: &[LedgerFile], now: f64) -> String {
             None if awaited[rank].is_some() || nobody_waits => {
                 let joined = heartbeat.finished.as_ref().map_or(0, |told| told.number);
                 let doing = format!("{} since {}", heartbeat.phase, since(heartbeat.phase_since));
-                causes.push(format!("rank {rank} ({process}) has not joined #{}: {doing}", joined + 1));
+                causes.push(format!(
+                    "rank {rank} ({process}) has not joined #{}: {doing}",
+                    joined + 1
+                ));
             }
             // It computes, and nobody waits for it.
             None => {}
@@ -261,7 +307,8 @@ fn place(heartbeat: &Heartbeat) -> String {
 
 /// The first collective of a group that two of its ranks saw differently.
 fn disagreement(ledgers: &[LedgerFile]) -> Option<String> {
-    let alike = |a: &PeerHeartbeat, b: &PeerHeartbeat| (&a.op, &a.unit, a.root) == (&b.op, &b.unit, b.root);
+    let alike =
+        |a: &PeerHeartbeat, b: &PeerHeartbeat| (&a.op, &a.unit, a.root) == (&b.op, &b.unit, b.root);
     let mut seen: HashMap<(Place<'_>, u64), (usize, &PeerHeartbeat)> = HashMap::new();
     let mut differ: Option<(u64, String)> = None;
     for ledger in ledgers {
@@ -270,9 +317,15 @@ fn disagreement(ledgers: &[LedgerFile]) -> Option<String> {
             if told.op == RECV {
                 continue;
             }
-            let &mut (rank, other) = seen.entry((place_of(told), told.in_group)).or_insert((ledger.rank, told));
-            if !alike(told, other) && differ.as_ref().is_none_or(|(number, _)| told.number < *number) {
-                let text = format!("ranks disagree: rank {rank} made {other}, rank {} {told}", ledger.rank);
+            let &mut (rank, other) =
+                seen.entry((place_of(told), told.in_group)).or_insert((ledger.rank, told));
+            if !alike(told, other)
+                && differ.as_ref().is_none_or(|(number, _)| told.number < *number)
+            {
+                let text = format!(
+                    "ranks disagree: rank {rank} made {other}, rank {} {told}",
+                    ledger.rank
+                );
                 differ = Some((told.number, text));
             }
         }
@@ -322,21 +375,42 @@ mod tests {
         finished: Option<PeerHeartbeat>,
         current: Option<PeerHeartbeat>,
     ) -> RankState {
-        let (phase, host) = ("wait for data".into(), "node".into());
-        let (pid, beat, waits) = (100 + rank as u32, 5, false);
-        let (time, phase_since, exchange) = (88.0, 69.0, None);
-        let heartbeat =
-            Heartbeat { rank, pid, host, beat, time, phase, phase_since, waits, finished, current, exchange };
+        let phase = "wait for data".into();
+        let host = "node".into();
+        let pid = 100 + rank as u32;
+        let beat = 5;
+        let waits = false;
+        let time = 88.0;
+        let phase_since = 69.0;
+        let exchange = None;
+        let heartbeat = Heartbeat {
+            rank,
+            pid,
+            host,
+            beat,
+            time,
+            phase,
+            phase_since,
+            waits,
+            finished,
+            current,
+            exchange,
+        };
         RankState { heartbeat: Some(heartbeat), answers }
     }
 
-    /// A rank of a host in collective `number` of everybody, in exchange `nth` of it with some others.
+    /// A rank of a host in collective `number` of everybody, in exchange `nth` of it with some
+    /// others.
     fn on(host: &str, rank: usize, number: u64, with: &[usize], nth: u64) -> RankState {
-        let told = PeerHeartbeat { members: vec![0, 1, 2, 3], ..told(number, "all_reduce", Some("head"), false) };
+        let told = PeerHeartbeat {
+            members: vec![0, 1, 2, 3],
+            ..told(number, "all_reduce", Some("head"), false)
+        };
         let mut sighting = sighting(rank, true, None, Some(told));
         if let Some(heartbeat) = &mut sighting.heartbeat {
             heartbeat.host = host.into();
-            heartbeat.exchange = (!with.is_empty()).then(|| Exchange { with: with.to_vec(), number: nth });
+            heartbeat.exchange =
+                (!with.is_empty()).then(|| Exchange { with: with.to_vec(), number: nth });
         }
         sighting
     }
@@ -361,8 +435,7 @@ mod tests {
         let behind = self::told(42, "reduce_scatter", Some("block3"), false);
         let behind = || sighting(0, true, None, Some(behind.clone()));
         let told = report(&[behind(), waiting(1), waiting(2)], &[], 100.0);
-        let wanted =
-            "still: rank 0 (process 100 on node) is at #42 reduce_scatter of block3 since 30 s; ranks 1, 2 wait";
+        let wanted = "still: rank 0 (process 100 on node) is at #42 reduce_scatter of block3 since 30 s; ranks 1, 2 wait";
         assert!(told.contains(wanted), "{told}");
         let gone = RankState { heartbeat: None, answers: false };
         let told = report(&[behind(), gone, waiting(2)], &[], 100.0);
@@ -375,7 +448,12 @@ mod tests {
     fn hosts_that_do_not_reach_each_other_are_named() {
         let cut = "the job stands still: hosts h0 and h1 do not reach each other: rank";
         // The tree: neighbours are done, and pairs across the hosts wait.
-        let tree = [on("h0", 0, 9, &[2], 2), on("h0", 1, 9, &[3], 2), on("h1", 2, 9, &[0], 2), on("h1", 3, 9, &[1], 2)];
+        let tree = [
+            on("h0", 0, 9, &[2], 2),
+            on("h0", 1, 9, &[3], 2),
+            on("h1", 2, 9, &[0], 2),
+            on("h1", 3, 9, &[1], 2),
+        ];
         let text = report(&tree, &[], 100.0);
         let wanted = format!(
             "{cut} 0 waits for rank 2 in #9 all_reduce of head; ranks 0–3 wait in #9 all_reduce of head since 30 s"
@@ -390,12 +468,18 @@ mod tests {
         ];
         let text = report(&ring, &[], 100.0);
         assert!(text.starts_with(&format!("{cut} 0 waits for rank 3 in #9")), "{text}");
-        // Rank 0 has sent everything, as far as it knows, and waits in the next one for ranks that have not come.
+        // Rank 0 has sent everything, as far as it knows, and waits in the next one for ranks that
+        // have not come.
         let mut past = tree;
         let gone_on = |mut sighting: RankState| {
             let heartbeat = sighting.heartbeat.as_mut().unwrap();
             let mut current = heartbeat.current.clone().unwrap();
-            heartbeat.finished = Some(PeerHeartbeat { ended: Some(71.0), number: 9, in_group: 9, ..current.clone() });
+            heartbeat.finished = Some(PeerHeartbeat {
+                ended: Some(71.0),
+                number: 9,
+                in_group: 9,
+                ..current.clone()
+            });
             // It may be of another group.
             current.group = "world".into();
             heartbeat.current = Some(current);
@@ -407,10 +491,17 @@ mod tests {
         assert!(text.starts_with(&format!("{cut} 2 waits for rank 0 in #9")), "{text}");
         assert!(!text.contains("rank 2 (process"), "{text}");
         // One of three hosts.
-        let three =
-            [on("h0", 0, 9, &[2], 2), on("h0", 1, 9, &[3], 2), on("h1", 2, 9, &[0], 2), on("h2", 3, 9, &[1], 2)];
+        let three = [
+            on("h0", 0, 9, &[2], 2),
+            on("h0", 1, 9, &[3], 2),
+            on("h1", 2, 9, &[0], 2),
+            on("h2", 3, 9, &[1], 2),
+        ];
         let text = report(&three, &[], 100.0);
-        assert!(text.contains("hosts h0 and h1 do not") && text.contains("hosts h0 and h2 do not"), "{text}");
+        assert!(
+            text.contains("hosts h0 and h1 do not") && text.contains("hosts h0 and h2 do not"),
+            "{text}"
+        );
         assert!(!text.contains("h1 and h2"), "{text}");
         // The library tells nothing of its messages.
         let vendor = |host: &str, rank| {
@@ -419,7 +510,11 @@ mod tests {
             told.unwrap().algorithm = "mpi".into();
             sighting
         };
-        let text = report(&[vendor("h0", 0), vendor("h0", 1), vendor("h1", 2), vendor("h1", 3)], &[], 100.0);
+        let text = report(
+            &[vendor("h0", 0), vendor("h0", 1), vendor("h1", 2), vendor("h1", 3)],
+            &[],
+            100.0,
+        );
         assert!(text.starts_with(cut), "{text}");
         let past = [
             vendor("h0", 0),
@@ -433,7 +528,11 @@ mod tests {
         // Two stages that wait for each other's messages.
         let receives = |host, rank, from| {
             let mut sighting = on(host, rank, 9, &[], 0);
-            let told = sighting.heartbeat.as_mut().and_then(|heartbeat| heartbeat.current.as_mut()).unwrap();
+            let told = sighting
+                .heartbeat
+                .as_mut()
+                .and_then(|heartbeat| heartbeat.current.as_mut())
+                .unwrap();
             (told.op, told.members, told.root) = (RECV.into(), vec![0, 1], Some(from));
             sighting
         };
@@ -448,7 +547,10 @@ mod tests {
             (0..4).map(|rank| on(hosts[rank], rank, 9, with[rank], 2)).collect::<Vec<_>>()
         };
         let text = report(&tree(["h0"; 4]), &[], 100.0);
-        assert!(text.starts_with("the job stands still: no rank is missing; ranks 0–3 wait"), "{text}");
+        assert!(
+            text.starts_with("the job stands still: no rank is missing; ranks 0–3 wait"),
+            "{text}"
+        );
         // A rank that is late explains the waits of the others.
         let mut late = tree(["h0", "h0", "h1", "h1"]);
         late[3] = sighting(3, true, None, None);
@@ -463,14 +565,19 @@ mod tests {
             time: 0.0,
             collectives: vec![told(9, op, None, false)],
         };
-        let text = report(&tree(["h0", "h0", "h1", "h1"]), &[ledger(0, "a"), ledger(2, "b")], 100.0);
+        let text =
+            report(&tree(["h0", "h0", "h1", "h1"]), &[ledger(0, "a"), ledger(2, "b")], 100.0);
         assert!(!text.contains("reach") && text.contains("ranks disagree"), "{text}");
     }
 
     #[test]
     fn a_host_that_is_gone_is_named_once() {
-        let mut ranks =
-            [on("h0", 0, 9, &[2], 2), on("h0", 1, 9, &[3], 2), on("h1", 2, 9, &[0], 2), on("h1", 3, 9, &[1], 2)];
+        let mut ranks = [
+            on("h0", 0, 9, &[2], 2),
+            on("h0", 1, 9, &[3], 2),
+            on("h1", 2, 9, &[0], 2),
+            on("h1", 3, 9, &[1], 2),
+        ];
         ranks[2].answers = false;
         ranks[3].answers = false;
         let text = report(&ranks, &[], 100.0);
@@ -483,10 +590,12 @@ mod tests {
     #[test]
     fn waits_are_followed_through_groups_and_messages() {
         let of = |group: &str, members: &[usize], number, in_group, op: &str, root| {
-            let (group, members) = (group.into(), members.to_vec());
+            let group = group.into();
+            let members = members.to_vec();
             Some(PeerHeartbeat { group, members, in_group, root, ..told(number, op, None, false) })
         };
-        // Ranks 0 and 1 are one stage, 2 and 3 the next; 3 computes, 2 waits for it, 0 for a gradient of 2, 1 for 0.
+        // Ranks 0 and 1 are one stage, 2 and 3 the next; 3 computes, 2 waits for it, 0 for a
+        // gradient of 2, 1 for 0.
         let ranks = [
             sighting(0, true, None, of("pipeline", &[0, 2], 90, 7, RECV, Some(1))),
             sighting(1, true, None, of("data", &[0, 1], 95, 8, "reduce_scatter", None)),
@@ -494,18 +603,29 @@ mod tests {
             sighting(3, true, of("data", &[2, 3], 11, 4, "reduce_scatter", None), None),
         ];
         let text = report(&ranks, &[], 100.0);
-        let wanted =
-            "the job stands still: rank 3 (process 103 on node) has not joined #12: wait for data since 31 s; rank 2";
+        let wanted = "the job stands still: rank 3 (process 103 on node) has not joined #12: wait for data since 31 s; rank 2";
         assert!(text.starts_with(wanted), "{text}");
-        for wanted in ["rank 2 waits in #12 reduce_scatter", "rank 0 waits in #90 recv", "rank 1 waits in #95"] {
+        for wanted in [
+            "rank 2 waits in #12 reduce_scatter",
+            "rank 0 waits in #90 recv",
+            "rank 1 waits in #95",
+        ] {
             assert!(text.contains(wanted), "{text}");
         }
         // A rank that computes and is not awaited is no cause.
-        let text = report(&[sighting(0, true, None, None), waiting(1), sighting(2, false, None, None)], &[], 100.0);
+        let text = report(
+            &[sighting(0, true, None, None), waiting(1), sighting(2, false, None, None)],
+            &[],
+            100.0,
+        );
         assert!(text.contains("rank 0 (process 100 on node) has not joined"), "{text}");
         let alone = of("data", &[1, 2], 3, 3, "barrier", None);
         let text = report(
-            &[sighting(0, true, None, None), sighting(1, true, None, alone), sighting(2, false, None, None)],
+            &[
+                sighting(0, true, None, None),
+                sighting(1, true, None, alone),
+                sighting(2, false, None, None),
+            ],
             &[],
             100.0,
         );
@@ -519,11 +639,20 @@ mod tests {
             pid: 1,
             host: "node".into(),
             time: 0.0,
-            collectives: ops.iter().zip(1..).map(|(op, number)| told(number, op, None, false)).collect(),
+            collectives: ops
+                .iter()
+                .zip(1..)
+                .map(|(op, number)| told(number, op, None, false))
+                .collect(),
         };
         let alike = [ledger(0, &["a", "b", "c"]), ledger(1, &["a", "b"])];
         let text = report(&[waiting(0), waiting(1)], &alike, 75.5);
-        assert!(text.contains("no rank is missing; ranks 0, 1 wait in #43 all_gather of wte since 5.5 s"), "{text}");
+        assert!(
+            text.contains(
+                "no rank is missing; ranks 0, 1 wait in #43 all_gather of wte since 5.5 s"
+            ),
+            "{text}"
+        );
         let differ = [ledger(0, &["a", "b", "c"]), ledger(1, &["a", "x", "y"])];
         let text = report(&[waiting(0), waiting(1)], &differ, 75.5);
         assert!(text.contains("ranks disagree: rank 0 made #2 b, rank 1 #2 x;"), "{text}");
@@ -534,6 +663,9 @@ mod tests {
         assert_eq!(list(&[0, 2, 3, 4, 7, 8, 10]), "0, 2–4, 7, 8, 10");
         let ranks: Vec<_> = (0..50).map(|rank| sighting(rank, false, None, None)).collect();
         let text = report(&ranks, &[], 100.0);
-        assert!(text.matches("does not answer").count() == DESCRIBED && text.ends_with("; 42 more like these"));
+        assert!(
+            text.matches("does not answer").count() == DESCRIBED
+                && text.ends_with("; 42 more like these")
+        );
     }
 }

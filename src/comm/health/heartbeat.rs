@@ -1,10 +1,10 @@
-//! Heartbeat and ledger files of the ranks in the directory of the watch, as JSON: readable even if their rank no longer
-//! answers.
+//! Heartbeat and ledger files of the ranks in the directory of the watch, as JSON: readable even if
+//! their rank no longer answers.
 //!
-//! The ranks of a node share one file of heartbeats, called by the node's first rank: each writes a line of fixed length,
-//! its own. So there are as many files as nodes, whose lines come from one kernel each, and a report reads each file
-//! once. A rank opens the file for every beat and closes it again, which is what makes a beat visible to other nodes on
-//! NFS.
+//! The ranks of a node share one file of heartbeats, called by the node's first rank: each writes a
+//! line of fixed length, its own. So there are as many files as nodes, whose lines come from one
+//! kernel each, and a report reads each file once. A rank opens the file for every beat and closes
+//! it again, which is what makes a beat visible to other nodes on NFS.
 
 use std::fmt;
 use std::fs;
@@ -165,7 +165,9 @@ impl Files {
 
     /// Removes the files of an earlier job.
     pub fn clear(&self) -> Result<()> {
-        let ours = |name: &str| name == MARKER || [HEARTBEAT, LEDGER].iter().any(|start| name.starts_with(start));
+        let ours = |name: &str| {
+            name == MARKER || [HEARTBEAT, LEDGER].iter().any(|start| name.starts_with(start))
+        };
         let refused = |e| Error::io("clear", &self.folder, e);
         for entry in fs::read_dir(&self.folder).map_err(refused)? {
             let entry = entry.map_err(refused)?;
@@ -186,8 +188,9 @@ impl Files {
     pub fn read(&self) -> Vec<Option<Heartbeat>> {
         let mut found = vec![None; self.nodes.len()];
         for first in (0..self.nodes.len()).filter(|&rank| place(&self.nodes, rank) == (rank, 0)) {
-            let ranks: Vec<usize> =
-                (first..self.nodes.len()).filter(|&rank| self.nodes[rank] == self.nodes[first]).collect();
+            let ranks: Vec<usize> = (first..self.nodes.len())
+                .filter(|&rank| self.nodes[rank] == self.nodes[first])
+                .collect();
             for attempt in 0..READS {
                 if attempt > 0 {
                     std::thread::sleep(Duration::from_millis(10));
@@ -264,11 +267,14 @@ impl Pulse {
         self.put(&line(heartbeat)?)
     }
 
-    /// The rank has left in good order, which its heartbeat says by being gone. The last one removes the file.
+    /// The rank has left in good order, which its heartbeat says by being gone. The last one
+    /// removes the file.
     pub fn leave(&self) {
         let left = self.put(&blank());
         let is_empty = || {
-            fs::read(&self.path).is_ok_and(|bytes| bytes.iter().all(|byte| *byte == 0 || byte.is_ascii_whitespace()))
+            fs::read(&self.path).is_ok_and(|bytes| {
+                bytes.iter().all(|byte| *byte == 0 || byte.is_ascii_whitespace())
+            })
         };
         if left.is_ok() && is_empty() {
             // Another rank of the node may have removed it in this moment.
@@ -287,10 +293,14 @@ fn blank() -> Vec<u8> {
     line
 }
 
-/// The line of a heartbeat. Of more than fits, the last finished collective is left out, then the group of the present one.
+/// The line of a heartbeat. Of more than fits, the last finished collective is left out, then the
+/// group of the present one.
 fn line(heartbeat: &Heartbeat) -> std::io::Result<Vec<u8>> {
     let cut = |text: &str| text.chars().take(NAME).collect::<String>();
-    let short = |told: &PeerHeartbeat| PeerHeartbeat { unit: told.unit.as_deref().map(cut), ..told.clone() };
+    let short = |told: &PeerHeartbeat| PeerHeartbeat {
+        unit: told.unit.as_deref().map(cut),
+        ..told.clone()
+    };
     let mut told = Heartbeat {
         host: cut(&heartbeat.host),
         finished: heartbeat.finished.as_ref().map(short),
@@ -354,13 +364,19 @@ mod tests {
         let files = Files::new(folder.path(), [0, 1, 0, 1, 0].into());
         assert_eq!(files.read(), vec![None; 5]);
         let all: Vec<Heartbeat> = (0..5)
-            .map(|rank| Heartbeat { host: "node".into(), finished: None, current: None, ..heartbeat(rank, vec![]) })
+            .map(|rank| Heartbeat {
+                host: "node".into(),
+                finished: None,
+                current: None,
+                ..heartbeat(rank, vec![])
+            })
             .collect();
         for rank in [4, 3, 0] {
             files.pulse(rank).write(&all[rank]).unwrap();
         }
-        let some =
-            |ranks: &[usize]| (0..5).map(|rank| ranks.contains(&rank).then(|| all[rank].clone())).collect::<Vec<_>>();
+        let some = |ranks: &[usize]| {
+            (0..5).map(|rank| ranks.contains(&rank).then(|| all[rank].clone())).collect::<Vec<_>>()
+        };
         assert_eq!(files.read(), some(&[0, 3, 4]));
         for rank in [1, 2] {
             files.pulse(rank).write(&all[rank]).unwrap();
@@ -387,7 +403,10 @@ mod tests {
         assert!(files.mark() && !files.mark() && files.marked());
         assert_eq!(files.told(), None);
         files.tell("it stands\nhint: still");
-        assert_eq!((files.marked(), files.told().as_deref()), (true, Some("it stands\nhint: still")));
+        assert_eq!(
+            (files.marked(), files.told().as_deref()),
+            (true, Some("it stands\nhint: still"))
+        );
         fs::write(folder.path().join("rank-00003.log"), "kept").unwrap();
         files.pulse(3).write(&all[3]).unwrap();
         files.clear().unwrap();
@@ -395,7 +414,8 @@ mod tests {
         assert_eq!(names(), ["rank-00003.log"]);
     }
 
-    /// However many ranks there are and however long the names, a heartbeat keeps to its line and says what matters most.
+    /// However many ranks there are and however long the names, a heartbeat keeps to its line and
+    /// says what matters most.
     #[test]
     fn a_heartbeat_fits_its_line() {
         let folder = tempfile::tempdir().unwrap();
@@ -408,6 +428,9 @@ mod tests {
         let [first, second] = [0, 1].map(|rank: usize| read[rank].clone().unwrap());
         assert_eq!(first.current.unwrap().members, regular);
         assert!(first.finished.is_some() && first.host.len() == NAME);
-        assert_eq!((second.rank, second.finished, second.current.unwrap().members), (1, None, vec![]));
+        assert_eq!(
+            (second.rank, second.finished, second.current.unwrap().members),
+            (1, None, vec![])
+        );
     }
 }

@@ -1,4 +1,5 @@
-//! Whether all ranks still go on: the ledger of their collectives, heartbeats, and the report of a job that stands still.
+//! Whether all ranks still go on: the ledger of their collectives, heartbeats, and the report of a
+//! job that stands still.
 
 pub(super) mod flight_recorder;
 pub(super) mod hang_report;

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 /// No rank.
 const NOBODY: usize = usize::MAX;
 
-/// Written by the communication thread, read by the watch. A rank that stands still does not change it, so that the parts need
-/// no common lock.
+/// Written by the communication thread, read by the watch. A rank that stands still does not change
+/// it, so that the parts need no common lock.
 pub struct Partners {
     to: AtomicUsize,
     from: AtomicUsize,
@@ -16,7 +16,11 @@ pub struct Partners {
 
 impl Default for Partners {
     fn default() -> Self {
-        Self { to: AtomicUsize::new(NOBODY), from: AtomicUsize::new(NOBODY), count: AtomicU64::new(0) }
+        Self {
+            to: AtomicUsize::new(NOBODY),
+            from: AtomicUsize::new(NOBODY),
+            count: AtomicU64::new(0),
+        }
     }
 }
 
@@ -41,7 +45,8 @@ impl Partners {
 
     /// The ranks of the exchange under way, and its number in the collective.
     pub fn now(&self) -> Option<(Vec<usize>, u64)> {
-        let mut ranks: Vec<usize> = [&self.from, &self.to].map(|one| one.load(Ordering::Relaxed)).to_vec();
+        let mut ranks: Vec<usize> =
+            [&self.from, &self.to].map(|one| one.load(Ordering::Relaxed)).to_vec();
         ranks.retain(|rank| *rank != NOBODY);
         ranks.dedup();
         (!ranks.is_empty()).then(|| (ranks, self.count.load(Ordering::Relaxed)))

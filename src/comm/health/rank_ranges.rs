@@ -1,4 +1,5 @@
-//! Ascending numbers of ranks as text that stays short: `0-7, 12, 16-96:8`, where the last are every eighth.
+//! Ascending numbers of ranks as text that stays short: `0-7, 12, 16-96:8`, where the last are
+//! every eighth.
 
 use serde::de::Error as _;
 use serde::{Deserialize as _, Deserializer, Serializer};
@@ -20,7 +21,8 @@ fn text(numbers: &[usize]) -> String {
     let mut rest = numbers;
     while let [first, after @ ..] = rest {
         let step = after.first().map_or(0, |next| next.saturating_sub(*first));
-        let alike = rest.windows(2).take_while(|pair| step > 0 && pair[0] + step == pair[1]).count() + 1;
+        let alike =
+            rest.windows(2).take_while(|pair| step > 0 && pair[0] + step == pair[1]).count() + 1;
         let taken = if alike < SHORTEST { 1 } else { alike };
         parts.push(match (taken, step) {
             (1, _) => first.to_string(),
@@ -35,11 +37,14 @@ fn text(numbers: &[usize]) -> String {
 fn numbers(text: &str) -> Option<Vec<usize>> {
     let mut found = Vec::new();
     for part in text.split(',').filter(|part| !part.is_empty()) {
-        let (range, step) =
-            part.split_once(':').map_or(Some((part, 1)), |(range, step)| Some((range, step.parse().ok()?)))?;
+        let (range, step) = part
+            .split_once(':')
+            .map_or(Some((part, 1)), |(range, step)| Some((range, step.parse().ok()?)))?;
         let (first, last) = range.split_once('-').unwrap_or((range, range));
-        let (first, last): (usize, usize) = (first.parse().ok()?, last.parse().ok()?);
-        // Ranks are 32 bits wide, and there are not so many in a file that anybody may have damaged.
+        let first: usize = first.parse().ok()?;
+        let last: usize = last.parse().ok()?;
+        // Ranks are 32 bits wide, and there are not so many in a file that anybody may have
+        // damaged.
         if step == 0 || last < first || last / step > 1 << 24 {
             return None;
         }

@@ -1,27 +1,29 @@
 //! Ends a job that stands still, and says where each rank is.
 //!
-//! A thread of every rank writes a heartbeat into a directory from time to time. The file system is the way because it
-//! needs no answer: a rank that is stopped, or stuck in a system call, has left its last heartbeat, and the calls of MPI
-//! belong to a thread that may be inside one. The first rank that waits for longer than the timeout leaves a marker
-//! there, and a moment later reports and aborts the job. Every rank that sees the marker leaves its ledger.
+//! A thread of every rank writes a heartbeat into a directory from time to time. The file system is
+//! the way because it needs no answer: a rank that is stopped, or stuck in a system call, has left
+//! its last heartbeat, and the calls of MPI belong to a thread that may be inside one. The first
+//! rank that waits for longer than the timeout leaves a marker there, and a moment later reports
+//! and aborts the job. Every rank that sees the marker leaves its ledger.
 //!
-//! 1. Every tenth of `comm.timeout` (0.1 to 10 s) a rank writes its heartbeat: process, phase, last finished and
-//!    current collective.
-//! 2. A rank that was in one collective, or waited for data, for longer than the timeout writes its ledger and creates
-//!    the marker.
-//! 3. Two and a half intervals and half a second later the creator reads the files of all ranks. A rank whose heartbeat
-//!    has not changed is reported as unresponsive; clocks are not compared. The module `stall` words the report, and the
-//!    job is aborted.
-//! 4. If the creator is stopped itself, or the end of the job does not reach them, the other waiting ranks end it five
-//!    seconds later, with the creator's report where it has left one.
+//! 1. Every tenth of `comm.timeout` (0.1 to 10 s) a rank writes its heartbeat: process, phase, last
+//!    finished and current collective.
+//! 2. A rank that was in one collective, or waited for data, for longer than the timeout writes its
+//!    ledger and creates the marker.
+//! 3. Two and a half intervals and half a second later the creator reads the files of all ranks. A
+//!    rank whose heartbeat has not changed is reported as unresponsive; clocks are not compared.
+//!    The module `stall` words the report, and the job is aborted.
+//! 4. If the creator is stopped itself, or the end of the job does not reach them, the other
+//!    waiting ranks end it five seconds later, with the creator's report where it has left one.
 //!
-//! Time in which the whole job was suspended does not count. The watch over a command begins with its process
-//! (`Comm::wait_at_most`) and ends after `MPI_Finalize`, which counts as a collective called `leave`. Before the ranks
-//! have met in a directory (`Comm::watch`) a report tells of one rank's place only. The watch cannot detect a rank that
-//! computes for ever while no other rank waits for it.
+//! Time in which the whole job was suspended does not count. The watch over a command begins with
+//! its process (`Comm::wait_at_most`) and ends after `MPI_Finalize`, which counts as a collective
+//! called `leave`. Before the ranks have met in a directory (`Comm::watch`) a report tells of one
+//! rank's place only. The watch cannot detect a rank that computes for ever while no other rank
+//! waits for it.
 //!
-//! Where some ranks of a job train and others evaluate or serve, one side may end long before the other: there a rank
-//! waits in `leave` as long as the others' heartbeats go on.
+//! Where some ranks of a job train and others evaluate or serve, one side may end long before the
+//! other: there a rank waits in `leave` as long as the others' heartbeats go on.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -99,7 +101,8 @@ impl Place {
 
 impl Guard {
     pub fn start(seat: WatchdogContext) -> Result<Self> {
-        let (settings, beats) = (Arc::<Mutex<Settings>>::default(), Arc::<AtomicU64>::default());
+        let settings = Arc::<Mutex<Settings>>::default();
+        let beats = Arc::<AtomicU64>::default();
         let patience = Patience { stuck: None, waited: Duration::ZERO };
         let watchdog = Watchdog {
             seat,
@@ -163,9 +166,14 @@ struct Patience {
 }
 
 impl Patience {
-    /// The rank is stuck in this, `passed` after it was looked at before. Whether that is longer than `timeout`.
+    /// The rank is stuck in this, `passed` after it was looked at before. Whether that is longer
+    /// than `timeout`.
     fn over(&mut self, timeout: Duration, stuck: Option<Stuck>, passed: Duration) -> bool {
-        self.waited = if stuck.is_some() && stuck == self.stuck { self.waited + passed } else { Duration::ZERO };
+        self.waited = if stuck.is_some() && stuck == self.stuck {
+            self.waited + passed
+        } else {
+            Duration::ZERO
+        };
         self.stuck = stuck;
         !timeout.is_zero() && self.waited > timeout
     }
@@ -252,7 +260,8 @@ impl Watchdog {
         let mut last = Instant::now();
         let mut settings = self.settings();
         while told.recv_timeout(settings.interval()) != Err(RecvTimeoutError::Disconnected) {
-            // A rank that was stopped as a whole has not been waiting meanwhile: neither have the others, perhaps.
+            // A rank that was stopped as a whole has not been waiting meanwhile: neither have the
+            // others, perhaps.
             let passed = last.elapsed().min(2 * settings.interval());
             last = Instant::now();
             settings = self.settings();
@@ -264,7 +273,9 @@ impl Watchdog {
     fn look(&mut self, settings: &Settings, passed: Duration) {
         let stuck = self.beat(settings.place.as_ref());
         let Some(place) = &settings.place else { return self.look_alone(settings, stuck, passed) };
-        if !self.patience.over(settings.timeout, stuck, passed) || self.others_have_work(&place.files) {
+        if !self.patience.over(settings.timeout, stuck, passed)
+            || self.others_have_work(&place.files)
+        {
             if let Some(alarm) = self.alarm.take() {
                 if alarm.beats.is_some() {
                     place.files.unmark();
@@ -280,7 +291,10 @@ impl Watchdog {
         }
         let Some(alarm) = &self.alarm else {
             self.write_ledger(&place.files);
-            let beats = place.files.mark().then(|| place.files.read().iter().map(|h| Some(h.as_ref()?.beat)).collect());
+            let beats = place
+                .files
+                .mark()
+                .then(|| place.files.read().iter().map(|h| Some(h.as_ref()?.beat)).collect());
             self.alarm = Some(Alarm { raised: Instant::now(), beats });
             return;
         };
@@ -304,9 +318,11 @@ impl Watchdog {
     /// As [`Watchdog::look`], before the ranks have met in a directory.
     fn look_alone(&mut self, settings: &Settings, stuck: Option<Stuck>, passed: Duration) {
         let current = self.seat.place().1;
-        let is_of_all = current.as_ref().is_some_and(|told| told.members.len() == self.seat.world.nodes.len());
+        let is_of_all =
+            current.as_ref().is_some_and(|told| told.members.len() == self.seat.world.nodes.len());
         let over = self.patience.over(settings.timeout, stuck, passed);
-        // Those of another role may have much to do before they meet this one, or after; they are watched by themselves.
+        // Those of another role may have much to do before they meet this one, or after; they are
+        // watched by themselves.
         if !over || is_of_all && self.seat.has_roles.load(Ordering::Relaxed) {
             return;
         }
@@ -320,7 +336,8 @@ impl Watchdog {
         self.seat.exit.end_job(CODE)
     }
 
-    /// Whether this rank has nothing left to do and others have: each that has not left still shows signs of life.
+    /// Whether this rank has nothing left to do and others have: each that has not left still shows
+    /// signs of life.
     fn others_have_work(&mut self, files: &Files) -> bool {
         let is_leaving = self.seat.place().1.is_some_and(|told| told.op == LEAVE);
         if !self.seat.has_roles.load(Ordering::Relaxed) || !is_leaving {
@@ -330,9 +347,15 @@ impl Watchdog {
         let all = files.read();
         // Some may never have met here, such as parameter servers.
         let are_known = all.iter().all(Option::is_some);
-        let others: HashMap<usize, u64> =
-            all.into_iter().flatten().filter(|one| !has_left(one)).map(|one| (one.rank, one.beat)).collect();
-        if are_known && others.is_empty() || others.iter().any(|(rank, beat)| self.at_end.get(rank) == Some(beat)) {
+        let others: HashMap<usize, u64> = all
+            .into_iter()
+            .flatten()
+            .filter(|one| !has_left(one))
+            .map(|one| (one.rank, one.beat))
+            .collect();
+        if are_known && others.is_empty()
+            || others.iter().any(|(rank, beat)| self.at_end.get(rank) == Some(beat))
+        {
             return false;
         }
         // Another timeout for them.
@@ -350,7 +373,8 @@ impl Watchdog {
             // The directory was removed with its run, which did not begin.
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
                 let mut settings = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
-                settings.place = settings.place.take().filter(|now| now.pulse.path != place.pulse.path);
+                settings.place =
+                    settings.place.take().filter(|now| now.pulse.path != place.pulse.path);
             }
             Err(e) if !std::mem::replace(&mut self.failed, true) => {
                 log::warn!("cannot write {}: {e}", place.pulse.path.display());
@@ -378,18 +402,24 @@ impl Watchdog {
     /// The report of a rank that knows of itself alone.
     fn own_report(&self) -> String {
         let told = self.seat.place().1.map(|told| told.to_string()).unwrap_or_default();
-        format!("the job stands still: this rank waits in {told}, and no other rank has ended the job")
+        format!(
+            "the job stands still: this rank waits in {told}, and no other rank has ended the job"
+        )
     }
 
-    /// Reports the state of each rank; `beats` are their heartbeat counts when the alarm was raised.
+    /// Reports the state of each rank; `beats` are their heartbeat counts when the alarm was
+    /// raised.
     fn report(&self, settings: &Settings, files: &Files, beats: &[Option<u64>]) -> String {
-        let moved = |heartbeat: &Option<Heartbeat>, before| heartbeat.as_ref().map(|h| h.beat) != before;
-        let sightings = files.read().into_iter().zip(beats).enumerate().map(|(rank, (heartbeat, before))| {
-            let answers = rank == self.seat.world.rank || moved(&heartbeat, *before);
-            RankState { heartbeat, answers }
-        });
+        let moved =
+            |heartbeat: &Option<Heartbeat>, before| heartbeat.as_ref().map(|h| h.beat) != before;
+        let sightings =
+            files.read().into_iter().zip(beats).enumerate().map(|(rank, (heartbeat, before))| {
+                let answers = rank == self.seat.world.rank || moved(&heartbeat, *before);
+                RankState { heartbeat, answers }
+            });
         let sightings: Vec<_> = sightings.collect();
-        let ledgers: Vec<_> = (0..sightings.len()).filter_map(|rank| files.read_ledger(rank)).collect();
+        let ledgers: Vec<_> =
+            (0..sightings.len()).filter_map(|rank| files.read_ledger(rank)).collect();
         let text = report(&sightings, &ledgers, seconds(spans::now()));
         format!(
             "{text}\nhint: {} holds the last collectives of each rank that could write them; comm.timeout = {} seconds {HINT}",
@@ -407,7 +437,9 @@ mod tests {
     fn patience_ends_with_progress() {
         let second = Duration::from_secs(1);
         let mut patience = Patience { stuck: None, waited: Duration::ZERO };
-        let mut over = |stuck, times| (0..times).map(|_| patience.over(3 * second, stuck, second)).collect::<Vec<_>>();
+        let mut over = |stuck, times| {
+            (0..times).map(|_| patience.over(3 * second, stuck, second)).collect::<Vec<_>>()
+        };
         let first = Some(Stuck::Collective(1));
         assert_eq!(over(first, 5), [false, false, false, false, true]);
         assert_eq!(over(Some(Stuck::Collective(2)), 4), [false; 4]);

@@ -11,7 +11,8 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spans;
 use hpctrain_device::Backend;
 
-/// The watch over this rank by [`Comm::watch`], until it is dropped; but a watch that began before goes on.
+/// The watch over this rank by [`Comm::watch`], until it is dropped; but a watch that began before
+/// goes on.
 pub struct WatchdogGuard {
     inner: Arc<Inner>,
     began: bool,
@@ -26,8 +27,8 @@ impl Drop for WatchdogGuard {
 }
 
 impl<B: Backend> Comm<B> {
-    /// From now on this rank ends the job when it waits for longer than `timeout` in a collective or for data; zero waits
-    /// for ever. A world of one rank needs no watch.
+    /// From now on this rank ends the job when it waits for longer than `timeout` in a collective
+    /// or for data; zero waits for ever. A world of one rank needs no watch.
     ///
     /// # Errors
     /// The system refused a thread.
@@ -38,9 +39,10 @@ impl<B: Backend> Comm<B> {
         self.inner.watched(|guard| guard.set(|settings| settings.timeout = timeout))
     }
 
-    /// Collective over the world: watches over this rank until the watch is dropped. Heartbeats and ledgers go to
-    /// `folder`, which all ranks share. When a rank waits for longer than `timeout` in a collective or for data, the
-    /// job ends with a report of where each rank is, and exit code 1. A world of one rank needs no watch.
+    /// Collective over the world: watches over this rank until the watch is dropped. Heartbeats and
+    /// ledgers go to `folder`, which all ranks share. When a rank waits for longer than `timeout`
+    /// in a collective or for data, the job ends with a report of where each rank is, and exit code
+    /// 1. A world of one rank needs no watch.
     ///
     /// # Errors
     /// The folder cannot be written.
@@ -68,9 +70,9 @@ impl<B: Backend> Comm<B> {
         self.attend(Files::new(folder, self.inner.world.nodes.clone()), None, false)
     }
 
-    /// Collective over the world: a watch that began before goes on in a directory of its own, in the first of `places`
-    /// that can be written on rank 0. In one that other nodes do not share, such as `/tmp`, a report tells of the ranks
-    /// of one node.
+    /// Collective over the world: a watch that began before goes on in a directory of its own, in
+    /// the first of `places` that can be written on rank 0. In one that other nodes do not share,
+    /// such as `/tmp`, a report tells of the ranks of one node.
     ///
     /// # Errors
     /// None of them can be written, or the message failed.
@@ -86,13 +88,18 @@ impl<B: Backend> Comm<B> {
                 let folder = place.join(&name);
                 match std::fs::create_dir(&folder) {
                     Ok(()) => return Ok(folder),
-                    Err(e) => refused = Error::io("create", &folder, e).hint("--set comm.timeout=0 does without"),
+                    Err(e) => {
+                        refused = Error::io("create", &folder, e)
+                            .hint("--set comm.timeout=0 does without")
+                    }
                 }
             }
             Err(refused)
         };
         let folder = world.all_ok(if self.rank() == 0 { create().map(Some) } else { Ok(None) })?;
-        let told = folder.map(|folder| folder.to_string_lossy().into_owned().into_bytes()).unwrap_or_default();
+        let told = folder
+            .map(|folder| folder.to_string_lossy().into_owned().into_bytes())
+            .unwrap_or_default();
         let told = world.gather_bytes(told).wait()?;
         let folder = PathBuf::from(String::from_utf8_lossy(&told[0]).into_owned());
         let attended = || {
@@ -107,11 +114,13 @@ impl<B: Backend> Comm<B> {
     fn attend(&self, files: Files, timeout: Option<Duration>, is_own: bool) -> Result<()> {
         let pulse = files.pulse(self.inner.world.rank);
         let place = Place { files, pulse, is_own };
-        let (seat, path) = (self.inner.seat(), place.pulse.path.clone());
+        let seat = self.inner.seat();
+        let path = place.pulse.path.clone();
         self.inner.watched(|guard| {
             // One that cannot be written says so here.
             let written = place.pulse.write(&seat.heartbeat(guard.next_beat()).0);
-            written.map_err(|e| Error::io("write", &path, e).hint("comm.timeout = 0 does without"))?;
+            written
+                .map_err(|e| Error::io("write", &path, e).hint("comm.timeout = 0 does without"))?;
             guard.set(|settings| {
                 settings.timeout = timeout.unwrap_or(settings.timeout);
                 settings.place = Some(place);

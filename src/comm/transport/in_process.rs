@@ -1,16 +1,16 @@
 //! Ranks as threads of one process: for tests, and to simulate a cluster on one machine.
 //!
-//! Messages are copied through mailboxes, one for each sender, receiver and group, first in first out.
-//! A rank whose communication thread ends is *gone*: ranks that wait for a message from it, or send it one, get an
-//! error instead of waiting for ever.
+//! Messages are copied through mailboxes, one for each sender, receiver and group, first in first
+//! out. A rank whose communication thread ends is *gone*: ranks that wait for a message from it, or
+//! send it one, get an error instead of waiting for ever.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::{
-    DeviceCollective, GroupRanks, InFlight, Incoming, NodeInfo, Outgoing, P2pBuffer, Payload, Peer, Transport, World,
-    check_length, no_addresses, no_library,
+    DeviceCollective, GroupRanks, InFlight, Incoming, NodeInfo, Outgoing, P2pBuffer, Payload, Peer,
+    Transport, World, check_length, no_addresses, no_library,
 };
 use crate::algorithms;
 use crate::shared::Shared;
@@ -18,7 +18,8 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_cpu::add_serial;
 use hpctrain_device::Span;
 
-/// Payload with which the thread that calls [`Comm::abort`](crate::Comm::abort) unwinds, silently: the process belongs to other ranks, too.
+/// Payload with which the thread that calls [`Comm::abort`](crate::Comm::abort) unwinds, silently:
+/// the process belongs to other ranks, too.
 #[derive(Debug)]
 pub struct Aborted {
     /// The exit code it asked for.
@@ -29,7 +30,10 @@ pub struct Aborted {
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// The wires and worlds of ranks on the nodes given for them.
-pub(crate) fn open(nodes: &[usize], shared: &[Arc<Shared>]) -> Vec<(Box<dyn Transport + Send>, World)> {
+pub(crate) fn open(
+    nodes: &[usize],
+    shared: &[Arc<Shared>],
+) -> Vec<(Box<dyn Transport + Send>, World)> {
     let ranks = nodes.len();
     let office = Arc::new(InProcessHub {
         post: Mutex::new(MailboxState { gone: vec![false; ranks], ..MailboxState::default() }),
@@ -37,7 +41,11 @@ pub(crate) fn open(nodes: &[usize], shared: &[Arc<Shared>]) -> Vec<(Box<dyn Tran
     });
     let open = |rank: usize| {
         let on = |others: &[usize]| others.iter().filter(|&&node| node == nodes[rank]).count();
-        let host = if nodes[rank] == 0 { "localhost".into() } else { format!("simulated-{}", nodes[rank]) };
+        let host = if nodes[rank] == 0 {
+            "localhost".into()
+        } else {
+            format!("simulated-{}", nodes[rank])
+        };
         let world = World {
             rank,
             nodes: nodes.into(),
@@ -49,8 +57,13 @@ pub(crate) fn open(nodes: &[usize], shared: &[Arc<Shared>]) -> Vec<(Box<dyn Tran
             threads: None,
             staging: algorithms::staging(ranks),
         };
-        let wire =
-            Mailboxes { rank, office: office.clone(), shared: shared[rank].clone(), splits: 0, posted: Vec::new() };
+        let wire = Mailboxes {
+            rank,
+            office: office.clone(),
+            shared: shared[rank].clone(),
+            splits: 0,
+            posted: Vec::new(),
+        };
         (Box::new(wire) as Box<dyn Transport + Send>, world)
     };
     (0..ranks).map(open).collect()
@@ -130,7 +143,8 @@ struct Mailboxes {
 
 impl Mailboxes {
     fn put(&self, group: &GroupRanks, to: usize, is_posted: bool, bytes: Vec<u8>) -> Result<()> {
-        let (to, len) = (group.ranks[to], bytes.len());
+        let to = group.ranks[to];
+        let len = bytes.len();
         let message = Message { bytes, round: self.shared.rounds() };
         let mut post = self.office.lock();
         post.check(to)?;
@@ -146,7 +160,9 @@ impl Mailboxes {
         let office = self.office.clone();
         let mut post = office.lock();
         loop {
-            if let Some(message) = post.mail.entry((from, self.rank, group.id, false)).or_default().pop_front() {
+            if let Some(message) =
+                post.mail.entry((from, self.rank, group.id, false)).or_default().pop_front()
+            {
                 return Ok(message);
             }
             post.check(from)?;
@@ -156,7 +172,8 @@ impl Mailboxes {
                 return Err(Error::comm(format!("aborted with code {code}")));
             }
             let arrival = &office.arrivals[self.rank];
-            post = arrival.wait_timeout(post, POLL_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
+            post =
+                arrival.wait_timeout(post, POLL_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }
@@ -171,14 +188,17 @@ impl Transport for Mailboxes {
     ) -> Result<()> {
         let mut sends = false;
         if let Some(Outgoing { to, pieces }) = send {
-            let mut message = Vec::with_capacity(pieces.iter().map(|piece| size_of_val(*piece)).sum());
+            let mut message =
+                Vec::with_capacity(pieces.iter().map(|piece| size_of_val(*piece)).sum());
             pieces.iter().for_each(|piece| message.extend_from_slice(bytemuck::cast_slice(piece)));
             if !message.is_empty() {
                 self.put(group, to, false, message)?;
                 sends = true;
             }
         }
-        let len = receive.as_ref().map_or(0, |receive| receive.pieces.iter().map(|piece| piece.len()).sum());
+        let len = receive
+            .as_ref()
+            .map_or(0, |receive| receive.pieces.iter().map(|piece| piece.len()).sum());
         let Some(Incoming { from, pieces, add }) = receive.filter(|_| len > 0) else {
             self.shared.exchanged(sends, None);
             return Ok(());
@@ -221,10 +241,17 @@ impl Transport for Mailboxes {
         Ok(())
     }
 
-    fn post(&mut self, group: &GroupRanks, peer: Peer, mut parcel: Box<dyn P2pBuffer>) -> Result<()> {
+    fn post(
+        &mut self,
+        group: &GroupRanks,
+        peer: Peer,
+        mut parcel: Box<dyn P2pBuffer>,
+    ) -> Result<()> {
         let posted = parcel.payload().and_then(|payload| match (payload, peer) {
             (Payload::Host([]), _) => Ok(true),
-            (Payload::Host(bytes), Peer::To(to)) => self.put(group, to, true, bytes.to_vec()).map(|()| true),
+            (Payload::Host(bytes), Peer::To(to)) => {
+                self.put(group, to, true, bytes.to_vec()).map(|()| true)
+            }
             (Payload::Host(_), Peer::From(_)) => Ok(false),
             (Payload::Device(_), _) => Err(no_addresses()),
         });
@@ -248,7 +275,8 @@ impl Transport for Mailboxes {
             let (route, parcel) = &mut rest[0];
             // One that was posted before takes the next message of a route.
             let has_turn = before.iter().all(|(other, _)| other != route);
-            let arrived = if has_turn { self.office.arrived(*route, &mut **parcel) } else { Ok(false) };
+            let arrived =
+                if has_turn { self.office.arrived(*route, &mut **parcel) } else { Ok(false) };
             match arrived {
                 Ok(false) => index += 1,
                 done => {

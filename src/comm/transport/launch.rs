@@ -1,5 +1,5 @@
-//! Whether this process was started by a launcher: determined before MPI is initialised, which must not happen in
-//! a process that runs alone, and may take seconds.
+//! Whether this process was started by a launcher: determined before MPI is initialised, which must
+//! not happen in a process that runs alone, and may take seconds.
 
 use super::tcp::{MEETING, TcpRendezvous};
 use hpctrain_base::error::{Error, Result};
@@ -7,7 +7,8 @@ use hpctrain_base::error::{Error, Result};
 /// A start by a launcher.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Launch {
-    /// This process's rank, if the launcher states it: errors before MPI is up are printed by rank 0 only.
+    /// This process's rank, if the launcher states it: errors before MPI is up are printed by rank
+    /// 0 only.
     pub rank: Option<usize>,
     /// Name of the launcher, for reports.
     pub by: &'static str,
@@ -34,7 +35,11 @@ const OVERRIDE: &str = "HPCTRAIN_MPI";
 pub fn launched(env: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>> {
     if let Some(place) = env(MEETING) {
         let meeting: TcpRendezvous = place.parse()?;
-        return Ok(Some(Launch { rank: Some(meeting.rank), by: "hpctrain --spawn", meeting: Some(meeting) }));
+        return Ok(Some(Launch {
+            rank: Some(meeting.rank),
+            by: "hpctrain --spawn",
+            meeting: Some(meeting),
+        }));
     }
     let launcher = LAUNCHERS.iter().find(|(sign, ..)| env(sign).is_some());
     let rank = launcher.and_then(|(_, rank, _)| env(rank)?.parse().ok());
@@ -57,8 +62,10 @@ pub fn launched(env: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>> 
     if let Some(by) = by {
         return Ok(Some(Launch { rank, by, meeting: None }));
     }
-    // Set by srun for the tasks of a step only; SLURM_NTASKS is also seen by a batch script, which runs once.
-    let tasks: usize = env("SLURM_STEP_NUM_TASKS").and_then(|tasks| tasks.parse().ok()).unwrap_or(1);
+    // Set by srun for the tasks of a step only; SLURM_NTASKS is also seen by a batch script, which
+    // runs once.
+    let tasks: usize =
+        env("SLURM_STEP_NUM_TASKS").and_then(|tasks| tasks.parse().ok()).unwrap_or(1);
     if tasks > 1 && env("SLURM_PROCID").is_some() {
         return Err(Error::input(format!("srun started {tasks} tasks without a process-management interface"))
             .hint("srun --mpi=pmix (or pmi2); HPCTRAIN_MPI=0 if each is to run by itself, as in srun --pty bash"));
@@ -77,7 +84,9 @@ mod tests {
 
     /// The rank of a launch, if it states one.
     fn ask(vars: &[(&str, &str)]) -> Result<Option<Option<usize>>> {
-        let launch = launched(|name| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into()))?;
+        let launch = launched(|name| {
+            vars.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into())
+        })?;
         Ok(launch.map(|launch| launch.rank))
     }
 
@@ -112,7 +121,10 @@ mod tests {
     fn srun_without_pmi_is_an_error() {
         let step = [("SLURM_STEP_NUM_TASKS", "4"), ("SLURM_PROCID", "0")];
         let error = ask(&step).unwrap_err();
-        assert!(error.to_string().contains("srun started 4 tasks") && error.to_string().contains("--mpi=pmix"));
+        assert!(
+            error.to_string().contains("srun started 4 tasks")
+                && error.to_string().contains("--mpi=pmix")
+        );
         let with_pmix = [step[0], step[1], ("PMIX_RANK", "0")];
         assert_eq!(ask(&with_pmix), Ok(Some(Some(0))));
         // A batch script of a job of four tasks.

@@ -18,7 +18,8 @@ pub use hpctrain_device::DeviceCollective;
 /// Groups whose ranks this process has sorted by their nodes.
 static SORTED: AtomicU64 = AtomicU64::new(0);
 
-/// Number of times that this process has sorted the ranks of a group by their nodes, for tests of scale.
+/// Number of times that this process has sorted the ranks of a group by their nodes, for tests of
+/// scale.
 #[doc(hidden)]
 pub fn sorted_by_node() -> u64 {
     SORTED.load(Relaxed)
@@ -66,7 +67,8 @@ pub struct GroupRanks {
     pub ranks: Arc<[usize]>,
     /// The node of every rank of the world.
     nodes: Arc<[usize]>,
-    /// The result of [`GroupRanks::by_node`], once it was asked for: collectives ask for it each time.
+    /// The result of [`GroupRanks::by_node`], once it was asked for: collectives ask for it each
+    /// time.
     by_node: Arc<OnceLock<Vec<Vec<usize>>>>,
 }
 
@@ -94,7 +96,8 @@ impl GroupRanks {
         (self.rank + self.size() - 1) % self.size()
     }
 
-    /// The group's ranks node by node, in the order of the nodes' first ranks. Clones of a group share the result.
+    /// The group's ranks node by node, in the order of the nodes' first ranks. Clones of a group
+    /// share the result.
     pub fn by_node(&self) -> &[Vec<usize>] {
         self.by_node.get_or_init(|| {
             SORTED.fetch_add(1, Relaxed);
@@ -115,7 +118,13 @@ impl GroupRanks {
     pub fn subset(&self, chosen: &[usize]) -> Option<GroupRanks> {
         let rank = chosen.iter().position(|&rank| rank == self.rank)?;
         let ranks = chosen.iter().map(|&rank| self.ranks[rank]).collect();
-        Some(GroupRanks { id: self.id, rank, ranks, nodes: self.nodes.clone(), by_node: Arc::default() })
+        Some(GroupRanks {
+            id: self.id,
+            rank,
+            ranks,
+            nodes: self.nodes.clone(),
+            by_node: Arc::default(),
+        })
     }
 }
 
@@ -161,7 +170,8 @@ pub enum InFlight {
     Leaving,
 }
 
-/// A message that the wire owns until it has left or arrived: its memory must neither move nor be touched before.
+/// A message that the wire owns until it has left or arrived: its memory must neither move nor be
+/// touched before.
 pub trait P2pBuffer: Send {
     /// The message. Its address stays the same until [`P2pBuffer::finish`].
     fn payload(&mut self) -> Result<Payload<'_>>;
@@ -169,17 +179,21 @@ pub trait P2pBuffer: Send {
     /// Gives the memory back to its owner.
     fn finish(self: Box<Self>, done: Result<()>);
 
-    /// Reports a message that may never be done with. Its memory is leaked: the network may still use it.
+    /// Reports a message that may never be done with. Its memory is leaked: the network may still
+    /// use it.
     fn abandon(self: Box<Self>, error: Error);
 }
 
-/// Moves numbers and bytes between ranks. Lives on the communication thread; ranks are numbers in the group.
+/// Moves numbers and bytes between ranks. Lives on the communication thread; ranks are numbers in
+/// the group.
 ///
-/// After an error the wire's state is unknown: nothing but [`Transport::leave`] and [`Transport::abort`] is called.
+/// After an error the wire's state is unknown: nothing but [`Transport::leave`] and
+/// [`Transport::abort`] is called.
 pub trait Transport {
-    /// Sends and receives at once; returns when all memory may be used again. It may return before the receiver
-    /// has its elements. Nothing is sent where there are no elements. `sums` says, to sender and receiver alike, whether
-    /// the elements are about to be added: then the way through the cache is the shorter one.
+    /// Sends and receives at once; returns when all memory may be used again. It may return before
+    /// the receiver has its elements. Nothing is sent where there are no elements. `sums` says, to
+    /// sender and receiver alike, whether the elements are about to be added: then the way through
+    /// the cache is the shorter one.
     fn exchange(
         &mut self,
         group: &GroupRanks,
@@ -188,7 +202,8 @@ pub trait Transport {
         receive: Option<Incoming<'_, '_>>,
     ) -> Result<()>;
 
-    /// As [`Transport::exchange`], of bytes. The receiver knows the length: a message of another length is an error.
+    /// As [`Transport::exchange`], of bytes. The receiver knows the length: a message of another
+    /// length is an error.
     fn exchange_bytes(
         &mut self,
         group: &GroupRanks,
@@ -196,8 +211,8 @@ pub trait Transport {
         receive: Option<(usize, &mut [u8])>,
     ) -> Result<()>;
 
-    /// As [`Transport::exchange_bytes`], of device memory by its address. Compute and the device have finished their work on
-    /// it.
+    /// As [`Transport::exchange_bytes`], of device memory by its address. Compute and the device
+    /// have finished their work on it.
     fn exchange_device(
         &mut self,
         group: &GroupRanks,
@@ -205,19 +220,31 @@ pub trait Transport {
         receive: Option<(usize, Span<'_>)>,
     ) -> Result<()>;
 
-    /// Starts a message, and returns before it has left or arrived: otherwise two neighbours that send to each other before
-    /// they receive would wait for ever. Posted messages between two ranks of a group arrive in the order of their posts,
-    /// apart from those of exchanges. The receiver knows the length: a message of another length is an error.
+    /// Starts a message, and returns before it has left or arrived: otherwise two neighbours that
+    /// send to each other before they receive would wait for ever. Posted messages between two
+    /// ranks of a group arrive in the order of their posts, apart from those of exchanges. The
+    /// receiver knows the length: a message of another length is an error.
     fn post(&mut self, group: &GroupRanks, peer: Peer, parcel: Box<dyn P2pBuffer>) -> Result<()>;
 
     /// Lets started messages go on; those that are still under way.
     fn progress(&mut self) -> Result<InFlight>;
 
     /// Runs a collective of the MPI library.
-    fn vendor(&mut self, group: &GroupRanks, call: DeviceCollective, memory: &mut [f32]) -> Result<()>;
+    fn vendor(
+        &mut self,
+        group: &GroupRanks,
+        call: DeviceCollective,
+        memory: &mut [f32],
+    ) -> Result<()>;
 
-    /// As [`Transport::vendor`], of device memory by its address; but the sum of a reduce-scatter ends where part 0 was.
-    fn vendor_device(&mut self, group: &GroupRanks, call: DeviceCollective, memory: Span<'_>) -> Result<()>;
+    /// As [`Transport::vendor`], of device memory by its address; but the sum of a reduce-scatter
+    /// ends where part 0 was.
+    fn vendor_device(
+        &mut self,
+        group: &GroupRanks,
+        call: DeviceCollective,
+        memory: Span<'_>,
+    ) -> Result<()>;
 
     /// Collective over `parent`: a group of its ranks of one colour. Returns its number.
     fn split(&mut self, parent: &GroupRanks, color: usize) -> Result<usize>;

@@ -1,8 +1,11 @@
-//! A wire that notes with whom it exchanges: the evidence where messages get lost between two hosts.
+//! A wire that notes with whom it exchanges: the evidence where messages get lost between two
+//! hosts.
 
 use std::sync::Arc;
 
-use super::{DeviceCollective, GroupRanks, InFlight, Incoming, Outgoing, P2pBuffer, Peer, Transport};
+use super::{
+    DeviceCollective, GroupRanks, InFlight, Incoming, Outgoing, P2pBuffer, Peer, Transport,
+};
 use crate::shared::Shared;
 use hpctrain_base::error::Result;
 use hpctrain_device::Span;
@@ -41,7 +44,8 @@ impl Transport for TrackedTransport {
         send: Option<Outgoing<'_>>,
         receive: Option<Incoming<'_, '_>>,
     ) -> Result<()> {
-        let (to, from) = (send.as_ref().map(|send| send.to), receive.as_ref().map(|receive| receive.from));
+        let to = send.as_ref().map(|send| send.to);
+        let from = receive.as_ref().map(|receive| receive.from);
         self.with(group, to, from, |wire| wire.exchange(group, sums, send, receive))
     }
 
@@ -51,7 +55,8 @@ impl Transport for TrackedTransport {
         send: Option<(usize, &[u8])>,
         receive: Option<(usize, &mut [u8])>,
     ) -> Result<()> {
-        let (to, from) = (send.map(|(to, _)| to), receive.as_ref().map(|(from, _)| *from));
+        let to = send.map(|(to, _)| to);
+        let from = receive.as_ref().map(|(from, _)| *from);
         self.with(group, to, from, |wire| wire.exchange_bytes(group, send, receive))
     }
 
@@ -61,7 +66,8 @@ impl Transport for TrackedTransport {
         send: Option<(usize, Span<'_>)>,
         receive: Option<(usize, Span<'_>)>,
     ) -> Result<()> {
-        let (to, from) = (send.map(|(to, _)| to), receive.map(|(from, _)| from));
+        let to = send.map(|(to, _)| to);
+        let from = receive.map(|(from, _)| from);
         self.with(group, to, from, |wire| wire.exchange_device(group, send, receive))
     }
 
@@ -73,11 +79,21 @@ impl Transport for TrackedTransport {
         self.wire.progress()
     }
 
-    fn vendor(&mut self, group: &GroupRanks, call: DeviceCollective, memory: &mut [f32]) -> Result<()> {
+    fn vendor(
+        &mut self,
+        group: &GroupRanks,
+        call: DeviceCollective,
+        memory: &mut [f32],
+    ) -> Result<()> {
         self.wire.vendor(group, call, memory)
     }
 
-    fn vendor_device(&mut self, group: &GroupRanks, call: DeviceCollective, memory: Span<'_>) -> Result<()> {
+    fn vendor_device(
+        &mut self,
+        group: &GroupRanks,
+        call: DeviceCollective,
+        memory: Span<'_>,
+    ) -> Result<()> {
         self.wire.vendor_device(group, call, memory)
     }
 

@@ -1,4 +1,5 @@
-//! Class by class: confusion, precision, recall and F1 of a classifier, as an evaluation records them.
+//! Class by class: confusion, precision, recall and F1 of a classifier, as an evaluation records
+//! them.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,11 +8,13 @@ use hpctrain_data::inspect::table;
 /// Most classes of which an evaluation tells class by class.
 pub const MOST: usize = 100;
 
-/// Results of a classifier class by class, from the counts of its confusion matrix. The lists are in the order of the classes.
+/// Results of a classifier class by class, from the counts of its confusion matrix. The lists are
+/// in the order of the classes.
 ///
-/// Precision is the part of the predictions of a class that are right, recall the part of its samples that are found, F1 their
-/// harmonic mean 2PR / (P + R); a ratio whose denominator is 0 is 0. They are those of scikit-learn's
-/// `precision_recall_fscore_support` with `labels=range(classes)` and `zero_division=0`.
+/// Precision is the part of the predictions of a class that are right, recall the part of its
+/// samples that are found, F1 their harmonic mean 2PR / (P + R); a ratio whose denominator is 0 is
+/// 0. They are those of scikit-learn's `precision_recall_fscore_support` with
+/// `labels=range(classes)` and `zero_division=0`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Classes {
     /// Names of the classes.
@@ -27,8 +30,9 @@ pub struct Classes {
     /// Means over the classes, each counting alike.
     #[serde(rename = "macro")]
     pub means: Means,
-    /// Of two classes, the area under the receiver operating characteristic: the part of the pairs of a sample of the second class and
-    /// one of the first in which the first has the lower score, equal ones counting half. None if a class has no sample.
+    /// Of two classes, the area under the receiver operating characteristic: the part of the pairs
+    /// of a sample of the second class and one of the first in which the first has the lower score,
+    /// equal ones counting half. None if a class has no sample.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roc_auc: Option<f64>,
 }
@@ -45,20 +49,26 @@ pub struct Means {
 }
 
 impl Classes {
-    /// The results that follow from a confusion matrix, rows by class. Classes without a name are called by their number.
+    /// The results that follow from a confusion matrix, rows by class. Classes without a name are
+    /// called by their number.
     pub fn of(confusion: Vec<Vec<u64>>, names: &[String], roc_auc: Option<f64>) -> Self {
         let all = confusion.len();
         let ratio = |part: u64, of: u64| if of == 0 { 0.0 } else { part as f64 / of as f64 };
         let right = |class: usize| confusion[class][class];
         let samples = |class: usize| confusion[class].iter().sum::<u64>();
         let predicted = |class: usize| confusion.iter().map(|row| row[class]).sum::<u64>();
-        let precision: Vec<f64> = (0..all).map(|class| ratio(right(class), predicted(class))).collect();
+        let precision: Vec<f64> =
+            (0..all).map(|class| ratio(right(class), predicted(class))).collect();
         let recall: Vec<f64> = (0..all).map(|class| ratio(right(class), samples(class))).collect();
         // 2PR / (P + R) in whole numbers.
-        let f1: Vec<f64> = (0..all).map(|class| ratio(2 * right(class), samples(class) + predicted(class))).collect();
+        let f1: Vec<f64> = (0..all)
+            .map(|class| ratio(2 * right(class), samples(class) + predicted(class)))
+            .collect();
         let mean = |of: &[f64]| of.iter().sum::<f64>() / all.max(1) as f64;
         let means = Means { precision: mean(&precision), recall: mean(&recall), f1: mean(&f1) };
-        let names = (0..all).map(|class| names.get(class).cloned().unwrap_or_else(|| class.to_string())).collect();
+        let names = (0..all)
+            .map(|class| names.get(class).cloned().unwrap_or_else(|| class.to_string()))
+            .collect();
         Self { names, confusion, precision, recall, f1, means, roc_auc }
     }
 
@@ -67,7 +77,8 @@ impl Classes {
         let number = |x: f64| format!("{x:.4}");
         let mut rows = vec![["class", "samples", "precision", "recall", "F1"].map(str::to_owned)];
         for (class, name) in self.names.iter().enumerate() {
-            let [precision, recall, f1] = [&self.precision, &self.recall, &self.f1].map(|of| number(of[class]));
+            let [precision, recall, f1] =
+                [&self.precision, &self.recall, &self.f1].map(|of| number(of[class]));
             let samples: u64 = self.confusion[class].iter().sum();
             rows.push([name.clone(), samples.to_string(), precision, recall, f1]);
         }
@@ -85,7 +96,9 @@ impl Classes {
                 .collect::<Vec<_>>(),
         ];
         for (name, counts) in self.names.iter().zip(&self.confusion) {
-            rows.push(std::iter::once(name.clone()).chain(counts.iter().map(u64::to_string)).collect());
+            rows.push(
+                std::iter::once(name.clone()).chain(counts.iter().map(u64::to_string)).collect(),
+            );
         }
         format!("{text}\n{}", table(&rows))
     }
@@ -97,9 +110,16 @@ mod tests {
 
     #[test]
     fn ratios_follow_from_counts() {
-        let found = Classes::of(vec![vec![3, 1, 0], vec![2, 4, 0], vec![0, 0, 0]], &["cat".into(), "dog".into()], None);
+        let found = Classes::of(
+            vec![vec![3, 1, 0], vec![2, 4, 0], vec![0, 0, 0]],
+            &["cat".into(), "dog".into()],
+            None,
+        );
         assert_eq!(found.names, ["cat", "dog", "2"]);
-        assert_eq!((found.precision, found.recall), (vec![0.6, 0.8, 0.0], vec![0.75, 4.0 / 6.0, 0.0]));
+        assert_eq!(
+            (found.precision, found.recall),
+            (vec![0.6, 0.8, 0.0], vec![0.75, 4.0 / 6.0, 0.0])
+        );
         assert_eq!(found.f1, [6.0 / 9.0, 8.0 / 11.0, 0.0]);
         assert_eq!(found.means.recall, (0.75 + 4.0 / 6.0) / 3.0);
     }
@@ -109,14 +129,20 @@ mod tests {
         let found = Classes::of(vec![vec![1, 0], vec![0, 2]], &[], Some(1.0));
         let text = serde_json::to_string(&found).unwrap();
         assert!(
-            text.starts_with("{\"names\":[\"0\",\"1\"],\"confusion\":[[1,0],[0,2]],\"precision\":[1.0,1.0],"),
+            text.starts_with(
+                "{\"names\":[\"0\",\"1\"],\"confusion\":[[1,0],[0,2]],\"precision\":[1.0,1.0],"
+            ),
             "{text}"
         );
-        assert!(text.contains("\"macro\":{\"precision\":1.0,") && text.ends_with("\"roc_auc\":1.0}"), "{text}");
+        assert!(
+            text.contains("\"macro\":{\"precision\":1.0,") && text.ends_with("\"roc_auc\":1.0}"),
+            "{text}"
+        );
         assert_eq!(serde_json::from_str::<Classes>(&text).unwrap(), found);
         let table = found.told();
         assert!(
-            table.contains("mean   3        1.0000") && table.contains("ROC AUC 1.0000\n\ntrue \\ predicted  0  1\n"),
+            table.contains("mean   3        1.0000")
+                && table.contains("ROC AUC 1.0000\n\ntrue \\ predicted  0  1\n"),
             "{table}"
         );
     }

@@ -1,5 +1,5 @@
-//! Lines for people on standard output and standard error. Neither need be read, nor even be open: no program depends
-//! on that.
+//! Lines for people on standard output and standard error. Neither need be read, nor even be open:
+//! no program depends on that.
 
 use std::io::{ErrorKind, IsTerminal as _, Write as _, stderr, stdout};
 use std::sync::OnceLock;
@@ -10,8 +10,9 @@ use hpctrain_base::escape::visible;
 /// The first error by which a line could not be printed.
 static LOST: OnceLock<String> = OnceLock::new();
 
-/// Prints a line to standard output, with control characters written out: it may tell of files. A run goes on when nobody
-/// reads it any more, and when it cannot be written; the latter is logged once, and [`lost`] knows of it.
+/// Prints a line to standard output, with control characters written out: it may tell of files. A
+/// run goes on when nobody reads it any more, and when it cannot be written; the latter is logged
+/// once, and [`lost`] knows of it.
 pub fn say(line: impl std::fmt::Display) {
     print(&visible(&line.to_string()));
 }
@@ -38,9 +39,10 @@ pub fn say_error(line: impl std::fmt::Display) {
     let _ = writeln!(stderr(), "{line}");
 }
 
-/// The error if standard output has refused a line, a closed pipe aside: a failure of a command that is run for its
-/// output.
+/// The error if standard output has refused a line, a closed pipe aside: a failure of a command
+/// that is run for its output.
 pub fn lost() -> Option<Error> {
     let refused = std::path::Path::new("standard output");
-    LOST.get().map(|why| Error::io("write", refused, why).hint("make room there, or send it elsewhere"))
+    LOST.get()
+        .map(|why| Error::io("write", refused, why).hint("make room there, or send it elsewhere"))
 }

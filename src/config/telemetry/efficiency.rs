@@ -1,4 +1,5 @@
-//! How well a training uses its hardware: model FLOP/s per rank, and MFU where the peak of every rank's device is known.
+//! How well a training uses its hardware: model FLOP/s per rank, and MFU where the peak of every
+//! rank's device is known.
 
 use hpctrain_base::error::Result;
 use hpctrain_comm::Group;
@@ -20,7 +21,11 @@ impl Efficiency {
     ///
     /// # Errors
     /// Returns an error if a message between ranks failed.
-    pub fn gather<B: Backend>(world: &Group<B>, network: &Network, peak: Option<f64>) -> Result<Self> {
+    pub fn gather<B: Backend>(
+        world: &Group<B>,
+        network: &Network,
+        peak: Option<f64>,
+    ) -> Result<Self> {
         let peaks = world.all_gather_u64(&[peak.unwrap_or(f64::NAN).to_bits()])?;
         let sum: f64 = peaks.iter().flatten().map(|bits| f64::from_bits(*bits)).sum();
         Ok(Self::new(network, world.size(), Some(sum).filter(|sum| sum.is_finite())))
@@ -37,7 +42,8 @@ impl Efficiency {
         self.flops_per_prediction * per_second / self.ranks / 1e12
     }
 
-    /// Model FLOPs utilisation, from 0 to 1, at a throughput in predictions per second; none without a known peak.
+    /// Model FLOPs utilisation, from 0 to 1, at a throughput in predictions per second; none
+    /// without a known peak.
     pub fn mfu(&self, per_second: f64) -> Option<f64> {
         self.peak.map(|peak| self.flops_per_prediction * per_second / peak)
     }
@@ -71,14 +77,16 @@ mod tests {
     fn the_published_rate_of_gpt2_has_its_mfu() {
         // 541,338 tokens/s on an H100 (docs/gpu-verification.md).
         let one = Efficiency::new(&gpt2(), 1, Some(989e12));
-        let by_hand = 6.0 * (50304.0 * 768.0 + 12.0 * 12.0 * 768.0 * 768.0) + 12.0 * 12.0 * 768.0 * 1024.0;
+        let by_hand =
+            6.0 * (50304.0 * 768.0 + 12.0 * 12.0 * 768.0 * 768.0) + 12.0 * 12.0 * 768.0 * 1024.0;
         assert!((one.tflops_per_rank(1e6) / (by_hand / 1e6) - 1.0).abs() < 1e-12);
         assert!((one.mfu(541_338.0).unwrap() - 0.468).abs() < 5e-4, "{:?}", one.mfu(541_338.0));
     }
 
     #[test]
     fn ranks_share_the_work() {
-        let (one, eight) = (Efficiency::new(&gpt2(), 1, Some(1e15)), Efficiency::new(&gpt2(), 8, Some(8e15)));
+        let one = Efficiency::new(&gpt2(), 1, Some(1e15));
+        let eight = Efficiency::new(&gpt2(), 8, Some(8e15));
         assert!((eight.tflops_per_rank(8e5) / one.tflops_per_rank(1e5) - 1.0).abs() < 1e-12);
         assert!((eight.mfu(8e5).unwrap() / one.mfu(1e5).unwrap() - 1.0).abs() < 1e-12);
         assert_eq!(Efficiency::new(&gpt2(), 8, None).mfu(8e5), None);

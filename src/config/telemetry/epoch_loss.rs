@@ -1,4 +1,5 @@
-//! The mean training loss of an epoch, by which checkpoints are compared if there is no validation data.
+//! The mean training loss of an epoch, by which checkpoints are compared if there is no validation
+//! data.
 
 use std::collections::VecDeque;
 use std::io::ErrorKind;
@@ -23,8 +24,8 @@ impl EpochLoss {
         Self { losses: VecDeque::new(), steps: samples.div_ceil(batch.max(1)).max(1) as usize }
     }
 
-    /// The same, with the last steps that `metrics.jsonl` has: those before a restart. Damaged lines among them are
-    /// reported.
+    /// The same, with the last steps that `metrics.jsonl` has: those before a restart. Damaged
+    /// lines among them are reported.
     ///
     /// # Errors
     /// Returns an error if the file is there and cannot be read.
@@ -39,7 +40,8 @@ impl EpochLoss {
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(self),
             Err(e) => return Err(unread(e)),
         };
-        let (mut lines, mut damaged) = (FromEnd::new(file).map_err(unread)?, 0);
+        let mut lines = FromEnd::new(file).map_err(unread)?;
+        let mut damaged = 0;
         while self.losses.len() < self.steps
             && let Some(line) = lines.previous().map_err(unread)?
         {
@@ -49,7 +51,10 @@ impl EpochLoss {
             }
         }
         if damaged > 0 {
-            log::warn!("{}: {damaged} damaged lines do not count in the mean loss of an epoch", metrics.display());
+            log::warn!(
+                "{}: {damaged} damaged lines do not count in the mean loss of an epoch",
+                metrics.display()
+            );
         }
         Ok(self)
     }
@@ -62,8 +67,8 @@ impl EpochLoss {
         self.losses.push_back(loss);
     }
 
-    /// The mean over the epoch of steps that ends with the last one, or over all steps where they are fewer; steps whose
-    /// loss is not finite do not count. None without a step that does.
+    /// The mean over the epoch of steps that ends with the last one, or over all steps where they
+    /// are fewer; steps whose loss is not finite do not count. None without a step that does.
     pub fn mean(&self) -> Option<f64> {
         let finite = || self.losses.iter().filter(|loss| loss.is_finite());
         let count = finite().count();
@@ -92,8 +97,11 @@ mod tests {
     fn a_restart_knows_the_steps_before() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
-        std::fs::write(&path, "{\"step\":1,\"loss\":9.0}\n{\"step\":2,\"loss\":null}\n{\"step\":3,\"loss\":1.5}\n")
-            .unwrap();
+        std::fs::write(
+            &path,
+            "{\"step\":1,\"loss\":9.0}\n{\"step\":2,\"loss\":null}\n{\"step\":3,\"loss\":1.5}\n",
+        )
+        .unwrap();
         assert_eq!(EpochLoss::new(4, 2).with(&path).unwrap().mean(), Some(1.5));
         assert_eq!(EpochLoss::new(100, 2).with(&path).unwrap().mean(), Some(5.25));
         assert_eq!(EpochLoss::new(4, 2).with(&dir.path().join("none")).unwrap().mean(), None);
@@ -102,9 +110,14 @@ mod tests {
     #[test]
     fn a_file_that_cannot_be_read_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
-        assert!(EpochLoss::new(4, 2).with(dir.path()).is_err_and(|e| e.to_string().contains("cannot read")));
+        assert!(
+            EpochLoss::new(4, 2)
+                .with(dir.path())
+                .is_err_and(|e| e.to_string().contains("cannot read"))
+        );
         let path = dir.path().join("metrics.jsonl");
-        std::fs::write(&path, b"{\"step\":1,\"loss\":9.0}\n{\"st\xff\n{\"step\":3,\"loss\":1.0}\n").unwrap();
+        std::fs::write(&path, b"{\"step\":1,\"loss\":9.0}\n{\"st\xff\n{\"step\":3,\"loss\":1.0}\n")
+            .unwrap();
         assert_eq!(EpochLoss::new(4, 2).with(&path).unwrap().mean(), Some(5.0));
     }
 }

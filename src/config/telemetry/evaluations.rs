@@ -135,7 +135,8 @@ impl Evaluations {
     }
 }
 
-/// All evaluations in a file; none when there is no file. A line that was torn by a kill is left out.
+/// All evaluations in a file; none when there is no file. A line that was torn by a kill is left
+/// out.
 ///
 /// # Errors
 /// The file cannot be read.
@@ -162,22 +163,26 @@ pub fn read(path: &Path) -> Result<Evaluations> {
     Ok(found)
 }
 
-/// Whether a line is the beginning of one, as a kill leaves it, or empty: bytes that are right as far as they go.
+/// Whether a line is the beginning of one, as a kill leaves it, or empty: bytes that are right as
+/// far as they go.
 pub fn is_torn(line: &[u8]) -> bool {
     let text = match std::str::from_utf8(line) {
         Ok(text) => text,
         // In the middle of a character.
-        Err(e) if e.error_len().is_none() => std::str::from_utf8(&line[..e.valid_up_to()]).unwrap_or_default(),
+        Err(e) if e.error_len().is_none() => {
+            std::str::from_utf8(&line[..e.valid_up_to()]).unwrap_or_default()
+        }
         Err(_) => return false,
     };
     serde_json::from_str::<serde::de::IgnoredAny>(text).is_err_and(|e| e.is_eof())
 }
 
-/// The evaluations that can be compared: of one kind of loss, on the set of the newest step or on one that is not told.
-/// A run may go on with other data, or another `eval.samples`.
+/// The evaluations that can be compared: of one kind of loss, on the set of the newest step or on
+/// one that is not told. A run may go on with other data, or another `eval.samples`.
 fn comparable(all: &[Evaluation]) -> impl DoubleEndedIterator<Item = &Evaluation> {
     let set = |one: &Evaluation| one.samples.map(|samples| (one.data.clone(), samples));
-    let own = all.iter().filter(|one| one.samples.is_some()).max_by_key(|one| one.step).and_then(set);
+    let own =
+        all.iter().filter(|one| one.samples.is_some()).max_by_key(|one| one.step).and_then(set);
     let over = over(all);
     all.iter()
         .filter(move |one| one.over == over)
@@ -194,7 +199,8 @@ pub fn append(path: &Path, evaluation: &Evaluation) -> Result<()> {
 }
 
 fn line(evaluation: &Evaluation) -> Result<String> {
-    let line = serde_json::to_string(evaluation).map_err(|e| Error::internal(format!("evaluation: {e}")))?;
+    let line = serde_json::to_string(evaluation)
+        .map_err(|e| Error::internal(format!("evaluation: {e}")))?;
     Ok(line + "\n")
 }
 
@@ -219,12 +225,17 @@ pub enum Save {
     Gone,
 }
 
-/// Adds the line of a checkpoint's evaluation as [`append`] does, unless its save was replaced meanwhile, or is gone and newer
-/// than all steps that are left, of which `newest` is the last: then the run has gone back. Whether the line was added.
+/// Adds the line of a checkpoint's evaluation as [`append`] does, unless its save was replaced
+/// meanwhile, or is gone and newer than all steps that are left, of which `newest` is the last:
+/// then the run has gone back. Whether the line was added.
 ///
 /// # Errors
 /// The file system refused.
-pub fn append_of(path: &Path, evaluation: &Evaluation, save: impl FnOnce() -> Result<(Save, u64)>) -> Result<bool> {
+pub fn append_of(
+    path: &Path,
+    evaluation: &Evaluation,
+    save: impl FnOnce() -> Result<(Save, u64)>,
+) -> Result<bool> {
     let line = line(evaluation)?;
     let mut looked = Ok(true);
     exclusively(path, || {
@@ -238,9 +249,10 @@ pub fn append_of(path: &Path, evaluation: &Evaluation, save: impl FnOnce() -> Re
     looked
 }
 
-/// Drops lines of parameters that are no more, since training goes on after step `last`: the trainer's own of later steps; those
-/// of saves of later steps that are gone; and those of saves in whose place there is another one of that step. Of a save that
-/// was removed because newer ones came, the line stays.
+/// Drops lines of parameters that are no more, since training goes on after step `last`: the
+/// trainer's own of later steps; those of saves of later steps that are gone; and those of saves in
+/// whose place there is another one of that step. Of a save that was removed because newer ones
+/// came, the line stays.
 ///
 /// # Errors
 /// The file system refused.
@@ -281,8 +293,13 @@ fn rewrite(path: &Path, holds: impl Fn(&Evaluation) -> bool) -> Result<()> {
             // The content of a damaged line is not known.
             Err(_) => !is_torn(line),
         };
-        let kept: Vec<u8> =
-            old.split(|byte| *byte == b'\n').filter(keeps).flat_map(|line| [line, b"\n"]).flatten().copied().collect();
+        let kept: Vec<u8> = old
+            .split(|byte| *byte == b'\n')
+            .filter(keeps)
+            .flat_map(|line| [line, b"\n"])
+            .flatten()
+            .copied()
+            .collect();
         if kept == old {
             return Ok(());
         }
@@ -294,8 +311,9 @@ fn rewrite(path: &Path, holds: impl Fn(&Evaluation) -> bool) -> Result<()> {
     })
 }
 
-/// Does something that no other process does to the file meanwhile. Where the file system has no locks it is done all
-/// the same: lines are written whole, and only a trainer that is started again rewrites the file.
+/// Does something that no other process does to the file meanwhile. Where the file system has no
+/// locks it is done all the same: lines are written whole, and only a trainer that is started again
+/// rewrites the file.
 fn exclusively(path: &Path, work: impl FnOnce() -> std::io::Result<()>) -> Result<()> {
     let lock = path.with_file_name(".eval.lock");
     let held = own_files::create(&lock).and_then(|file| file.lock().map(|()| file));
@@ -305,8 +323,8 @@ fn exclusively(path: &Path, work: impl FnOnce() -> std::io::Result<()>) -> Resul
     work().map_err(|e| Error::io("write", path, e))
 }
 
-/// The loss of a step by which it is compared with others, if it is known: of validation, or of training where nothing was
-/// ever validated.
+/// The loss of a step by which it is compared with others, if it is known: of validation, or of
+/// training where nothing was ever validated.
 pub fn loss(evaluations: &[Evaluation], step: u64) -> Option<f64> {
     comparable(evaluations).rev().find(|one| one.step == step && one.status == Status::Done)?.loss
 }
@@ -317,7 +335,8 @@ pub fn loss_of(evaluations: &[Evaluation], step: u64, id: &str) -> Option<f64> {
     comparable(evaluations).rev().filter(is_of).find(|one| one.status == Status::Done)?.loss
 }
 
-/// The evaluations of steps up to `last`: a run that has gone back is to be decided about by those alone.
+/// The evaluations of steps up to `last`: a run that has gone back is to be decided about by those
+/// alone.
 pub fn until(evaluations: &[Evaluation], last: u64) -> Vec<Evaluation> {
     evaluations.iter().filter(|one| one.step <= last).cloned().collect()
 }
@@ -332,36 +351,45 @@ pub fn validation_loss(evaluations: &[Evaluation], step: u64) -> Option<f64> {
 
 /// The kind of loss by which steps are compared: one kind cannot be compared with the other.
 pub fn over(evaluations: &[Evaluation]) -> Over {
-    let validated = evaluations.iter().any(|one| one.over == Over::Validation && one.status == Status::Done);
+    let validated =
+        evaluations.iter().any(|one| one.over == Over::Validation && one.status == Status::Done);
     if validated || evaluations.is_empty() { Over::Validation } else { Over::Training }
 }
 
 /// The lowest loss among `steps`, and the first step that has it.
 pub fn best(evaluations: &[Evaluation], steps: &[u64]) -> Option<(u64, f64)> {
     let known = steps.iter().filter_map(|step| Some((*step, loss(evaluations, *step)?)));
-    known.filter(|(_, loss)| loss.is_finite()).min_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)))
+    known
+        .filter(|(_, loss)| loss.is_finite())
+        .min_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)))
 }
 
-/// The losses of one kind by step, as far as they can be compared. A step that was evaluated twice counts once; the last one counts.
+/// The losses of one kind by step, as far as they can be compared. A step that was evaluated twice
+/// counts once; the last one counts.
 pub fn losses(evaluations: &[Evaluation], over: Over) -> BTreeMap<u64, Option<f64>> {
     let is_done = |one: &&Evaluation| one.status == Status::Done && one.over == over;
     comparable(evaluations).filter(is_done).map(|one| (one.step, one.loss)).collect()
 }
 
-/// The reason to end training, if the last `patience` evaluations found no loss that is lower by more than `min_delta`
-/// than the lowest before; with a patience of 0 there is none.
+/// The reason to end training, if the last `patience` evaluations found no loss that is lower by
+/// more than `min_delta` than the lowest before; with a patience of 0 there is none.
 pub fn stop_reason(evaluations: &[Evaluation], patience: u64, min_delta: f64) -> Option<String> {
     let losses = losses(evaluations, Over::Validation);
-    let (mut lowest, mut since) = (None, 0);
+    let mut lowest = None;
+    let mut since = 0;
     for (step, loss) in losses {
         match (loss.filter(|loss| loss.is_finite()), lowest) {
             (Some(loss), None) => (lowest, since) = (Some((step, loss)), 0),
-            (Some(loss), Some((_, before))) if loss < before - min_delta => (lowest, since) = (Some((step, loss)), 0),
+            (Some(loss), Some((_, before))) if loss < before - min_delta => {
+                (lowest, since) = (Some((step, loss)), 0)
+            }
             _ => since += 1,
         }
     }
     (patience > 0 && since >= patience).then(|| match lowest {
-        Some((step, loss)) => format!("no validation loss lower than {loss:.4} of step {step} in {since} evaluations"),
+        Some((step, loss)) => {
+            format!("no validation loss lower than {loss:.4} of step {step} in {since} evaluations")
+        }
         None => format!("no finite validation loss in {since} evaluations"),
     })
 }
@@ -373,7 +401,10 @@ pub fn is_settled(evaluations: &[Evaluation], id: &str) -> bool {
 
 /// Number of times an evaluation of the checkpoint with this name was given up so far.
 pub fn retries(evaluations: &[Evaluation], id: &str) -> usize {
-    evaluations.iter().filter(|one| one.id.as_deref() == Some(id) && one.status == Status::Retried).count()
+    evaluations
+        .iter()
+        .filter(|one| one.id.as_deref() == Some(id) && one.status == Status::Retried)
+        .count()
 }
 
 #[cfg(test)]
@@ -387,7 +418,8 @@ mod tests {
     }
 
     fn of_checkpoint(step: u64, status: Status, loss: Option<f64>) -> Evaluation {
-        let (checkpoint, id) = (Some(format!("step-{step:08}")), Some(format!("job-{step}")));
+        let checkpoint = Some(format!("step-{step:08}"));
+        let id = Some(format!("job-{step}"));
         Evaluation { step, status, loss, checkpoint, id, ..Evaluation::default() }
     }
 
@@ -412,17 +444,30 @@ mod tests {
         assert!(!std::fs::read_to_string(&path).unwrap().contains(torn));
     }
 
-    /// A run whose saves after step 4 were removed goes back to it; step 2 was saved twice, step 1 removed by retention.
+    /// A run whose saves after step 4 were removed goes back to it; step 2 was saved twice, step 1
+    /// removed by retention.
     #[test]
     fn saves_that_are_no_more_are_forgotten() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(FILE);
-        let of =
-            |step, id: &str, loss| Evaluation { checkpoint: Some("x".into()), id: Some(id.into()), ..done(step, loss) };
-        let lines = [of(1, "a-1", 5.0), of(2, "a-2", 0.1), of(2, "b-2", 4.0), of(4, "b-4", 3.0), of(6, "b-6", 0.2)];
+        let of = |step, id: &str, loss| Evaluation {
+            checkpoint: Some("x".into()),
+            id: Some(id.into()),
+            ..done(step, loss)
+        };
+        let lines = [
+            of(1, "a-1", 5.0),
+            of(2, "a-2", 0.1),
+            of(2, "b-2", 4.0),
+            of(4, "b-4", 3.0),
+            of(6, "b-6", 0.2),
+        ];
         let left = || {
             let all = read(&path).unwrap();
-            all.known().iter().map(|one| (one.step, one.id.clone().unwrap_or_default())).collect::<Vec<_>>()
+            all.known()
+                .iter()
+                .map(|one| (one.step, one.id.clone().unwrap_or_default()))
+                .collect::<Vec<_>>()
         };
         let named = |id: &str| Save::Named(id.into());
         let save = |step| match step {
@@ -433,7 +478,8 @@ mod tests {
         lines.iter().for_each(|line| append(&path, line).unwrap());
         append(&path, &of(5, "b-5", 0.3)).unwrap();
         forget_after(&path, 4, save).unwrap();
-        let expected = [(1, "a-1"), (2, "b-2"), (4, "b-4")].map(|(step, id)| (step, id.to_string()));
+        let expected =
+            [(1, "a-1"), (2, "b-2"), (4, "b-4")].map(|(step, id)| (step, id.to_string()));
         assert_eq!(left(), expected);
         assert_eq!(best(read(&path).unwrap().known(), &[2, 4]), Some((4, 3.0)));
         // Those that evaluators were at meanwhile.
@@ -459,14 +505,25 @@ mod tests {
     #[test]
     fn only_one_set_counts() {
         let on = |step, loss, data: &str, samples| done(step, loss).on(Some(data), samples);
-        let all = vec![done(1, 0.5), on(2, 0.1, "a", 9), on(3, 3.0, "b", 9), on(2, 2.0, "b", 9), on(1, 0.2, "b", 8)];
-        let steps: Vec<(u64, Option<f64>)> = comparable(&all).map(|one| (one.step, one.loss)).collect();
+        let all = vec![
+            done(1, 0.5),
+            on(2, 0.1, "a", 9),
+            on(3, 3.0, "b", 9),
+            on(2, 2.0, "b", 9),
+            on(1, 0.2, "b", 8),
+        ];
+        let steps: Vec<(u64, Option<f64>)> =
+            comparable(&all).map(|one| (one.step, one.loss)).collect();
         assert_eq!(steps, [(1, Some(0.5)), (3, Some(3.0)), (2, Some(2.0))]);
         assert_eq!([1, 2, 3].map(|step| loss(&all, step)), [Some(0.5), Some(2.0), Some(3.0)]);
         assert_eq!(best(&all[1..], &[1, 2, 3]), Some((2, 2.0)));
         assert!(stop_reason(&all[1..3], 1, 0.0).is_none() && stop_reason(&all, 2, 0.0).is_some());
         // Whether a checkpoint is to be evaluated is another matter: it was.
-        let other = Evaluation { checkpoint: Some("x".into()), id: Some("job-2".into()), ..on(2, 0.1, "a", 9) };
+        let other = Evaluation {
+            checkpoint: Some("x".into()),
+            id: Some("job-2".into()),
+            ..on(2, 0.1, "a", 9)
+        };
         assert!(is_settled(&[other, on(3, 3.0, "b", 9)], "job-2"));
     }
 
@@ -495,17 +552,26 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
         std::os::unix::fs::symlink(&path, &path).unwrap();
         let forgotten = forget_after(&path, 4, |_| Save::Gone);
-        assert!(read(&path).is_err() && forgotten.is_err() && append(&path, &done(1, 1.0)).is_err());
+        assert!(
+            read(&path).is_err() && forgotten.is_err() && append(&path, &done(1, 1.0)).is_err()
+        );
     }
 
     #[test]
     fn patience_ends() {
-        let all: Vec<Evaluation> = (1..).zip([3.0, 2.0, 2.5, 1.95, 1.96]).map(|(n, loss)| done(n, loss)).collect();
+        let all: Vec<Evaluation> =
+            (1..).zip([3.0, 2.0, 2.5, 1.95, 1.96]).map(|(n, loss)| done(n, loss)).collect();
         assert!(stop_reason(&all[..2], 1, 0.0).is_none() && stop_reason(&all, 0, 0.0).is_none());
-        assert!(stop_reason(&all[..3], 1, 0.0).unwrap().contains("2.0000 of step 2 in 1 evaluations"));
+        assert!(
+            stop_reason(&all[..3], 1, 0.0).unwrap().contains("2.0000 of step 2 in 1 evaluations")
+        );
         assert!(stop_reason(&all[..4], 2, 0.0).is_none() && stop_reason(&all, 2, 0.0).is_none());
         assert!(stop_reason(&all, 3, 0.1).unwrap().contains("of step 2 in 3"));
-        assert!(stop_reason(&[Evaluation { loss: None, ..done(1, 0.0) }], 1, 0.0).unwrap().contains("no finite"));
+        assert!(
+            stop_reason(&[Evaluation { loss: None, ..done(1, 0.0) }], 1, 0.0)
+                .unwrap()
+                .contains("no finite")
+        );
     }
 
     #[test]

@@ -1,10 +1,11 @@
 //! Files of JSON lines that a trainer appends to, a record at a time.
 //!
-//! A run that goes on cuts the records of later steps off the file itself, which may have millions. A process that has
-//! lost the run to this one may still have the file open. It does no harm: before each write a writer compares the
-//! file's length with its own, so that such a process finds another length and writes nothing. If it was stopped just between the
-//! two, its line comes to lie behind those of the run's trainer, who finds the other length with the next record, looks
-//! at its lease, and cuts the line off ([`JsonLines::reopen`]).
+//! A run that goes on cuts the records of later steps off the file itself, which may have millions.
+//! A process that has lost the run to this one may still have the file open. It does no harm:
+//! before each write a writer compares the file's length with its own, so that such a process finds
+//! another length and writes nothing. If it was stopped just between the two, its line comes to lie
+//! behind those of the run's trainer, who finds the other length with the next record, looks at its
+//! lease, and cuts the line off ([`JsonLines::reopen`]).
 
 use std::fs::File;
 use std::io::{ErrorKind, Write as _};
@@ -22,13 +23,14 @@ pub struct JsonLines {
     file: File,
     /// Length of the file after what this process has written.
     length: u64,
-    /// Bytes that are not in the file yet: the file system refused them, and is asked again with the next line.
+    /// Bytes that are not in the file yet: the file system refused them, and is asked again with
+    /// the next line.
     waiting: Vec<u8>,
 }
 
 impl JsonLines {
-    /// Opens `path` to append, first dropping the lines after step `last`: a resumed run writes them again. Of the lines
-    /// before it, damaged ones stay.
+    /// Opens `path` to append, first dropping the lines after step `last`: a resumed run writes
+    /// them again. Of the lines before it, damaged ones stay.
     ///
     /// # Errors
     /// Returns an error if the file system refuses.
@@ -52,9 +54,11 @@ impl JsonLines {
     /// Appends one line.
     ///
     /// # Errors
-    /// Returns an error if the file system refuses. The line, or the rest of it, waits for the next call.
+    /// Returns an error if the file system refuses. The line, or the rest of it, waits for the next
+    /// call.
     pub fn write(&mut self, record: &impl Serialize) -> Result<()> {
-        let mut line = serde_json::to_string(record).map_err(|e| Error::internal(format!("record: {e}")))?;
+        let mut line =
+            serde_json::to_string(record).map_err(|e| Error::internal(format!("record: {e}")))?;
         line.push('\n');
         self.waiting.extend(line.into_bytes());
         self.flush()
@@ -71,7 +75,10 @@ impl JsonLines {
         let refused = |e| Error::io("write", &self.path, e);
         let length = self.file.metadata().map_err(refused)?.len();
         if length != self.length {
-            let why = format!("another process has changed its length from {} to {length} bytes", self.length);
+            let why = format!(
+                "another process has changed its length from {} to {length} bytes",
+                self.length
+            );
             return Err(Error::io("write", &self.path, why));
         }
         while !self.waiting.is_empty() {
@@ -88,15 +95,20 @@ impl JsonLines {
         Ok(())
     }
 
-    /// Opens the file anew: it may have become another one by its name, and network file systems forget files that are
-    /// open. What another process has appended is cut off: only the run's trainer may call this.
+    /// Opens the file anew: it may have become another one by its name, and network file systems
+    /// forget files that are open. What another process has appended is cut off: only the run's
+    /// trainer may call this.
     ///
     /// # Errors
     /// Returns an error if the file system refuses.
     pub fn reopen(&mut self) -> Result<()> {
         let (file, length) = append(&self.path)?;
         if length > self.length {
-            log::warn!("{}: removing {} bytes of another process", self.path.display(), length - self.length);
+            log::warn!(
+                "{}: removing {} bytes of another process",
+                self.path.display(),
+                length - self.length
+            );
             cut(&self.path, &file, self.length)?;
         }
         self.length = length.min(self.length);
@@ -130,7 +142,8 @@ mod tests {
     /// Steps and losses of the lines that can be read.
     fn seen(path: &Path) -> Vec<(u64, f64)> {
         let bytes = std::fs::read(path).unwrap();
-        let steps = bytes.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok());
+        let steps =
+            bytes.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok());
         steps.map(|step: Step| (step.step, step.loss)).collect()
     }
 
@@ -142,7 +155,12 @@ mod tests {
         (1..=4).for_each(|i| lines.write(&step(i, 1.0)).unwrap());
         drop(lines);
         // A torn last line, as a killed run leaves it.
-        OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"step\":2,\"lo").unwrap();
+        OpenOptions::new()
+            .append(true)
+            .open(&path)
+            .unwrap()
+            .write_all(b"{\"step\":2,\"lo")
+            .unwrap();
         JsonLines::open(&path, 2).unwrap().write(&step(3, 2.0)).unwrap();
         assert_eq!(seen(&path), [(1, 1.0), (2, 1.0), (3, 2.0)]);
         assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 3);
@@ -173,7 +191,8 @@ mod tests {
         assert!(JsonLines::open(&path, 3).is_err_and(|e| e.to_string().contains("cannot read")));
     }
 
-    /// A trainer that has lost its run and wakes up writes nothing; and what it wrote in its last moment goes.
+    /// A trainer that has lost its run and wakes up writes nothing; and what it wrote in its last
+    /// moment goes.
     #[test]
     fn a_writer_without_a_right_does_no_harm() {
         let dir = tempfile::tempdir().unwrap();

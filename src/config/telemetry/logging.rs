@@ -30,7 +30,9 @@ impl Log for RankLogger {
     }
 
     fn log(&self, record: &Record<'_>) {
-        self.targets().filter(|logger| logger.matches(record)).for_each(|logger| logger.log(record));
+        self.targets()
+            .filter(|logger| logger.matches(record))
+            .for_each(|logger| logger.log(record));
     }
 
     fn flush(&self) {

@@ -1,5 +1,5 @@
-//! Long files of JSON lines, which grow by a line a step: read from the end, and searched for a step, in time and memory
-//! that do not grow with the file.
+//! Long files of JSON lines, which grow by a line a step: read from the end, and searched for a
+//! step, in time and memory that do not grow with the file.
 
 use std::io::{self, BufRead as _, BufReader, Read, Seek, SeekFrom};
 
@@ -45,8 +45,8 @@ impl<R: Read + Seek> FromEnd<R> {
         Ok(Self { file, start, buffer: Vec::new(), unread: 0, is_done: false })
     }
 
-    /// The line before the one that was returned last; at first, all that follows the last line break: nothing, or a line
-    /// that a kill has torn.
+    /// The line before the one that was returned last; at first, all that follows the last line
+    /// break: nothing, or a line that a kill has torn.
     ///
     /// # Errors
     /// Returns an error if the file cannot be read.
@@ -57,7 +57,10 @@ impl<R: Read + Seek> FromEnd<R> {
         loop {
             if let Some(at) = self.buffer[..self.unread].iter().rposition(|byte| *byte == b'\n') {
                 let text = at + 1..std::mem::replace(&mut self.unread, at);
-                return Ok(Some(Line { offset: self.start + text.start as u64, text: &self.buffer[text] }));
+                return Ok(Some(Line {
+                    offset: self.start + text.start as u64,
+                    text: &self.buffer[text],
+                }));
             }
             if self.start == 0 {
                 self.is_done = true;
@@ -81,8 +84,8 @@ impl<R: Read + Seek> FromEnd<R> {
     }
 }
 
-/// The record in a line; none if the line is not text, or not such a record. Text is checked as a whole: other programs
-/// read the values that are not looked at here.
+/// The record in a line; none if the line is not text, or not such a record. Text is checked as a
+/// whole: other programs read the values that are not looked at here.
 pub fn record<T: DeserializeOwned>(line: &[u8]) -> Option<T> {
     serde_json::from_str(std::str::from_utf8(line).ok()?).ok()
 }
@@ -103,15 +106,16 @@ impl Kept {
     pub const NOTHING: Self = Self { bytes: 0, is_torn: false, damaged: 0 };
 }
 
-/// Finds the part of a file of records of ascending steps that ends with the last record of step `last` or of one
-/// before. Damaged lines in it stay: readers pass over them.
+/// Finds the part of a file of records of ascending steps that ends with the last record of step
+/// `last` or of one before. Damaged lines in it stay: readers pass over them.
 ///
 /// # Errors
 /// Returns an error if the file cannot be read.
 pub fn until_step<R: Read + Seek>(mut file: R, last: u64) -> io::Result<Kept> {
     let mut lines = FromEnd::new(&mut file)?;
     let all = lines.start;
-    let (mut offset, mut damaged) = (all, 0);
+    let mut offset = all;
+    let mut damaged = 0;
     while all - offset < TAIL {
         let Some(line) = lines.previous()? else { return Ok(Kept { damaged, ..Kept::NOTHING }) };
         offset = line.offset;
@@ -160,7 +164,11 @@ fn search<R: Read + Seek>(file: R, mut high: u64, last: u64) -> io::Result<u64> 
 }
 
 /// The end and the step of the first record that begins at `middle` or after it, and before `high`.
-fn first_record<R: Read + Seek>(file: &mut BufReader<R>, middle: u64, high: u64) -> io::Result<Option<(u64, u64)>> {
+fn first_record<R: Read + Seek>(
+    file: &mut BufReader<R>,
+    middle: u64,
+    high: u64,
+) -> io::Result<Option<(u64, u64)>> {
     // The byte before shows whether a line begins here.
     file.seek(SeekFrom::Start(middle - 1))?;
     let skipped = file.skip_until(b'\n')? as u64;
@@ -168,7 +176,11 @@ fn first_record<R: Read + Seek>(file: &mut BufReader<R>, middle: u64, high: u64)
 }
 
 /// The same from the line that begins at `start`.
-fn record_from<R: Read + Seek>(file: &mut BufReader<R>, start: u64, high: u64) -> io::Result<Option<(u64, u64)>> {
+fn record_from<R: Read + Seek>(
+    file: &mut BufReader<R>,
+    start: u64,
+    high: u64,
+) -> io::Result<Option<(u64, u64)>> {
     let mut at = start;
     file.seek(SeekFrom::Start(at))?;
     let mut line = Vec::new();
@@ -194,7 +206,8 @@ mod tests {
 
     use super::*;
 
-    /// A file of a line of [`WIDTH`] bytes for each step, which is nowhere; counts the bytes that are read.
+    /// A file of a line of [`WIDTH`] bytes for each step, which is nowhere; counts the bytes that
+    /// are read.
     struct Steps {
         steps: u64,
         at: u64,
@@ -237,11 +250,23 @@ mod tests {
         }
     }
 
-    /// A file of 400 MB, and one of 4 GB: what is read does not follow their length, nor does what is held at once.
+    /// A file of 400 MB, and one of 4 GB: what is read does not follow their length, nor does what
+    /// is held at once.
     #[test]
     fn a_step_is_found_without_reading_the_file() {
         for steps in [1_000_000, 10_000_000] {
-            for last in [0, 1, 17, steps / 3, steps / 2, steps - 5_000, steps - 2_000, steps - 1, steps, steps + 9] {
+            for last in [
+                0,
+                1,
+                17,
+                steps / 3,
+                steps / 2,
+                steps - 5_000,
+                steps - 2_000,
+                steps - 1,
+                steps,
+                steps + 9,
+            ] {
                 let mut file = Steps { steps, at: 0, read: 0, most: 0 };
                 let kept = until_step(&mut file, last).unwrap();
                 assert_eq!(kept.bytes, last.min(steps) * WIDTH, "{last} of {steps}");
@@ -259,7 +284,10 @@ mod tests {
         while let Some(Line { offset, text }) = lines.previous().unwrap() {
             seen.push((offset, String::from_utf8(text.to_vec()).unwrap()));
         }
-        assert_eq!(seen, [(11, "to".into()), (5, "three".into()), (4, String::new()), (0, "one".into())]);
+        assert_eq!(
+            seen,
+            [(11, "to".into()), (5, "three".into()), (4, String::new()), (0, "one".into())]
+        );
     }
 
     #[test]
@@ -273,17 +301,23 @@ mod tests {
         assert_eq!(kept(text.trim_end(), 2), Kept { bytes: 21, is_torn: true, damaged: 0 });
         assert_eq!(kept("", 2), Kept::NOTHING);
         assert_eq!(kept("x\ny\n", 2), Kept { damaged: 2, ..Kept::NOTHING });
-        assert_eq!(kept(&format!("{text}x\n{{\"step\":3}}\n"), 3), Kept { bytes: 35, is_torn: false, damaged: 0 });
+        assert_eq!(
+            kept(&format!("{text}x\n{{\"step\":3}}\n"), 3),
+            Kept { bytes: 35, is_torn: false, damaged: 0 }
+        );
     }
 
     proptest! {
-        /// Bisection finds what reading all lines finds, whatever the lengths of lines, and wherever there is damage.
+        /// Bisection finds what reading all lines finds, whatever the lengths of lines, and
+        /// wherever there is damage.
         #[test]
         fn bisection_finds_the_last_line_of_a_step(
             lines in prop::collection::vec((0u64..3, 0usize..40_000, prop::bool::weighted(0.2)), 1..40),
             last in 0u64..60,
         ) {
-            let (mut text, mut step, mut kept) = (Vec::new(), 0, 0);
+            let mut text = Vec::new();
+            let mut step = 0;
+            let mut kept = 0;
             for (more, padding, is_damaged) in lines {
                 step += more;
                 let name = if is_damaged { "stop" } else { "step" };

@@ -32,7 +32,8 @@ pub struct Step {
     pub skipped: bool,
     /// Duration of the step.
     pub step_ms: f64,
-    /// Of it, forwards, backwards and sums on rank 0: the rest besides the three below. See [`Times`] for all five.
+    /// Of it, forwards, backwards and sums on rank 0: the rest besides the three below. See
+    /// [`Times`] for all five.
     #[serde(default)]
     pub compute_ms: f64,
     /// Of it, compute of rank 0 was blocked, waiting for messages.
@@ -56,11 +57,12 @@ pub struct Step {
     /// Model FLOPs utilisation, from 0 to 1; absent where the peak of a rank's device is unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mfu: Option<f64>,
-    /// Joules per prediction (token or sample) since the last record that has them, evaluations and saves included; every
-    /// `log.every` steps, where all nodes have energy counters.
+    /// Joules per prediction (token or sample) since the last record that has them, evaluations and
+    /// saves included; every `log.every` steps, where all nodes have energy counters.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub joules_per_token: Option<f64>,
-    /// Energy of the run so far in kWh, earlier starts and steps that were taken again included; likewise.
+    /// Energy of the run so far in kWh, earlier starts and steps that were taken again included;
+    /// likewise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub energy_kwh: Option<f64>,
     /// The most bytes that rank 0 held at once so far, all categories together.
@@ -96,8 +98,8 @@ pub fn null_is_nan<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<f6
 /// Records at the end that are searched for an energy, in units of `log.every`, and at least.
 const ENERGY_RECORDS: (u64, u64) = (4, 10_000);
 
-/// The energy that the newest record at `path` with one gives, in kWh; 0 without such a record among the last ones, where
-/// every `every`-th has one.
+/// The energy that the newest record at `path` with one gives, in kWh; 0 without such a record
+/// among the last ones, where every `every`-th has one.
 ///
 /// # Errors
 /// Returns an error if the file is there and cannot be read.
@@ -154,10 +156,19 @@ mod tests {
 
     #[test]
     fn losses_that_are_not_finite_read_back() {
-        let line =
-            serde_json::to_string(&Step { skipped: true, grad_norm: f64::INFINITY, ..step(3, f64::NAN) }).unwrap();
+        let line = serde_json::to_string(&Step {
+            skipped: true,
+            grad_norm: f64::INFINITY,
+            ..step(3, f64::NAN)
+        })
+        .unwrap();
         let back: Step = serde_json::from_str(&line).unwrap();
-        assert!(line.contains("\"loss\":null") && back.loss.is_nan() && back.grad_norm.is_nan() && back.skipped);
+        assert!(
+            line.contains("\"loss\":null")
+                && back.loss.is_nan()
+                && back.grad_norm.is_nan()
+                && back.skipped
+        );
     }
 
     #[test]
@@ -175,7 +186,8 @@ mod tests {
         assert_eq!(energy_so_far(&path, 2).unwrap(), 0.0);
         let of = |kwh: Option<f64>, number: u64| Step { energy_kwh: kwh, ..step(number, 1.0) };
         let steps = [of(None, 1), of(Some(0.5), 2), of(None, 3), of(Some(0.75), 4), of(None, 5)];
-        let text: String = steps.iter().map(|step| serde_json::to_string(step).unwrap() + "\n").collect();
+        let text: String =
+            steps.iter().map(|step| serde_json::to_string(step).unwrap() + "\n").collect();
         std::fs::write(&path, text + "{\"energy_kwh\":9").unwrap();
         assert_eq!(energy_so_far(&path, 2).unwrap(), 0.75);
     }

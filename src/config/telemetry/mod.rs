@@ -29,13 +29,17 @@ pub use hpctrain_device::readable as bytes;
 
 /// Seconds since 1970, for records.
 pub fn unix_time() -> f64 {
-    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0.0, |elapsed| elapsed.as_secs_f64())
+    std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .map_or(0.0, |elapsed| elapsed.as_secs_f64())
 }
 
-/// Formats seconds since 1970 as a time in UTC, such as `2023-11-14T22:13:20Z`; none unless its year has four digits.
+/// Formats seconds since 1970 as a time in UTC, such as `2023-11-14T22:13:20Z`; none unless its
+/// year has four digits.
 pub fn utc(since_1970: f64) -> Option<String> {
     let is_formatted = since_1970 > 0.0 && since_1970 < 253_402_300_799.0;
-    let since = is_formatted.then(|| std::time::Duration::try_from_secs_f64(since_1970).ok()).flatten()?;
+    let since =
+        is_formatted.then(|| std::time::Duration::try_from_secs_f64(since_1970).ok()).flatten()?;
     let time = std::time::UNIX_EPOCH.checked_add(since)?;
     Some(humantime::format_rfc3339_seconds(time).to_string())
 }
@@ -62,6 +66,9 @@ mod tests {
         assert_eq!([0, 999, 1000, 1_234_567].map(grouped), ["0", "999", "1,000", "1,234,567"]);
         assert_eq!(utc(1.7e9).as_deref(), Some("2023-11-14T22:13:20Z"));
         assert_eq!(utc(253_402_300_798.9).as_deref(), Some("9999-12-31T23:59:58Z"));
-        assert_eq!([0.0, -1.0, 253_402_300_799.0, 1e18, 1e300, f64::NAN, f64::INFINITY].map(utc), [const { None }; 7]);
+        assert_eq!(
+            [0.0, -1.0, 253_402_300_799.0, 1e18, 1e300, f64::NAN, f64::INFINITY].map(utc),
+            [const { None }; 7]
+        );
     }
 }

@@ -1,4 +1,5 @@
-//! `--profile`: which kernels the steps of rank 0 spent their time in, as a table for people and `profile.json`.
+//! `--profile`: which kernels the steps of rank 0 spent their time in, as a table for people and
+//! `profile.json`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -99,7 +100,8 @@ impl Report {
     /// # Errors
     /// The file system refused.
     pub fn write(&self, path: &Path) -> Result<()> {
-        let text = serde_json::to_string_pretty(self).map_err(|e| Error::internal(format!("profile: {e}")))?;
+        let text = serde_json::to_string_pretty(self)
+            .map_err(|e| Error::internal(format!("profile: {e}")))?;
         own_files::write(path, text + "\n").map_err(|e| Error::io("write", path, e))
     }
 }
@@ -128,7 +130,15 @@ impl fmt::Display for Report {
             "kernel", "calls", "seconds", "compute", "GFLOP/s", "GB/s"
         )?;
         for kernel in &self.kernels {
-            let Kernel { kernel, calls, seconds, of_compute, gflops_per_second, gigabytes_per_second, .. } = kernel;
+            let Kernel {
+                kernel,
+                calls,
+                seconds,
+                of_compute,
+                gflops_per_second,
+                gigabytes_per_second,
+                ..
+            } = kernel;
             let flops = gflops_per_second.map_or("–".into(), |rate| format!("{rate:.1}"));
             writeln!(
                 f,
@@ -137,9 +147,16 @@ impl fmt::Display for Report {
             )?;
         }
         let share = 100.0 * self.other_seconds / self.compute_seconds.max(f64::MIN_POSITIVE);
-        write!(f, "{:<34} {:>8} {:>10.3} {share:>6.1} %", "between kernels", "", self.other_seconds)?;
+        write!(
+            f,
+            "{:<34} {:>8} {:>10.3} {share:>6.1} %",
+            "between kernels", "", self.other_seconds
+        )?;
         if self.waits_for_kernels {
-            write!(f, "\nthe device was waited for after every kernel: the run was slower than without a profile")?;
+            write!(
+                f,
+                "\nthe device was waited for after every kernel: the run was slower than without a profile"
+            )?;
         }
         Ok(())
     }
@@ -151,7 +168,13 @@ mod tests {
 
     #[test]
     fn the_longest_comes_first_and_shares_add_up() {
-        let tally = |calls, seconds, flops, bytes| KernelStats { calls, seconds, fastest: seconds, flops, bytes };
+        let tally = |calls, seconds, flops, bytes| KernelStats {
+            calls,
+            seconds,
+            fastest: seconds,
+            flops,
+            bytes,
+        };
         let tallies = BTreeMap::from([
             (("add", [4, 0, 0, 0]), tally(4, 0.5, 0.0, 1e9)),
             (("linear", [1, 2, 3, 0]), tally(1, 0.5, 2e9, 5e8)),
@@ -159,14 +182,28 @@ mod tests {
         ]);
         let times = Times { compute: 3.0, optimizer: 1.0, loader: 5.0, ..Times::default() };
         let report = Report::new(&tallies, 7, times, 2, true);
-        assert_eq!(report.kernels.iter().map(|kernel| &kernel.kernel[..]).collect::<Vec<_>>(), ["linear", "add"]);
+        assert_eq!(
+            report.kernels.iter().map(|kernel| &kernel.kernel[..]).collect::<Vec<_>>(),
+            ["linear", "add"]
+        );
         let [linear, add] = &report.kernels[..] else { panic!("{report:?}") };
         assert_eq!((linear.gflops_per_second, linear.of_compute), (Some(4.0), 0.5));
-        assert_eq!(linear.shapes.iter().map(|shape| &shape.sizes[..]).collect::<Vec<_>>(), [[2, 2, 3], [1, 2, 3]]);
+        assert_eq!(
+            linear.shapes.iter().map(|shape| &shape.sizes[..]).collect::<Vec<_>>(),
+            [[2, 2, 3], [1, 2, 3]]
+        );
         assert_eq!((add.flops, add.gflops_per_second, add.gigabytes_per_second), (None, None, 2.0));
         assert_eq!((report.compute_seconds, report.other_seconds), (4.0, 1.5));
         let text = report.to_string();
-        assert!(text.contains("linear                                    2      2.000   50.0 %       4.0"), "{text}");
-        assert!(text.contains("between kernels") && text.contains("37.5 %\nthe device was waited for"), "{text}");
+        assert!(
+            text.contains(
+                "linear                                    2      2.000   50.0 %       4.0"
+            ),
+            "{text}"
+        );
+        assert!(
+            text.contains("between kernels") && text.contains("37.5 %\nthe device was waited for"),
+            "{text}"
+        );
     }
 }

@@ -21,7 +21,8 @@ pub struct Progress {
     pace: Cell<Pace>,
 }
 
-/// Steps since the last line. A single one may say little: on parameter servers two end at almost the same time.
+/// Steps since the last line. A single one may say little: on parameter servers two end at almost
+/// the same time.
 #[derive(Clone, Copy, Default)]
 struct Pace {
     steps: u64,
@@ -52,8 +53,10 @@ impl Pace {
 
     /// FLOP/s per rank and MFU, each where it is known, with two spaces before it.
     fn efficiency(self) -> String {
-        let rate = (self.tflop > 0.0).then(|| format!("  {}", readable_rate(self.tflop / (self.ms * 1e-3))));
-        let mfu = self.utilised_ms.map(|utilised| format!("  MFU {:.1} %", 100.0 * utilised / self.ms));
+        let rate = (self.tflop > 0.0)
+            .then(|| format!("  {}", readable_rate(self.tflop / (self.ms * 1e-3))));
+        let mfu =
+            self.utilised_ms.map(|utilised| format!("  MFU {:.1} %", 100.0 * utilised / self.ms));
         rate.unwrap_or_default() + &mfu.unwrap_or_default()
     }
 
@@ -64,24 +67,36 @@ impl Pace {
 }
 
 impl Progress {
-    /// Begins at step `first` of `total`; without a terminal, prints every `every` steps. Times and rates are means of the steps since the
-    /// last line, or since the last multiple of `every`.
+    /// Begins at step `first` of `total`; without a terminal, prints every `every` steps. Times and
+    /// rates are means of the steps since the last line, or since the last multiple of `every`.
     ///
     /// `predictions` is the word for the predictions counted: tokens, samples.
     pub fn new(first: u64, total: u64, every: u64, predictions: &'static str) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::new(total).with_position(first);
             let template = "{bar:24} {pos}/{len} {msg}";
-            bar.set_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()));
+            bar.set_style(
+                ProgressStyle::with_template(template)
+                    .unwrap_or_else(|_| ProgressStyle::default_bar()),
+            );
             bar
         });
-        Self { bar, every, first, total, predictions, started: Instant::now(), pace: Cell::default() }
+        Self {
+            bar,
+            every,
+            first,
+            total,
+            predictions,
+            started: Instant::now(),
+            pace: Cell::default(),
+        }
     }
 
     /// A step has finished; `trouble` is what people are to know besides.
     pub fn step(&self, step: &Step, trouble: Option<&str>) {
         let done = step.step - self.first;
-        let left = self.started.elapsed().as_secs_f64() / done.max(1) as f64 * (self.total - step.step) as f64;
+        let left = self.started.elapsed().as_secs_f64() / done.max(1) as f64
+            * (self.total - step.step) as f64;
         let skipped = if step.skipped { "  (update skipped: not finite)" } else { "" };
         let trouble = trouble.map(|trouble| format!("  ({trouble})")).unwrap_or_default();
         let pace = self.pace.get().and(step);
@@ -89,7 +104,10 @@ impl Progress {
         self.pace.set(if ends { Pace::default() } else { pace });
         let (ms, rate) = pace.means();
         let predictions = self.predictions.trim_end_matches('s');
-        let energy = step.joules_per_token.map(|joules| format!("  {joules:.2e} J/{predictions}")).unwrap_or_default();
+        let energy = step
+            .joules_per_token
+            .map(|joules| format!("  {joules:.2e} J/{predictions}"))
+            .unwrap_or_default();
         let facts = format!(
             "loss {:.4}  lr {:.2e}  norm {:.3}  {:.1} ms  {} {}/s{}{energy}  ETA {}{skipped}{trouble}",
             step.loss,
@@ -132,8 +150,14 @@ impl Progress {
 /// Seconds as `h:mm:ss` or `m:ss`.
 fn clock(seconds: f64) -> String {
     let whole = Duration::from_secs_f64(seconds.clamp(0.0, 1e9)).as_secs();
-    let (hours, minutes, seconds) = (whole / 3600, whole / 60 % 60, whole % 60);
-    if hours > 0 { format!("{hours}:{minutes:02}:{seconds:02}") } else { format!("{minutes}:{seconds:02}") }
+    let hours = whole / 3600;
+    let minutes = whole / 60 % 60;
+    let seconds = whole % 60;
+    if hours > 0 {
+        format!("{hours}:{minutes:02}:{seconds:02}")
+    } else {
+        format!("{minutes}:{seconds:02}")
+    }
 }
 
 #[cfg(test)]
@@ -142,8 +166,13 @@ mod tests {
 
     #[test]
     fn times_and_rates_are_means() {
-        let step = |step_ms: f64| Step { step_ms, tokens_per_second: 8.0 / (step_ms * 1e-3), ..Step::default() };
-        let pace = Pace::default().and(&step(3.0)).and(&step(0.001)).and(&step(1.0)).and(&step(0.0));
+        let step = |step_ms: f64| Step {
+            step_ms,
+            tokens_per_second: 8.0 / (step_ms * 1e-3),
+            ..Step::default()
+        };
+        let pace =
+            Pace::default().and(&step(3.0)).and(&step(0.001)).and(&step(1.0)).and(&step(0.0));
         let (ms, rate) = pace.means();
         assert!((ms - 4.001 / 4.0).abs() < 1e-9 && rate == (24.0 / 4.001e-3) as u64, "{ms} {rate}");
     }

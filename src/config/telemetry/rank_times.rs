@@ -1,4 +1,5 @@
-//! `ranks.jsonl`: the compute times of ranks, one JSON object a window of `log.straggler_window` steps.
+//! `ranks.jsonl`: the compute times of ranks, one JSON object a window of `log.straggler_window`
+//! steps.
 
 use serde::{Deserialize, Serialize};
 
@@ -18,8 +19,8 @@ pub struct RankTimes {
     pub step: u64,
     /// Its steps.
     pub steps: u64,
-    /// Milliseconds a step that each rank computed, waits for messages and data excluded; ranks in order, if they are at
-    /// most 64.
+    /// Milliseconds a step that each rank computed, waits for messages and data excluded; ranks in
+    /// order, if they are at most 64.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub compute_ms: Vec<f64>,
     /// The distribution of these times over more ranks.
@@ -32,14 +33,16 @@ pub struct RankTimes {
 pub struct Spread {
     /// Number of ranks.
     pub ranks: usize,
-    /// Their shortest time, the times that 10 %, 50 % and 90 % of them do not exceed, and the longest.
+    /// Their shortest time, the times that 10 %, 50 % and 90 % of them do not exceed, and the
+    /// longest.
     pub quantiles_ms: [f64; 5],
     /// The slowest ranks with their times, slowest first.
     pub slowest_ms: Vec<(usize, f64)>,
 }
 
 impl RankTimes {
-    /// The record of a window of `steps` steps that ends with step `step`, in which ranks took these milliseconds a step.
+    /// The record of a window of `steps` steps that ends with step `step`, in which ranks took
+    /// these milliseconds a step.
     pub fn new(step: u64, steps: u64, compute_ms: Vec<f64>) -> Self {
         if compute_ms.len() <= EACH {
             return Self { step, steps, compute_ms, spread: None };
@@ -76,8 +79,14 @@ mod tests {
             assert_eq!(many.ranks(), ranks);
             let spread = many.spread.unwrap();
             let share = |percent: f64| (ranks as f64 * percent).ceil();
-            assert_eq!(spread.quantiles_ms, [1.0, share(0.1), share(0.5), share(0.9), ranks as f64]);
-            assert_eq!((spread.slowest_ms.len(), spread.slowest_ms[0]), (SLOWEST, (ranks - 1, ranks as f64)));
+            assert_eq!(
+                spread.quantiles_ms,
+                [1.0, share(0.1), share(0.5), share(0.9), ranks as f64]
+            );
+            assert_eq!(
+                (spread.slowest_ms.len(), spread.slowest_ms[0]),
+                (SLOWEST, (ranks - 1, ranks as f64))
+            );
             line.len()
         };
         assert!(length(10_000) < 600 && length(100) < 600);

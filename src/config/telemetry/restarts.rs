@@ -44,7 +44,10 @@ pub struct Restart {
 
 /// The starts in these lines; those that cannot be read are left out.
 pub fn in_lines(lines: &[u8]) -> Vec<Restart> {
-    lines.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect()
+    lines
+        .split(|byte| *byte == b'\n')
+        .filter_map(|line| serde_json::from_slice(line).ok())
+        .collect()
 }
 
 /// The starts on record in a run's directory; none where it was not supervised.

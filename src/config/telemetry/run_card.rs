@@ -45,7 +45,8 @@ pub struct EnergyUse {
     pub sources: Vec<Source>,
     /// Energy of all starts.
     pub kwh: f64,
-    /// Joules per prediction (token or sample) of this start's steps, evaluations and saves included.
+    /// Joules per prediction (token or sample) of this start's steps, evaluations and saves
+    /// included.
     pub joules_per_token: f64,
 }
 
@@ -87,7 +88,8 @@ pub struct RunCard {
     /// Model TFLOP/s per rank at that throughput.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tflops_per_rank: Option<f64>,
-    /// Model FLOPs utilisation at that throughput, from 0 to 1, where the peak of every rank's device is known.
+    /// Model FLOPs utilisation at that throughput, from 0 to 1, where the peak of every rank's
+    /// device is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mfu: Option<f64>,
     /// Energy, where all nodes have counters.
@@ -104,8 +106,8 @@ pub struct RunCard {
     /// Bytes that rank 0 sent to other ranks in this start, where there are ranks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub comm_sent_bytes: Option<u64>,
-    /// The longest chain of messages between ranks that had to come one after the other; counted where ranks are threads
-    /// (`hpctrain simulate`).
+    /// The longest chain of messages between ranks that had to come one after the other; counted
+    /// where ranks are threads (`hpctrain simulate`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub comm_rounds: Option<u64>,
     /// Most bytes of a GPU's memory that rank 0 had taken at once.
@@ -135,7 +137,9 @@ impl RunCard {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(Error::io("read", path, e)),
         };
-        serde_json::from_str(&text).map(Some).map_err(|e| Error::damaged(format!("{}: {e}", path.display())))
+        serde_json::from_str(&text)
+            .map(Some)
+            .map_err(|e| Error::damaged(format!("{}: {e}", path.display())))
     }
 
     /// Writes the card.
@@ -143,7 +147,8 @@ impl RunCard {
     /// # Errors
     /// The file system refused.
     pub fn write(&self, path: &Path) -> Result<()> {
-        let text = serde_json::to_string_pretty(self).map_err(|e| Error::internal(format!("run card: {e}")))?;
+        let text = serde_json::to_string_pretty(self)
+            .map_err(|e| Error::internal(format!("run card: {e}")))?;
         own_files::write(path, text + "\n").map_err(|e| Error::io("write", path, e))
     }
 }

@@ -98,12 +98,15 @@ impl Estimate {
     }
 }
 
-fn named(categories: &[usize; MemoryKind::ALL.len()]) -> impl Iterator<Item = (&'static str, usize)> {
+fn named(
+    categories: &[usize; MemoryKind::ALL.len()],
+) -> impl Iterator<Item = (&'static str, usize)> {
     MemoryKind::ALL.iter().map(|what| what.name()).zip(categories.iter().copied())
 }
 
 fn listed(parts: impl Iterator<Item = (&'static str, usize)>) -> String {
-    let parts = parts.filter(|(_, size)| *size > 0).map(|(name, size)| format!("{name} {}", bytes(size)));
+    let parts =
+        parts.filter(|(_, size)| *size > 0).map(|(name, size)| format!("{name} {}", bytes(size)));
     parts.collect::<Vec<_>>().join(", ")
 }
 
@@ -119,7 +122,10 @@ pub fn banner(plan: &ResolvedConfig, facts: &Facts<'_>) -> String {
     line("run", facts.directory.display().to_string());
     if let Some((step, from)) = facts.resumed {
         let from = from.map(|path| format!("at step {step} from {}", path.display()));
-        line("resumed", from.unwrap_or_else(|| format!("no checkpoint yet: begins at step {step}")));
+        line(
+            "resumed",
+            from.unwrap_or_else(|| format!("no checkpoint yet: begins at step {step}")),
+        );
     }
     if let Some(time) = &facts.time {
         line("time", time.clone());
@@ -183,13 +189,17 @@ pub fn banner(plan: &ResolvedConfig, facts: &Facts<'_>) -> String {
             1 => "central, on the first rank".to_string(),
             owners => format!("central, on {owners} owners"),
         };
-        line("storage", told + if mesh.pipeline * mesh.tensor > 1 { " of each stage and slice" } else { "" });
+        line(
+            "storage",
+            told + if mesh.pipeline * mesh.tensor > 1 { " of each stage and slice" } else { "" },
+        );
     }
     if let Some(averaging) = plan.averaging {
         let outer = averaging.outer.map_or(String::new(), |outer| {
             format!("; outer step at rate {} with momentum {}", outer.lr, outer.momentum)
         });
-        let (replicas, every) = (averaging.replicas, plural(averaging.every as usize, "step"));
+        let replicas = averaging.replicas;
+        let every = plural(averaging.every as usize, "step");
         let told = format!("{replicas} replicas train apart, averaged every {every}");
         line("averages", format!("{told}, {} of them on a rank{outer}", plan.replicas_here()));
     }
@@ -205,7 +215,11 @@ pub fn banner(plan: &ResolvedConfig, facts: &Facts<'_>) -> String {
     }
     line("model", format!("{}: {} parameters", plan.network.describe(), grouped(facts.parameters)));
     let (samples, tokens) = facts.train;
-    let tokens = if plan.network.is_language() { format!(" ({} tokens)", grouped(tokens)) } else { String::new() };
+    let tokens = if plan.network.is_language() {
+        format!(" ({} tokens)", grouped(tokens))
+    } else {
+        String::new()
+    };
     let path = plan.config.data.told();
     let validation = match facts.validation {
         Some(samples) => format!("{} for validation", grouped(samples)),

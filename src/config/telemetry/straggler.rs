@@ -9,8 +9,9 @@ pub struct Straggler {
     pub times: f64,
 }
 
-/// Seconds a step by which a slow rank computes longer than the median at least. Of steps that take a few milliseconds the system's
-/// own work makes more than the usual factor on one of two ranks, now and then.
+/// Seconds a step by which a slow rank computes longer than the median at least. Of steps that take
+/// a few milliseconds the system's own work makes more than the usual factor on one of two ranks,
+/// now and then.
 const NOTICEABLE: f64 = 0.005;
 
 /// A full window of steps.
@@ -39,14 +40,14 @@ pub struct Stragglers {
 }
 
 impl Stragglers {
-    /// Finds ranks that compute `factor` times as long as the median of the `alike` ranks of their stage over `window` steps; 0
-    /// finds none.
+    /// Finds ranks that compute `factor` times as long as the median of the `alike` ranks of their
+    /// stage over `window` steps; 0 finds none.
     pub fn new(factor: f64, alike: usize, window: u64) -> Self {
         Self { factor, alike, window, steps: 0, seconds: Vec::new() }
     }
 
-    /// Adds a step: the seconds that each rank computed, waiting for messages and data left out. When a window is full,
-    /// returns it, and begins the next one.
+    /// Adds a step: the seconds that each rank computed, waiting for messages and data left out.
+    /// When a window is full, returns it, and begins the next one.
     pub fn step(&mut self, seconds: &[f64]) -> Option<Window> {
         self.seconds.resize(seconds.len(), 0.0);
         self.seconds.iter_mut().zip(seconds).for_each(|(sum, seconds)| *sum += seconds);
@@ -59,16 +60,22 @@ impl Stragglers {
         let mut stragglers = Vec::new();
         for (stage, of_stage) in seconds.chunks(self.alike.max(1)).enumerate() {
             let of_stage = slow(of_stage, self.factor, self.window);
-            stragglers.extend(of_stage.into_iter().map(|(i, times)| Straggler { rank: stage * self.alike + i, times }));
+            stragglers.extend(
+                of_stage
+                    .into_iter()
+                    .map(|(i, times)| Straggler { rank: stage * self.alike + i, times }),
+            );
         }
         Some(Window { steps: self.window, seconds, stragglers })
     }
 }
 
-/// Those that take `factor` times as long as the median or longer, and 5 ms longer a step, over so many `steps` in which
-/// each took so many `seconds`: their numbers, and their times as multiples of the median. A factor of 0 finds none.
+/// Those that take `factor` times as long as the median or longer, and 5 ms longer a step, over so
+/// many `steps` in which each took so many `seconds`: their numbers, and their times as multiples
+/// of the median. A factor of 0 finds none.
 pub fn slow(seconds: &[f64], factor: f64, steps: u64) -> Vec<(usize, f64)> {
-    let (median, noticeable) = (median(seconds), NOTICEABLE * steps as f64);
+    let median = median(seconds);
+    let noticeable = NOTICEABLE * steps as f64;
     let mut found = Vec::new();
     for (i, &sum) in seconds.iter().enumerate() {
         let times = if median > 0.0 { sum / median } else { 1.0 };
@@ -92,7 +99,10 @@ mod tests {
 
     /// Stragglers found in some steps of ranks that take these seconds.
     fn found(stragglers: &mut Stragglers, steps: usize, seconds: &[f64]) -> Vec<Straggler> {
-        (0..steps).filter_map(|_| stragglers.step(seconds)).flat_map(|window| window.stragglers).collect()
+        (0..steps)
+            .filter_map(|_| stragglers.step(seconds))
+            .flat_map(|window| window.stragglers)
+            .collect()
     }
 
     #[test]
@@ -126,14 +136,20 @@ mod tests {
     fn a_rank_of_short_steps_is_not_slow_by_noise() {
         let mut stragglers = Stragglers::new(1.5, 4, 20);
         assert_eq!(found(&mut stragglers, 40, &[1.0 / 256.0, 2.0 / 256.0]), []);
-        assert_eq!(found(&mut stragglers, 20, &[1.0 / 256.0, 3.0 / 256.0]), [Straggler { rank: 1, times: 3.0 }]);
+        assert_eq!(
+            found(&mut stragglers, 20, &[1.0 / 256.0, 3.0 / 256.0]),
+            [Straggler { rank: 1, times: 3.0 }]
+        );
     }
 
     #[test]
     fn ranks_are_compared_with_those_of_their_stage() {
         let mut stragglers = Stragglers::new(1.5, 2, 1);
         assert_eq!(found(&mut stragglers, 1, &[1.0, 1.0, 9.0, 9.0]), []);
-        assert_eq!(found(&mut stragglers, 1, &[1.0, 1.0, 3.0, 9.0]), [Straggler { rank: 3, times: 3.0 }]);
+        assert_eq!(
+            found(&mut stragglers, 1, &[1.0, 1.0, 3.0, 9.0]),
+            [Straggler { rank: 3, times: 3.0 }]
+        );
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! The time of steps on one rank, by use.
 //!
-//! Exposed communication is the time in `Pending::wait` (`Stats::blocked`). Hidden communication is the time of the
-//! communication thread inside collectives (`Stats::busy`) less the exposed time. Waits for late ranks are included,
-//! because a rank cannot tell a late peer from a slow wire; `telemetry::straggler` compares the compute times of the
-//! ranks instead.
+//! Exposed communication is the time in `Pending::wait` (`Stats::blocked`). Hidden communication is
+//! the time of the communication thread inside collectives (`Stats::busy`) less the exposed time.
+//! Waits for late ranks are included, because a rank cannot tell a late peer from a slow wire;
+//! `telemetry::straggler` compares the compute times of the ranks instead.
 
 use std::fmt;
 use std::ops::{AddAssign, Div};
@@ -32,8 +32,9 @@ pub struct Times {
     pub compute: f64,
     /// Compute was blocked, waiting for messages.
     pub comm_exposed: f64,
-    /// The communication thread was inside collectives, waiting for late ranks included, while compute went on.
-    /// A collective counts where it ends, which may be the step after the one that started it.
+    /// The communication thread was inside collectives, waiting for late ranks included, while
+    /// compute went on. A collective counts where it ends, which may be the step after the one that
+    /// started it.
     pub comm_hidden: f64,
     /// Waiting for data.
     pub loader: f64,
@@ -45,7 +46,8 @@ impl Times {
     /// The time spent between two readings of the counters.
     pub fn between(before: TimeCounters, after: TimeCounters) -> Self {
         let comm_exposed = after.blocked - before.blocked;
-        let (loader, optimizer) = (after.loader - before.loader, after.optimizer - before.optimizer);
+        let loader = after.loader - before.loader;
+        let optimizer = after.optimizer - before.optimizer;
         // Clocks are read one after another: the delay between them must not make a time negative.
         let rest = |whole: f64, parts: f64| (whole - parts).max(0.0);
         Self {
@@ -91,7 +93,8 @@ impl Div<f64> for Times {
 /// Shares of the whole, for people.
 impl fmt::Display for Times {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let share = |part: f64| format!("{:.0} %", 100.0 * part / self.total().max(f64::MIN_POSITIVE));
+        let share =
+            |part: f64| format!("{:.0} %", 100.0 * part / self.total().max(f64::MIN_POSITIVE));
         let Self { compute, comm_exposed, comm_hidden, loader, optimizer } = *self;
         write!(
             f,
@@ -117,7 +120,13 @@ mod tests {
     fn parts_add_up_and_none_is_negative() {
         let before = spent(10.0, 1.0, 2.0, 0.5, 0.25);
         let times = Times::between(before, spent(14.0, 1.5, 3.5, 0.75, 0.5));
-        let want = Times { compute: 3.0, comm_exposed: 0.5, comm_hidden: 1.0, loader: 0.25, optimizer: 0.25 };
+        let want = Times {
+            compute: 3.0,
+            comm_exposed: 0.5,
+            comm_hidden: 1.0,
+            loader: 0.25,
+            optimizer: 0.25,
+        };
         assert_eq!(times, want);
         assert_eq!(times.total(), 4.0);
         let mut twice = times;
@@ -131,8 +140,15 @@ mod tests {
 
     #[test]
     fn shares_read_well() {
-        let times = Times { compute: 3.0, comm_exposed: 0.5, comm_hidden: 1.0, loader: 0.25, optimizer: 0.25 };
-        let want = "compute 75 %, exposed communication 12 % (hidden 25 %), loader 6 %, optimizer 6 %";
+        let times = Times {
+            compute: 3.0,
+            comm_exposed: 0.5,
+            comm_hidden: 1.0,
+            loader: 0.25,
+            optimizer: 0.25,
+        };
+        let want =
+            "compute 75 %, exposed communication 12 % (hidden 25 %), loader 6 %, optimizer 6 %";
         assert_eq!(times.to_string(), want);
         assert!(Times::default().to_string().starts_with("compute 0 %"));
     }

@@ -1,8 +1,9 @@
-//! `--trace`: the activity of the threads of all ranks, on one clock, as a file for <https://ui.perfetto.dev> or
-//! `chrome://tracing`.
+//! `--trace`: the activity of the threads of all ranks, on one clock, as a file for
+//! <https://ui.perfetto.dev> or `chrome://tracing`.
 //!
-//! Events stay in the memory of their rank until the end of the run. Then rank 0 collects and writes them. Its clock
-//! counts: ranks on other hosts measure at the start the offset of theirs ([`Comm::clock_offset`]).
+//! Events stay in the memory of their rank until the end of the run. Then rank 0 collects and
+//! writes them. Its clock counts: ranks on other hosts measure at the start the offset of theirs
+//! ([`Comm::clock_offset`]).
 
 use std::path::Path;
 
@@ -63,10 +64,17 @@ impl Trace {
         let mut recorded = comm.activity().take();
         recorded.kept.sort_by_key(|event| (event.track, event.start, u64::MAX - event.end));
         let first = recorded.kept.iter().map(|event| self.shared_time(event.start)).min();
-        let head = Head { host: comm.node().host, events: recorded.kept.len(), lost: recorded.lost, first };
+        let head = Head {
+            host: comm.node().host,
+            events: recorded.kept.len(),
+            lost: recorded.lost,
+            first,
+        };
         let head = serde_json::to_vec(&head).map_err(|e| Error::internal(e.to_string()))?;
-        let heads = world.gather_bytes(head).wait()?.into_iter().map(|head| serde_json::from_slice(&head));
-        let heads: Vec<Head> = heads.collect::<Result<_, _>>().map_err(|e| Error::comm(format!("a trace: {e}")))?;
+        let heads =
+            world.gather_bytes(head).wait()?.into_iter().map(|head| serde_json::from_slice(&head));
+        let heads: Vec<Head> =
+            heads.collect::<Result<_, _>>().map_err(|e| Error::comm(format!("a trace: {e}")))?;
 
         let origin = heads.iter().filter_map(|head| head.first).min().unwrap_or_default();
         let mut written = self.file.as_mut().map_or(Ok(()), |file| begin(file, &heads, origin));
@@ -75,7 +83,8 @@ impl Trace {
         for _ in 0..rounds {
             let mine = self.lines(comm.rank(), chunks.next().unwrap_or_default(), origin)?;
             for lines in world.gather_bytes(mine).wait()? {
-                written = written.and_then(|()| self.file.as_mut().map_or(Ok(()), |file| file.lines(&lines)));
+                written = written
+                    .and_then(|()| self.file.as_mut().map_or(Ok(()), |file| file.lines(&lines)));
             }
         }
         let lost = heads.iter().map(|head| head.lost).sum();
@@ -91,7 +100,11 @@ impl Trace {
     fn lines(&self, rank: usize, events: &[Event], origin: u64) -> Result<Vec<u8>> {
         let mut lines = Vec::new();
         for event in events {
-            lines.extend(TraceEvent::of(event, self.offset).line(rank, thread(event.track), origin)?);
+            lines.extend(TraceEvent::of(event, self.offset).line(
+                rank,
+                thread(event.track),
+                origin,
+            )?);
         }
         Ok(lines)
     }
@@ -102,7 +115,9 @@ fn begin(file: &mut TraceFile, heads: &[Head], origin: u64) -> Result<()> {
     file.begin(origin)?;
     for (rank, head) in heads.iter().enumerate() {
         file.process(rank, &format!("rank {rank} on {}", head.host))?;
-        Track::ALL.into_iter().try_for_each(|track| file.thread(rank, thread(track), track.name()))?;
+        Track::ALL
+            .into_iter()
+            .try_for_each(|track| file.thread(rank, thread(track), track.name()))?;
     }
     Ok(())
 }

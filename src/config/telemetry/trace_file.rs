@@ -1,4 +1,5 @@
-//! The file of a trace, for <https://ui.perfetto.dev> or `chrome://tracing`: processes, their threads, and events.
+//! The file of a trace, for <https://ui.perfetto.dev> or `chrome://tracing`: processes, their
+//! threads, and events.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Write as _};
@@ -72,7 +73,10 @@ impl TraceEvent {
 
     fn complete(&self, process: usize, thread: usize, start: u64) -> Complete<'_> {
         Complete {
-            name: self.unit.as_ref().map_or(self.name.clone(), |unit| format!("{} {unit}", self.name)),
+            name: self
+                .unit
+                .as_ref()
+                .map_or(self.name.clone(), |unit| format!("{} {unit}", self.name)),
             cat: &self.name,
             ph: "X",
             ts: start as f64 * 1e-3,
@@ -93,7 +97,8 @@ impl TraceFile {
         // An older trace stays until there is a newer one.
         let file = OpenOptions::new().create(true).append(true).open(path);
         let file = file.map_err(|e| {
-            Error::io("write the trace", path, e).hint("give --trace a file in a directory that can be written")
+            Error::io("write the trace", path, e)
+                .hint("give --trace a file in a directory that can be written")
         })?;
         Ok(Self { path: path.to_path_buf(), out: BufWriter::new(file), origin: 0, is_empty: true })
     }
@@ -145,7 +150,10 @@ impl TraceFile {
     /// Ends the trace; so many events found no room.
     pub fn end(mut self, lost: u64) -> Result<()> {
         if lost > 0 {
-            log::warn!("{} lacks {lost} events: the memory for events was full", self.path.display());
+            log::warn!(
+                "{} lacks {lost} events: the memory for events was full",
+                self.path.display()
+            );
         }
         // Time 0, in seconds since 1970, and the number of events that did not fit.
         let other = json!({ "unix_time": self.origin as f64 * 1e-9, "lost_events": lost });

@@ -32,7 +32,8 @@ impl Instructions {
     #[inline(always)]
     fn dot(self, x: f32, y: f32x16, sum: f32x16) -> f32x16 {
         let x = self.0.splat_f32s(x);
-        // SAFETY: the CPU has the instruction, or there were no `self`; all types are 64 bytes of plain numbers.
+        // SAFETY: the CPU has the instruction, or there were no `self`; all types are 64 bytes of
+        // plain numbers.
         unsafe {
             let [x, y] = [x, y].map(|words| transmute::<f32x16, __m512bh>(words));
             transmute::<__m512, f32x16>(_mm512_dpbf16_ps(transmute::<f32x16, __m512>(sum), x, y))
@@ -43,18 +44,21 @@ impl Instructions {
 /// Dot products of a register pair that [`Instructions::multiply_add`] makes: some milliseconds.
 const ROUNDS: usize = 1 << 20;
 
-/// Registers that [`Instructions::multiply_add`] adds to in turn: an addition takes longer than it takes to start the next.
+/// Registers that [`Instructions::multiply_add`] adds to in turn: an addition takes longer than it
+/// takes to start the next.
 const REGISTERS: usize = 12;
 
 impl Instructions {
-    /// Multiplies and adds on registers alone; returns the number of floating-point operations, and a sum that depends on
-    /// all of them.
+    /// Multiplies and adds on registers alone; returns the number of floating-point operations, and
+    /// a sum that depends on all of them.
     pub fn multiply_add(self, factor: f32) -> (usize, f32) {
         // SAFETY: the CPU has the instructions, or there were no `self`.
         unsafe { self.multiply_add_by(factor) }
     }
 
-    #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16,avx2,fma,bmi1,bmi2,lzcnt,popcnt")]
+    #[target_feature(
+        enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16,avx2,fma,bmi1,bmi2,lzcnt,popcnt"
+    )]
     fn multiply_add_by(self, factor: f32) -> (usize, f32) {
         let words = self.0.splat_f32s(factor);
         let mut sums = [self.0.splat_f32s(0.0); REGISTERS];
@@ -63,7 +67,8 @@ impl Instructions {
                 *sum = self.dot(factor, words, *sum);
             }
         }
-        let total = sums.into_iter().fold(self.0.splat_f32s(0.0), |total, sum| self.0.add_f32s(total, sum));
+        let total =
+            sums.into_iter().fold(self.0.splat_f32s(0.0), |total, sum| self.0.add_f32s(total, sum));
         // A word is two terms, each a multiplication and an addition.
         (ROUNDS * REGISTERS * LANES * 4, self.0.reduce_sum_f32s(total))
     }
@@ -94,7 +99,9 @@ impl Part<'_> {
         unsafe { self.compute_by(by) };
     }
 
-    #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16,avx2,fma,bmi1,bmi2,lzcnt,popcnt")]
+    #[target_feature(
+        enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16,avx2,fma,bmi1,bmi2,lzcnt,popcnt"
+    )]
     fn compute_by(mut self, by: Instructions) {
         let rows = self.c.nrows();
         let mut row = 0;
@@ -139,8 +146,11 @@ impl Part<'_> {
                 let (many, rest) = strips.as_chunks::<WORDS>();
                 let mut at = 0;
                 for strips in many {
-                    let rows: [&[f32; WORDS]; HIGH] =
-                        from_fn(|r| words[(first + r) * stride + at..].first_chunk().expect("a row has all words"));
+                    let rows: [&[f32; WORDS]; HIGH] = from_fn(|r| {
+                        words[(first + r) * stride + at..]
+                            .first_chunk()
+                            .expect("a row has all words")
+                    });
                     for word in 0..WORDS {
                         add(
                             by,
@@ -166,7 +176,8 @@ impl Part<'_> {
             Left::Panels { words, height } => {
                 let words = words.get(first / ROWS * height..).unwrap_or_default();
                 for (words, strip) in words.iter().zip(strips) {
-                    let words: &[f32; HIGH] = words[first % ROWS..].first_chunk().expect("rows of a panel");
+                    let words: &[f32; HIGH] =
+                        words[first % ROWS..].first_chunk().expect("rows of a panel");
                     add(
                         by,
                         &mut sums,
@@ -185,7 +196,8 @@ impl Part<'_> {
         let first = self.panel * COLUMNS;
         let start = self.start.of(first + columns.start..first + columns.end);
         for (r, out) in out.iter().enumerate() {
-            let to = &mut self.c.row_mut(row + r).into_slice().expect("rows are contiguous")[columns.clone()];
+            let to = &mut self.c.row_mut(row + r).into_slice().expect("rows are contiguous")
+                [columns.clone()];
             start.put(to, &out.0);
         }
     }

@@ -1,10 +1,12 @@
 //! Matrix products of f32 rounded to bf16, with sums in f32, by AVX512-BF16.
 //!
-//! The result is cut into blocks whose operands the caches hold. All threads round and pack both operands, in the order in which
-//! tiles read them: a word has two neighbouring terms. Then they compute tiles of the result, whose sums stay in registers
-//! (`small_gemm.rs`). Words are added one after the other, in pieces of fixed length, so bits depend neither on the cut nor on the
-//! number of threads. The scheme is that of K. Goto and R. van de Geijn, "Anatomy of high-performance matrix multiplication"
-//! (ACM TOMS 34, 2008), with packed operands shared among threads. Operands in f32 are read in place (`../sgemm/`).
+//! The result is cut into blocks whose operands the caches hold. All threads round and pack both
+//! operands, in the order in which tiles read them: a word has two neighbouring terms. Then they
+//! compute tiles of the result, whose sums stay in registers (`small_gemm.rs`). Words are added one
+//! after the other, in pieces of fixed length, so bits depend neither on the cut nor on the number
+//! of threads. The scheme is that of K. Goto and R. van de Geijn, "Anatomy of high-performance
+//! matrix multiplication" (ACM TOMS 34, 2008), with packed operands shared among threads. Operands
+//! in f32 are read in place (`../sgemm/`).
 
 #[cfg(target_arch = "x86_64")]
 mod microkernel;
@@ -34,7 +36,8 @@ const ROWS: usize = 12;
 /// Words of an operand that are packed at a time: 4 MiB.
 const ROOM: usize = 1 << 20;
 
-/// Panels of columns that a task goes through for a tile's rows before it takes the next rows: half of a small L2 cache.
+/// Panels of columns that a task goes through for a tile's rows before it takes the next rows: half
+/// of a small L2 cache.
 const GROUP: usize = 4;
 
 /// Panels of rows that one task packs.
@@ -55,7 +58,8 @@ pub fn is_there() -> bool {
     false
 }
 
-/// Measures the FLOP/s of products of bf16 pairs, added in f32, on all threads; none if the CPU lacks the instructions.
+/// Measures the FLOP/s of products of bf16 pairs, added in f32, on all threads; none if the CPU
+/// lacks the instructions.
 pub fn peak(threads: &Threads) -> Option<f64> {
     #[cfg(target_arch = "x86_64")]
     {
@@ -88,8 +92,12 @@ impl Left<'_> {
     /// The words from number `word` on.
     fn words_from(self, word: usize) -> Self {
         match self {
-            Left::Rows { words, stride } => Left::Rows { words: words.get(word..).unwrap_or_default(), stride },
-            Left::Panels { words, height } => Left::Panels { words: words.get(word..).unwrap_or_default(), height },
+            Left::Rows { words, stride } => {
+                Left::Rows { words: words.get(word..).unwrap_or_default(), stride }
+            }
+            Left::Panels { words, height } => {
+                Left::Panels { words: words.get(word..).unwrap_or_default(), height }
+            }
         }
     }
 }
@@ -106,12 +114,20 @@ struct Right<'a> {
 impl<'a> Right<'a> {
     /// Some of the words.
     fn words(self, words: Range<usize>) -> Self {
-        Self { strips: self.strips.get(words.start..).unwrap_or_default(), height: words.len(), ..self }
+        Self {
+            strips: self.strips.get(words.start..).unwrap_or_default(),
+            height: words.len(),
+            ..self
+        }
     }
 
     /// The panel of this number.
     fn panel(self, panel: usize) -> &'a [Strip] {
-        self.strips.get(panel * self.stride..).unwrap_or_default().get(..self.height).unwrap_or_default()
+        self.strips
+            .get(panel * self.stride..)
+            .unwrap_or_default()
+            .get(..self.height)
+            .unwrap_or_default()
     }
 }
 
@@ -133,8 +149,9 @@ fn take<T: Zeroable + Clone>(room: &mut Vec<T>, len: usize) -> &mut [T] {
     &mut room[..len]
 }
 
-/// Adds the product of all rows and columns to the result, `c`; adds the sums of the terms of each row, which are not rounded, to
-/// `sums`, if there are any, which takes a left operand that lies across.
+/// Adds the product of all rows and columns to the result, `c`; adds the sums of the terms of each
+/// row, which are not rounded, to `sums`, if there are any, which takes a left operand that lies
+/// across.
 ///
 /// # Panics
 /// The CPU does not have the instructions.
@@ -146,13 +163,17 @@ pub fn multiply(
     start: OutputInit<'_>,
     sums: &mut [f32],
 ) {
-    let (m, n, words) = (left.lines, right.lines, words(left.terms));
+    let m = left.lines;
+    let n = right.lines;
+    let words = words(left.terms);
     assert!(sums.is_empty() || (left.across && sums.len() == m), "sums of rows that lie across");
     // All words at once, if they fit, or a piece.
     let piece = depths(words).next().map_or(0, |piece| piece.len());
-    let height = if m.max(n).next_multiple_of(BAND * ROWS) * words <= ROOM { words } else { piece }.max(1);
+    let height =
+        if m.max(n).next_multiple_of(BAND * ROWS) * words <= ROOM { words } else { piece }.max(1);
     let whole = |lines: usize| ROOM / height / lines * lines;
-    let (wide, high) = (whole(COLUMNS), whole(BAND * ROWS));
+    let wide = whole(COLUMNS);
+    let high = whole(BAND * ROWS);
     ROOMS.with_borrow_mut(|rooms| {
         for (block, mut c) in matrix_mut(c, m, n).axis_chunks_iter_mut(Axis(1), wide).enumerate() {
             let columns = block * wide..block * wide + c.ncols();
@@ -162,7 +183,8 @@ pub fn multiply(
                     let rows = i * high..i * high + c.nrows();
                     let words = first..words.min(first + height);
                     let piece = Piece { rows: rows.clone(), columns: columns.clone(), words };
-                    let sums = if block == 0 && !sums.is_empty() { &mut sums[rows] } else { &mut [] };
+                    let sums =
+                        if block == 0 && !sums.is_empty() { &mut sums[rows] } else { &mut [] };
                     let (left, right) = piece.pack(threads, left, right, i == 0, rooms, sums);
                     tiles(threads, left, right, c, start);
                 }
@@ -200,8 +222,10 @@ impl Piece {
         let height = self.words.len();
         let strips = take(&mut rooms.right, self.columns.len().div_ceil(COLUMNS) * height);
         let room = take(&mut rooms.left, self.rows.len().div_ceil(ROWS) * height);
-        let panels = if new { &mut strips[..] } else { &mut [] }.par_chunks_mut(height.max(1)).enumerate();
-        let bands = with_chunks(room.par_chunks_mut((BAND * height).max(1)), sums, BAND * ROWS).enumerate();
+        let panels =
+            if new { &mut strips[..] } else { &mut [] }.par_chunks_mut(height.max(1)).enumerate();
+        let bands =
+            with_chunks(room.par_chunks_mut((BAND * height).max(1)), sums, BAND * ROWS).enumerate();
         let panels = panels.map(|(panel, to)| Pack::Columns(panel, to));
         let bands = bands.map(|(band, (to, sums))| Pack::Rows(band, to, sums));
         threads.each(panels.chain(bands), |task| match task {
@@ -233,19 +257,34 @@ impl Piece {
 }
 
 /// Computes all tiles of a block, spread over the threads, piece after piece.
-fn tiles(threads: &Threads, left: Left<'_>, right: Right<'_>, c: ArrayViewMut2<'_, f32>, start: OutputInit<'_>) {
+fn tiles(
+    threads: &Threads,
+    left: Left<'_>,
+    right: Right<'_>,
+    c: ArrayViewMut2<'_, f32>,
+    start: OutputInit<'_>,
+) {
     let (m, n) = c.dim();
-    each_of(threads, c, cut(threads.count(), m, n, right.height), [ROWS, COLUMNS], |rows, columns, mut c| {
-        let (row, panel) = (rows.start, columns.start / COLUMNS);
-        for words in depths(right.height) {
-            let start = start.at_term(words.start);
-            let (left, right, c) = (left.words_from(words.start), right.words(words), c.view_mut());
-            #[cfg(target_arch = "x86_64")]
-            microkernel::Part { left, right, row, panel, c, start }.compute();
-            #[cfg(not(target_arch = "x86_64"))]
-            unreachable!("the CPU has the instructions: {:?}", (c, row, panel));
-        }
-    });
+    each_of(
+        threads,
+        c,
+        cut(threads.count(), m, n, right.height),
+        [ROWS, COLUMNS],
+        |rows, columns, mut c| {
+            let row = rows.start;
+            let panel = columns.start / COLUMNS;
+            for words in depths(right.height) {
+                let start = start.at_term(words.start);
+                let left = left.words_from(words.start);
+                let right = right.words(words);
+                let c = c.view_mut();
+                #[cfg(target_arch = "x86_64")]
+                microkernel::Part { left, right, row, panel, c, start }.compute();
+                #[cfg(not(target_arch = "x86_64"))]
+                unreachable!("the CPU has the instructions: {:?}", (c, row, panel));
+            }
+        },
+    );
 }
 
 /// Parts of a block along rows and along columns, for so many threads.
@@ -268,7 +307,8 @@ mod tests {
         numbers
     }
 
-    /// Shapes with parts of tiles, panels, bands, words and pieces left over, and more than is packed at a time.
+    /// Shapes with parts of tiles, panels, bands, words and pieces left over, and more than is
+    /// packed at a time.
     const SHAPES: [[usize; 3]; 9] = [
         [1, 1, 1],
         [17, 33, 7],
@@ -294,8 +334,11 @@ mod tests {
         }
         let rounded = |x: f32| f64::from(half::bf16::from_f32(x).to_f32());
         for [m, n, k] in SHAPES {
-            let (a, b, bias) = (numbers(m * k, 1), numbers(k * n, 2), numbers(n, 3));
-            let (a_across, b_across) = (turned(&a, m), turned(&b, n));
+            let a = numbers(m * k, 1);
+            let b = numbers(k * n, 2);
+            let bias = numbers(n, 3);
+            let a_across = turned(&a, m);
+            let b_across = turned(&b, n);
             let mut bits = None;
             for [of_a, of_b] in [[false, false], [false, true], [true, false], [true, true]] {
                 let left = Operand::new(if of_a { &a_across } else { &a }, m, k, of_a);
@@ -305,25 +348,37 @@ mod tests {
                 let threads = Threads::new(1 + 2 * usize::from(of_b));
                 multiply(&threads, left, right, &mut got, OutputInit::Columns(&bias), &mut sums);
                 for at in (0..m * n).step_by(1 + m * n / 97) {
-                    let (row, column) = (at / n, at % n);
+                    let row = at / n;
+                    let column = at % n;
                     let term = |l: usize| rounded(a[row * k + l]) * rounded(b[column * k + l]);
                     let first = f64::from(bias[column]);
-                    let (want, size) =
-                        (0..k).map(term).fold((first, first.abs()), |(sum, size), x| (sum + x, size + f64::abs(x)));
-                    assert!((f64::from(got[at]) - want).abs() <= 1e-6 * size, "{m} × {n} × {k} at {row}, {column}");
+                    let (want, size) = (0..k)
+                        .map(term)
+                        .fold((first, first.abs()), |(sum, size), x| (sum + x, size + f64::abs(x)));
+                    assert!(
+                        (f64::from(got[at]) - want).abs() <= 1e-6 * size,
+                        "{m} × {n} × {k} at {row}, {column}"
+                    );
                 }
                 let mut again = vec![f32::NAN; m * n];
                 multiply(&threads, left, right, &mut again, OutputInit::Nothing, &mut []);
                 multiply(&threads, left, right, &mut again, OutputInit::Result, &mut []);
-                let twice = got.iter().zip(bias.iter().cycle()).map(|(got, bias)| 2.0 * (got - bias));
-                assert!(twice.zip(&again).all(|(want, got)| (want - got).abs() < 1e-3), "{m} × {n} × {k}, twice");
+                let twice =
+                    got.iter().zip(bias.iter().cycle()).map(|(got, bias)| 2.0 * (got - bias));
+                assert!(
+                    twice.zip(&again).all(|(want, got)| (want - got).abs() < 1e-3),
+                    "{m} × {n} × {k}, twice"
+                );
                 if of_a {
                     let mut want = vec![0.5; m];
                     add_rows(&threads, left.x, m, &mut want);
                     assert!(sums == want, "sums of rows, {m} × {n} × {k}");
                 }
                 let got: Vec<u32> = got.into_iter().map(f32::to_bits).collect();
-                assert!(*bits.get_or_insert_with(|| got.clone()) == got, "{m} × {n} × {k}, across: {of_a}, {of_b}");
+                assert!(
+                    *bits.get_or_insert_with(|| got.clone()) == got,
+                    "{m} × {n} × {k}, across: {of_a}, {of_b}"
+                );
             }
         }
     }

@@ -11,7 +11,8 @@ use crate::transpose::transpose;
 /// Words of a line that are rounded before they are turned over.
 const FEW: usize = 64;
 
-/// Rows of memory that are asked for before they are read: the next lies too far away for the CPU to guess.
+/// Rows of memory that are asked for before they are read: the next lies too far away for the CPU
+/// to guess.
 const AHEAD: usize = 8;
 
 /// Words of so many terms: each has two, the first in its lower half.
@@ -19,7 +20,8 @@ pub fn words(terms: usize) -> usize {
     terms.div_ceil(2)
 }
 
-/// An operand: rows of the left one or columns of the right one, which are its lines, with as many terms each.
+/// An operand: rows of the left one or columns of the right one, which are its lines, with as many
+/// terms each.
 #[derive(Clone, Copy)]
 pub struct Operand<'a> {
     pub x: &'a [f32],
@@ -47,9 +49,15 @@ impl<'a> Operand<'a> {
         &self.x[terms.start * self.lines..terms.end * self.lines]
     }
 
-    /// Writes some words of any number of lines, which lie across, to panels of `WIDE` lines, one after the other: words of one
-    /// place are neighbours. Lines that are missing in the last panel are zero.
-    pub fn pack_panels<const WIDE: usize>(self, lines: Range<usize>, words: Range<usize>, to: &mut [[f32; WIDE]]) {
+    /// Writes some words of any number of lines, which lie across, to panels of `WIDE` lines, one
+    /// after the other: words of one place are neighbours. Lines that are missing in the last panel
+    /// are zero.
+    pub fn pack_panels<const WIDE: usize>(
+        self,
+        lines: Range<usize>,
+        words: Range<usize>,
+        to: &mut [[f32; WIDE]],
+    ) {
         let height = words.len();
         let rows = self.rows_of_terms(words);
         simd(
@@ -70,7 +78,12 @@ impl<'a> Operand<'a> {
     }
 
     /// Writes some words of at most `WIDE` lines to a panel, as [`Operand::pack_panels`].
-    pub fn pack<const WIDE: usize>(self, lines: Range<usize>, words: Range<usize>, to: &mut [[f32; WIDE]]) {
+    pub fn pack<const WIDE: usize>(
+        self,
+        lines: Range<usize>,
+        words: Range<usize>,
+        to: &mut [[f32; WIDE]],
+    ) {
         if self.across {
             return self.pack_panels(lines, words, to);
         }
@@ -85,7 +98,13 @@ impl<'a> Operand<'a> {
             for (x, few) in x.chunks_exact(self.terms).zip(&mut few) {
                 round(&x[first..terms.end.min(first + 2 * FEW)], few);
             }
-            transpose(few[..lines.len()].as_flattened(), FEW, 0..to.len(), to.as_flattened_mut(), WIDE);
+            transpose(
+                few[..lines.len()].as_flattened(),
+                FEW,
+                0..to.len(),
+                to.as_flattened_mut(),
+                WIDE,
+            );
         }
     }
 

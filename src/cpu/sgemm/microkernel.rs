@@ -40,7 +40,8 @@ pub fn multiply_block<S: Simd>(
     }
 }
 
-/// Computes so many columns of `HIGH` rows, `first` of the block first, in tiles as wide as the registers allow.
+/// Computes so many columns of `HIGH` rows, `first` of the block first, in tiles as wide as the
+/// registers allow.
 #[inline(always)]
 fn tiles<S: Simd, const HIGH: usize>(
     simd: S,
@@ -86,8 +87,9 @@ fn tile<S: Simd, const HIGH: usize, const WIDE: usize>(
             let (many, rest) = strips.as_chunks::<TERMS>();
             let mut at = 0;
             for strips in many {
-                let terms: [&[f32; TERMS]; HIGH] =
-                    from_fn(|r| rows[r][at..].first_chunk().expect("a row has a term for each strip"));
+                let terms: [&[f32; TERMS]; HIGH] = from_fn(|r| {
+                    rows[r][at..].first_chunk().expect("a row has a term for each strip")
+                });
                 for term in 0..TERMS {
                     add(
                         simd,

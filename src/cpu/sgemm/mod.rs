@@ -1,15 +1,19 @@
-//! Products in f32 whose tiles stay in registers, and whose left operand is read in place, where it can be.
+//! Products in f32 whose tiles stay in registers, and whose left operand is read in place, where it
+//! can be.
 //!
-//! The right operand is copied into panels of columns, as many as a core's own cache holds. Of the left one the terms of a row are
-//! neighbours, and a tile reads a number of few rows at a time, so that to pack them would only cost. Where rows are few and the
-//! right operand is the transpose of a weight, the weight's rows take the place of the left operand's, and the result is turned
-//! over in small blocks: then the weight, which is larger than the rest, is not packed. Where a row of the left operand is a term, as
-//! in gradients of weights, it is copied into panels as high as a tile. Each part of the result packs for itself: no thread waits
-//! for another, nor reads what another has just written.
+//! The right operand is copied into panels of columns, as many as a core's own cache holds. Of the
+//! left one the terms of a row are neighbours, and a tile reads a number of few rows at a time, so
+//! that to pack them would only cost. Where rows are few and the right operand is the transpose of
+//! a weight, the weight's rows take the place of the left operand's, and the result is turned over
+//! in small blocks: then the weight, which is larger than the rest, is not packed. Where a row of
+//! the left operand is a term, as in gradients of weights, it is copied into panels as high as a
+//! tile. Each part of the result packs for itself: no thread waits for another, nor reads what
+//! another has just written.
 //!
-//! Terms are added one after the other, in pieces of fixed length, so bits depend neither on the cut, nor on the number of
-//! threads, nor on the width of vectors: they are those of `gemm`. Blocks and panels are those of K. Goto and R. van de Geijn,
-//! "Anatomy of high-performance matrix multiplication" (ACM TOMS 34, 2008).
+//! Terms are added one after the other, in pieces of fixed length, so bits depend neither on the
+//! cut, nor on the number of threads, nor on the width of vectors: they are those of `gemm`. Blocks
+//! and panels are those of K. Goto and R. van de Geijn, "Anatomy of high-performance matrix
+//! multiplication" (ACM TOMS 34, 2008).
 
 mod microkernel;
 mod pack;
@@ -37,14 +41,16 @@ const GROUP: usize = 4;
 /// Tasks for each thread, if there is enough to cut: threads that are late by one lose little.
 const TASKS: usize = 2;
 
-/// Rows of a thread from which on it packs all columns itself: packing is then a few hundredths of the work.
+/// Rows of a thread from which on it packs all columns itself: packing is then a few hundredths of
+/// the work.
 const OWN_ROWS: usize = 256;
 
-/// Least rows, columns and terms: parts of smaller products may be vectors, which `gemm` sums in another order.
+/// Least rows, columns and terms: parts of smaller products may be vectors, which `gemm` sums in
+/// another order.
 const LEAST: usize = 48;
 
-/// Terms from which on a left operand that lies across goes into panels, and rows of a thread: packing the right operand anew
-/// for each thread would cost more than the left one's transpose.
+/// Terms from which on a left operand that lies across goes into panels, and rows of a thread:
+/// packing the right operand anew for each thread would cost more than the left one's transpose.
 const ACROSS_TERMS: usize = 1024;
 const ACROSS_ROWS: usize = 96;
 
@@ -62,8 +68,9 @@ thread_local! {
     static ROOM: RefCell<PackBuffers> = const { RefCell::new(PackBuffers { right: Vec::new(), left: Vec::new() }) };
 }
 
-/// Computes `c`, of this start, and `a·b`, with the bits of `gemm`: true if it is done. Terms of a row of `a` must be neighbours, and
-/// terms or columns of `b`; a CPU without AVX2, and small products, have others. Sums are those of pieces of `depth` terms.
+/// Computes `c`, of this start, and `a·b`, with the bits of `gemm`: true if it is done. Terms of a
+/// row of `a` must be neighbours, and terms or columns of `b`; a CPU without AVX2, and small
+/// products, have others. Sums are those of pieces of `depth` terms.
 pub fn multiply(
     depth: usize,
     threads: &Threads,
@@ -73,7 +80,9 @@ pub fn multiply(
     start: OutputInit<'_>,
 ) -> bool {
     let Some(vectors) = Vectors::find() else { return false };
-    let (m, n, k) = (a.nrows(), b.ncols(), a.ncols());
+    let m = a.nrows();
+    let n = b.ncols();
+    let k = a.ncols();
     if m.min(n).min(k) < LEAST || a.strides()[1] != 1 || c.strides()[1] != 1 {
         return false;
     }
@@ -85,7 +94,8 @@ pub fn multiply(
             if let (true, Some(x)) = (turned, a.to_slice()) {
                 let wide = tasks.min(n.div_ceil(ROWS));
                 each_of(threads, c, [1, wide], [HIGH, ROWS], |_, lines, c| {
-                    let (left, right) = (b.reversed_axes(), RhsView::Lines(x));
+                    let left = b.reversed_axes();
+                    let right = RhsView::Lines(x);
                     let to = OutputTile { c, start: start.of(lines.clone()), turned };
                     vectors.run(GemmTask {
                         left: LhsView::Rows(left),
@@ -103,16 +113,34 @@ pub fn multiply(
         }
         _ => return false,
     };
-    each_of(threads, c, cut(threads.count(), m, n.div_ceil(COLUMNS)), [HIGH, COLUMNS], |rows, columns, c| {
-        let to = OutputTile { c, start: start.of(columns.clone()), turned: false };
-        vectors.run(GemmTask { left: LhsView::Rows(a), rows, right, columns, to, depth, sums: &mut [] });
-    });
+    each_of(
+        threads,
+        c,
+        cut(threads.count(), m, n.div_ceil(COLUMNS)),
+        [HIGH, COLUMNS],
+        |rows, columns, c| {
+            let to = OutputTile { c, start: start.of(columns.clone()), turned: false };
+            vectors.run(GemmTask {
+                left: LhsView::Rows(a),
+                rows,
+                right,
+                columns,
+                to,
+                depth,
+                sums: &mut [],
+            });
+        },
+    );
     true
 }
 
-/// As [`multiply`], of `aᵀ`, where `a` is row-major with `m` columns; adds the sums of its columns to `sums`, unless there are none.
-/// True if it is done: sums must be long, and rows many and not fewer than columns.
-#[expect(clippy::too_many_arguments, reason = "one argument for each operand, and how they are summed")]
+/// As [`multiply`], of `aᵀ`, where `a` is row-major with `m` columns; adds the sums of its columns
+/// to `sums`, unless there are none. True if it is done: sums must be long, and rows many and not
+/// fewer than columns.
+#[expect(
+    clippy::too_many_arguments,
+    reason = "one argument for each operand, and how they are summed"
+)]
 pub fn multiply_across(
     depth: usize,
     threads: &Threads,
@@ -124,7 +152,8 @@ pub fn multiply_across(
     sums: &mut [f32],
 ) -> bool {
     let Some(vectors) = Vectors::find() else { return false };
-    let (n, k) = (b.ncols(), b.nrows());
+    let n = b.ncols();
+    let k = b.nrows();
     if k < ACROSS_TERMS || m < n || m < ACROSS_ROWS * threads.count() || n < LEAST {
         return false;
     }
@@ -133,25 +162,28 @@ pub fn multiply_across(
     }
     let size = m.div_ceil(threads.count()).min(MOST_ROWS).next_multiple_of(ROWS);
     let parts: Vec<_> = c.axis_chunks_iter_mut(Axis(0), size).collect();
-    threads.each(with_chunks(parts.into_par_iter(), sums, size).enumerate(), |(part, (c, sums))| {
-        let rows = part * size..part * size + c.nrows();
-        let to = OutputTile { c, start, turned: false };
-        let left = LhsView::Across { x: a, width: m };
-        vectors.run(GemmTask {
-            left,
-            rows,
-            right: RhsView::Terms(b),
-            columns: 0..n,
-            to,
-            depth,
-            sums: sums.unwrap_or_default(),
-        });
-    });
+    threads.each(
+        with_chunks(parts.into_par_iter(), sums, size).enumerate(),
+        |(part, (c, sums))| {
+            let rows = part * size..part * size + c.nrows();
+            let to = OutputTile { c, start, turned: false };
+            let left = LhsView::Across { x: a, width: m };
+            vectors.run(GemmTask {
+                left,
+                rows,
+                right: RhsView::Terms(b),
+                columns: 0..n,
+                to,
+                depth,
+                sums: sums.unwrap_or_default(),
+            });
+        },
+    );
     true
 }
 
-/// Parts of so many rows and panels along both, for so many threads. If there are enough rows, each thread keeps to its own, which it
-/// has in other kernels, too.
+/// Parts of so many rows and panels along both, for so many threads. If there are enough rows, each
+/// thread keeps to its own, which it has in other kernels, too.
 fn cut(threads: usize, rows: usize, panels: usize) -> [usize; 2] {
     if rows >= OWN_ROWS * threads {
         return [threads, panels.div_ceil(GROUP)];
@@ -261,9 +293,16 @@ impl OutputTile<'_> {
         StoreToOutput { simd, c, start }
     }
 
-    /// Ends a block of the piece that begins at `term`: a strip for each of the rows, of which the columns are there.
+    /// Ends a block of the piece that begins at `term`: a strip for each of the rows, of which the
+    /// columns are there.
     #[inline(always)]
-    fn put(&mut self, term: usize, rows: Range<usize>, columns: Range<usize>, block: &[NrPanel; ROWS]) {
+    fn put(
+        &mut self,
+        term: usize,
+        rows: Range<usize>,
+        columns: Range<usize>,
+        block: &[NrPanel; ROWS],
+    ) {
         if self.turned {
             let mut over = [[0.0; ROWS]; COLUMNS];
             transpose(cast_slice(block), COLUMNS, 0..columns.len(), over.as_flattened_mut(), ROWS);
@@ -281,7 +320,10 @@ impl OutputTile<'_> {
     #[inline(always)]
     fn put_row(&mut self, term: usize, row: usize, columns: Range<usize>, from: &[f32]) {
         let start = self.start.at_term(term).of(columns.clone());
-        start.put(&mut self.c.row_mut(row).into_slice().expect("columns are neighbours")[columns], from);
+        start.put(
+            &mut self.c.row_mut(row).into_slice().expect("columns are neighbours")[columns],
+            from,
+        );
     }
 }
 
@@ -313,7 +355,8 @@ impl WithSimd for InRoom<'_, '_, '_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let GemmTask { left, rows, right, columns, mut to, depth, sums } = self.part;
-        let (room, all) = (&mut self.room.right, left.terms());
+        let room = &mut self.room.right;
+        let all = left.terms();
         let mut block = [NrPanel::zeroed(); ROWS];
         for terms in pieces(all, depth) {
             let height = terms.len();
@@ -327,15 +370,25 @@ impl WithSimd for InRoom<'_, '_, '_> {
                 for first in rows.clone().step_by(ROWS) {
                     let high = first..rows.end.min(first + ROWS);
                     for (panel, strips) in group.clone().zip(room.chunks_exact(height)) {
-                        let of =
-                            |range: Range<usize>, all: &Range<usize>| range.start - all.start..range.end - all.start;
-                        let (rows_of_block, columns_of_block) = (of(high.clone(), &rows), of(panel.clone(), &columns));
+                        let of = |range: Range<usize>, all: &Range<usize>| {
+                            range.start - all.start..range.end - all.start
+                        };
+                        let rows_of_block = of(high.clone(), &rows);
+                        let columns_of_block = of(panel.clone(), &columns);
                         let high = high.clone();
                         if to.turned || panel.len() < COLUMNS {
-                            multiply_block(simd, lines, high, strips, panel.len(), &mut StoreToTile(&mut block));
+                            multiply_block(
+                                simd,
+                                lines,
+                                high,
+                                strips,
+                                panel.len(),
+                                &mut StoreToTile(&mut block),
+                            );
                             to.put(terms.start, rows_of_block, columns_of_block, &block);
                         } else {
-                            let mut end = to.write(simd, terms.start, rows_of_block, columns_of_block);
+                            let mut end =
+                                to.write(simd, terms.start, rows_of_block, columns_of_block);
                             multiply_block(simd, lines, high, strips, COLUMNS, &mut end);
                         }
                     }
@@ -362,13 +415,20 @@ mod tests {
     #[test]
     fn bits_are_those_of_gemm_for_all_vectors() {
         #[cfg(target_arch = "x86_64")]
-        let all = [pulp::x86::V4::try_new().map(Vectors::Avx512), pulp::x86::V3::try_new().map(Vectors::Avx2)];
+        let all = [
+            pulp::x86::V4::try_new().map(Vectors::Avx512),
+            pulp::x86::V3::try_new().map(Vectors::Avx2),
+        ];
         #[cfg(not(target_arch = "x86_64"))]
         let all = [None];
         let all: Vec<Vectors> = all.into_iter().flatten().collect();
-        for (m, n, k) in [(48, 48, 48), (53, 70, 1031), (6, 64, 8), (100, 257, 513), (257, 130, 96), (1, 5, 3)] {
-            let (a, weight) = (numbers(m * k, 7), numbers(n * k, 13));
-            let (a, weight) = (matrix(&a, m, k), matrix(&weight, n, k));
+        for (m, n, k) in
+            [(48, 48, 48), (53, 70, 1031), (6, 64, 8), (100, 257, 513), (257, 130, 96), (1, 5, 3)]
+        {
+            let a = numbers(m * k, 7);
+            let weight = numbers(n * k, 13);
+            let a = matrix(&a, m, k);
+            let weight = matrix(&weight, n, k);
             let b = weight.reversed_axes().as_standard_layout().into_owned();
             let bias = numbers(n, 3);
             for start in [OutputInit::Nothing, OutputInit::Result, OutputInit::Columns(&bias)] {
@@ -378,7 +438,8 @@ mod tests {
                     by_gemm(a, b.view(), matrix_mut(&mut want, m, n), acc);
                 } else {
                     for (at, want) in want.iter_mut().enumerate() {
-                        let sum = (0..k).fold(0.0, |sum, t| a[(at / n, t)].mul_add(b[(t, at % n)], sum));
+                        let sum =
+                            (0..k).fold(0.0, |sum, t| a[(at / n, t)].mul_add(b[(t, at % n)], sum));
                         match start {
                             OutputInit::Nothing => *want = sum,
                             OutputInit::Result => *want += sum,
@@ -388,7 +449,9 @@ mod tests {
                 }
                 for vectors in &all {
                     let mut got = vec![0.0; m * n];
-                    for right in [RhsView::Terms(b.view()), RhsView::Lines(weight.to_slice().unwrap())] {
+                    for right in
+                        [RhsView::Terms(b.view()), RhsView::Lines(weight.to_slice().unwrap())]
+                    {
                         got.fill(0.5);
                         let to = OutputTile { c: matrix_mut(&mut got, m, n), start, turned: false };
                         vectors.run(GemmTask {
@@ -423,10 +486,13 @@ mod tests {
     #[test]
     fn parts_have_the_bits_of_the_whole() {
         for (m, n, k) in [(64, 3000, 200), (300, 130, 600), (256, 384, 64), (1000, 50, 77)] {
-            let (a, weight) = (numbers(m * k, 11), numbers(n * k, 5));
+            let a = numbers(m * k, 11);
+            let weight = numbers(n * k, 5);
             // Rows with a gap after each.
             let mut gaps = vec![f32::NAN; m * (k + 3)];
-            gaps.chunks_mut(k + 3).zip(a.chunks(k)).for_each(|(to, row)| to[..k].copy_from_slice(row));
+            gaps.chunks_mut(k + 3)
+                .zip(a.chunks(k))
+                .for_each(|(to, row)| to[..k].copy_from_slice(row));
             let with_gaps = ArrayView2::from_shape((m, k).strides((k + 3, 1)), &gaps).unwrap();
             let weight = matrix(&weight, n, k);
             let b = weight.reversed_axes().as_standard_layout().into_owned();
@@ -439,7 +505,14 @@ mod tests {
                 let threads = Threads::new(threads);
                 for right in [b.view(), weight.reversed_axes()] {
                     let mut got = vec![0.5; m * n];
-                    let done = multiply(depth(k), &threads, left, right, matrix_mut(&mut got, m, n), start);
+                    let done = multiply(
+                        depth(k),
+                        &threads,
+                        left,
+                        right,
+                        matrix_mut(&mut got, m, n),
+                        start,
+                    );
                     assert_eq!(done, Vectors::find().is_some());
                     assert!(!done || got == want, "{m}×{n}×{k}");
                 }
@@ -457,19 +530,26 @@ mod tests {
 
     #[test]
     fn operands_that_lie_across_have_the_bits_of_the_transposed() {
-        // Pieces, panels, bands and parts that are not full; more rows than are in panels at a time.
-        for (m, n, k, threads) in [(300, 290, 1031, 1), (MOST_ROWS + 100, 256, 1024, 1), (ACROSS_ROWS * 3, 64, 2100, 3)]
+        // Pieces, panels, bands and parts that are not full; more rows than are in panels at a
+        // time.
+        for (m, n, k, threads) in
+            [(300, 290, 1031, 1), (MOST_ROWS + 100, 256, 1024, 1), (ACROSS_ROWS * 3, 64, 2100, 3)]
         {
-            let (a, b) = (numbers(k * m, 11), numbers(k * n, 5));
-            let (across, b) = (matrix(&a, k, m), matrix(&b, k, n));
+            let a = numbers(k * m, 11);
+            let b = numbers(k * n, 5);
+            let across = matrix(&a, k, m);
+            let b = matrix(&b, k, n);
             let left = across.reversed_axes().as_standard_layout().into_owned();
             for start in [OutputInit::Nothing, OutputInit::Result] {
-                let (mut want, mut got) = (vec![0.5; m * n], vec![0.5; m * n]);
+                let mut want = vec![0.5; m * n];
+                let mut got = vec![0.5; m * n];
                 let acc = start.written(matrix_mut(&mut want, m, n));
                 by_gemm(left.view(), b, matrix_mut(&mut want, m, n), acc);
-                let (mut want_sums, mut sums) = (vec![0.25; m], vec![0.25; m]);
+                let mut want_sums = vec![0.25; m];
+                let mut sums = vec![0.25; m];
                 add_rows(&Threads::new(1), &a, m, &mut want_sums);
-                let (c, threads) = (matrix_mut(&mut got, m, n), Threads::new(threads));
+                let c = matrix_mut(&mut got, m, n);
+                let threads = Threads::new(threads);
                 let done = multiply_across(depth(k), &threads, &a, m, b, c, start, &mut sums);
                 assert_eq!(done, Vectors::find().is_some());
                 assert!(!done || (got == want && sums == want_sums), "{m}×{n}×{k}, {start:?}");
@@ -480,11 +560,17 @@ mod tests {
     #[test]
     fn what_it_cannot_do_is_left_as_it_is() {
         let threads = Threads::new(1);
-        let (a, b) = (numbers(64 * 64, 7), numbers(64 * 64, 13));
+        let a = numbers(64 * 64, 7);
+        let b = numbers(64 * 64, 13);
         let mut c = vec![0.5; 64 * 64];
-        let mut tried = |a, b| multiply(64, &threads, a, b, matrix_mut(&mut c, 64, 64), OutputInit::Nothing);
-        assert!(!tried(matrix(&a, 64, 64).reversed_axes(), matrix(&b, 64, 64)), "terms of a row are no neighbours");
-        let (few, other) = (matrix(&a[..64 * 47], 64, 47), matrix(&b[..47 * 64], 47, 64));
+        let mut tried =
+            |a, b| multiply(64, &threads, a, b, matrix_mut(&mut c, 64, 64), OutputInit::Nothing);
+        assert!(
+            !tried(matrix(&a, 64, 64).reversed_axes(), matrix(&b, 64, 64)),
+            "terms of a row are no neighbours"
+        );
+        let few = matrix(&a[..64 * 47], 64, 47);
+        let other = matrix(&b[..47 * 64], 47, 64);
         assert!(!tried(few, other), "few terms");
         assert!(c.iter().all(|c| *c == 0.5));
     }

@@ -30,7 +30,8 @@ pub const PANEL: usize = HIGH;
 /// A term of the rows of a panel of the left operand.
 pub type MrPanel = [f32; PANEL];
 
-/// Terms that are asked for before they are packed: the next row lies too far away for the CPU to guess.
+/// Terms that are asked for before they are packed: the next row lies too far away for the CPU to
+/// guess.
 const AHEAD: usize = 8;
 
 /// The operand whose elements meet all columns of a tile.
@@ -50,8 +51,8 @@ impl<'a> LhsView<'a> {
         }
     }
 
-    /// Some terms of some rows, as tiles read them: in panels, if they lie across. Then adds the terms of each row to its sum, unless
-    /// there are no sums.
+    /// Some terms of some rows, as tiles read them: in panels, if they lie across. Then adds the
+    /// terms of each row to its sum, unless there are no sums.
     #[inline(always)]
     pub fn lines<'b>(
         self,
@@ -67,12 +68,17 @@ impl<'a> LhsView<'a> {
             LhsView::Rows(x) => return Lines::InPlace(x.slice_move(s![.., terms])),
             LhsView::Across { x, width } => (x, width),
         };
-        let (x, height) = (&x[terms.start * width..], terms.len());
-        for (band, panels) in rows.clone().step_by(ROWS).zip(panels.chunks_mut(ROWS / PANEL * height)) {
+        let x = &x[terms.start * width..];
+        let height = terms.len();
+        for (band, panels) in
+            rows.clone().step_by(ROWS).zip(panels.chunks_mut(ROWS / PANEL * height))
+        {
             let band = band..rows.end.min(band + ROWS);
             for (term, row) in x.chunks_exact(width).take(height).enumerate() {
                 prefetch(x, (term + AHEAD) * width + band.start, band.len());
-                for (x, panel) in row[band.clone()].chunks(PANEL).zip(panels.chunks_exact_mut(height)) {
+                for (x, panel) in
+                    row[band.clone()].chunks(PANEL).zip(panels.chunks_exact_mut(height))
+                {
                     match x.first_chunk() {
                         Some(x) => panel[term] = *x,
                         None => panel[term][..x.len()].copy_from_slice(x),
@@ -102,10 +108,12 @@ impl<'a> Lines<'a> {
     #[inline(always)]
     pub fn few<const HIGH: usize>(self, row: usize) -> Few<'a, HIGH> {
         match self {
-            Lines::InPlace(x) => {
-                Few::Rows(from_fn(|r| x.index_axis_move(Axis(0), row + r).to_slice().expect("terms are neighbours")))
+            Lines::InPlace(x) => Few::Rows(from_fn(|r| {
+                x.index_axis_move(Axis(0), row + r).to_slice().expect("terms are neighbours")
+            })),
+            Lines::Panels { terms, height, first } => {
+                Few::Panel(&terms[(row - first) / PANEL * height..][..height])
             }
-            Lines::Panels { terms, height, first } => Few::Panel(&terms[(row - first) / PANEL * height..][..height]),
         }
     }
 }
@@ -126,7 +134,8 @@ pub enum RhsView<'a> {
 }
 
 impl RhsView<'_> {
-    /// Copies some terms, of `all`, of the columns of a panel. Columns that it has besides are of no use.
+    /// Copies some terms, of `all`, of the columns of a panel. Columns that it has besides are of
+    /// no use.
     pub fn pack(self, all: usize, terms: Range<usize>, columns: Range<usize>, to: &mut [NrPanel]) {
         match self {
             RhsView::Terms(x) => {
@@ -135,7 +144,8 @@ impl RhsView<'_> {
                         let ahead = x.row(term + AHEAD).to_slice().expect("columns are neighbours");
                         prefetch(ahead, columns.start, columns.len());
                     }
-                    let row = &x.row(term).to_slice().expect("columns are neighbours")[columns.clone()];
+                    let row =
+                        &x.row(term).to_slice().expect("columns are neighbours")[columns.clone()];
                     match row.first_chunk() {
                         Some(row) => to.0 = *row,
                         None => to.0[..row.len()].copy_from_slice(row),
@@ -143,7 +153,13 @@ impl RhsView<'_> {
                 }
             }
             RhsView::Lines(x) => {
-                transpose(&x[columns.start * all..columns.end * all], all, terms, cast_slice_mut(to), COLUMNS);
+                transpose(
+                    &x[columns.start * all..columns.end * all],
+                    all,
+                    terms,
+                    cast_slice_mut(to),
+                    COLUMNS,
+                );
             }
         }
     }

@@ -1,4 +1,5 @@
-//! The documents of an import of text: files, those of directories, the standard input; whole, or as lines of JSON.
+//! The documents of an import of text: files, those of directories, the standard input; whole, or
+//! as lines of JSON.
 
 use std::fs::File;
 use std::io::{self, BufRead as _, BufReader, Read};
@@ -32,8 +33,8 @@ pub(super) struct Documents {
 }
 
 impl Documents {
-    /// The files that `paths` name: `-` is the standard input. Directories stand for all files in them and below, in the order of
-    /// their names; names that begin with a dot are passed over.
+    /// The files that `paths` name: `-` is the standard input. Directories stand for all files in
+    /// them and below, in the order of their names; names that begin with a dot are passed over.
     ///
     /// # Errors
     /// A path leads nowhere, or a directory holds no file.
@@ -42,7 +43,8 @@ impl Documents {
         for path in paths {
             if path == Path::new("-") {
                 if inputs.contains(&Input::Standard) {
-                    return Err(Error::input("- is given twice").hint("the standard input can be read once"));
+                    return Err(Error::input("- is given twice")
+                        .hint("the standard input can be read once"));
                 }
                 inputs.push(Input::Standard);
             } else if path.is_dir() {
@@ -53,7 +55,8 @@ impl Documents {
                         .hint("give a directory with texts, or the texts themselves"));
                 }
             } else {
-                std::fs::metadata(path).map_err(|e| missing(path, &e, "give the path of a text file"))?;
+                std::fs::metadata(path)
+                    .map_err(|e| missing(path, &e, "give the path of a text file"))?;
                 inputs.push(Input::Named(path.clone()));
             }
         }
@@ -74,18 +77,23 @@ impl Documents {
         }
     }
 
-    /// Calls `each` with the name and the text of every document: of every file, or of every line of JSON, whose text is in the
-    /// field `field`. Lines of white space are passed over.
+    /// Calls `each` with the name and the text of every document: of every file, or of every line
+    /// of JSON, whose text is in the field `field`. Lines of white space are passed over.
     ///
     /// # Errors
     /// A file cannot be read, a line is malformed, or of `each`.
-    pub fn each(&mut self, field: Option<&str>, mut each: impl FnMut(&str, &mut dyn Read) -> Result<()>) -> Result<()> {
+    pub fn each(
+        &mut self,
+        field: Option<&str>,
+        mut each: impl FnMut(&str, &mut dyn Read) -> Result<()>,
+    ) -> Result<()> {
         let Self { inputs, hash } = self;
         for input in inputs {
             let (name, from): (String, Box<dyn Read>) = match input {
                 Input::Standard => (STANDARD.into(), Box::new(io::stdin().lock())),
                 Input::Named(path) => {
-                    let file = File::open(&*path).map_err(|e| missing(path, &e, "give the path of a text file"))?;
+                    let file = File::open(&*path)
+                        .map_err(|e| missing(path, &e, "give the path of a text file"))?;
                     (path.display().to_string(), Box::new(file))
                 }
                 Input::Listed(path) => {
@@ -114,7 +122,10 @@ const STANDARD: &str = "standard input";
 /// Adds the files of a directory and those below it.
 fn list(folder: &Path, inputs: &mut Vec<Input>) -> Result<()> {
     let failed = |e| Error::io("list", folder, e);
-    let entries = std::fs::read_dir(folder).map_err(failed)?.collect::<Result<Vec<_>, _>>().map_err(failed)?;
+    let entries = std::fs::read_dir(folder)
+        .map_err(failed)?
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(failed)?;
     let mut paths: Vec<PathBuf> = entries.iter().map(std::fs::DirEntry::path).collect();
     paths.retain(|path| !path.file_name().unwrap_or_default().as_encoded_bytes().starts_with(b"."));
     paths.sort();
@@ -166,7 +177,11 @@ fn lines(
             return Err(Error::input(format!("{place} is longer than {} MiB", LONGEST_LINE >> 20))
                 .hint("give one document a line, or divide it; without --field files are taken as text"));
         }
-        let line = if number == 1 { line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&line) } else { &line[..] };
+        let line = if number == 1 {
+            line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&line)
+        } else {
+            &line[..]
+        };
         if line.trim_ascii().is_empty() {
             continue;
         }
@@ -184,8 +199,10 @@ const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 /// # Errors
 /// Returns an error that names the fault and its column.
 fn text_of(line: &[u8], field: &str) -> Result<String> {
-    let wrong =
-        |what: String| Error::input(what).hint("with --field every line is a JSON object with the text in that field");
+    let wrong = |what: String| {
+        Error::input(what)
+            .hint("with --field every line is a JSON object with the text in that field")
+    };
     let mut json = serde_json::Deserializer::from_slice(line);
     let found = Wanted(field).deserialize(&mut json).and_then(|found| json.end().map(|()| found));
     match found {
@@ -201,13 +218,18 @@ fn text_of(line: &[u8], field: &str) -> Result<String> {
             Err(wrong(format!("field {field:?} is {kind}, not a string")))
         }
         Err(e) => {
-            let (whole, column) = (e.to_string(), e.column());
+            let whole = e.to_string();
+            let column = e.column();
             // A line is all of the text: its number in there is always 1.
-            let what = whole.strip_suffix(&format!(" at line {} column {column}", e.line())).unwrap_or(&whole);
+            let what = whole
+                .strip_suffix(&format!(" at line {} column {column}", e.line()))
+                .unwrap_or(&whole);
             match what {
                 "lone leading surrogate in hex escape" | "unexpected end of hex escape" => {
-                    Err(Error::input(format!("column {column}: a \\u escape is half of a surrogate pair"))
-                        .hint("write the whole pair, or \\ufffd instead of the half"))
+                    Err(Error::input(format!(
+                        "column {column}: a \\u escape is half of a surrogate pair"
+                    ))
+                    .hint("write the whole pair, or \\ufffd instead of the half"))
                 }
                 _ => Err(wrong(format!("column {column}: {what}"))),
             }
@@ -266,7 +288,8 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let at = |name: &str| root.path().join(name);
         std::fs::create_dir_all(at("texts/b/deep")).unwrap();
-        for name in ["texts/c", "texts/a", "texts/b/deep/x", "texts/b/y", "texts/.hidden", "alone"] {
+        for name in ["texts/c", "texts/a", "texts/b/deep/x", "texts/b/y", "texts/.hidden", "alone"]
+        {
             std::fs::write(at(name), name).unwrap();
         }
         let found = all(&[at("texts"), at("alone")], None).unwrap();
@@ -282,7 +305,14 @@ mod tests {
         std::os::unix::fs::symlink("..", at("texts/up")).unwrap();
         assert!(told(&[at("texts")]).contains("texts/up is a link to a directory\nhint: "));
         std::fs::remove_file(at("texts/up")).unwrap();
-        rustix::fs::mknodat(rustix::fs::CWD, at("texts/pipe"), rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            at("texts/pipe"),
+            rustix::fs::FileType::Fifo,
+            0o600.into(),
+            0,
+        )
+        .unwrap();
         assert!(told(&[at("texts")]).contains("texts/pipe: it is a pipe"));
     }
 
@@ -294,25 +324,38 @@ mod tests {
             std::fs::write(&path, content).unwrap();
             all(std::slice::from_ref(&path), Some("text"))
         };
-        let found = told("{\"id\": [1, {\"text\": 2}], \"text\": \"a\\nb\\u00e9\"}\r\n\n  \n{\"text\":\"\"}").unwrap();
-        let texts: Vec<(&str, &str)> = found.iter().map(|(name, text)| (&name[name.len() - 6..], &text[..])).collect();
+        let found = told(
+            "{\"id\": [1, {\"text\": 2}], \"text\": \"a\\nb\\u00e9\"}\r\n\n  \n{\"text\":\"\"}",
+        )
+        .unwrap();
+        let texts: Vec<(&str, &str)> =
+            found.iter().map(|(name, text)| (&name[name.len() - 6..], &text[..])).collect();
         assert_eq!(texts, [("line 1", "a\nbé"), ("line 4", "")]);
         // With a byte order mark in front.
         let found = told("\u{feff}{\"text\": \"a\"}\n{\"text\": \"b\"}").unwrap();
         assert_eq!(found.len(), 2);
         for half in ["\\ud83d", "\\ud83d x", "\\ude00", "\\ud83d\\u0041"] {
-            let error = told(&format!("{{\"text\": \"a\"}}\n{{\"text\": \"{half}\"}}")).unwrap_err().to_string();
+            let error = told(&format!("{{\"text\": \"a\"}}\n{{\"text\": \"{half}\"}}"))
+                .unwrap_err()
+                .to_string();
             assert!(
-                error.contains("x.jsonl: line 2: column ") && error.contains("half of a surrogate pair\nhint: "),
+                error.contains("x.jsonl: line 2: column ")
+                    && error.contains("half of a surrogate pair\nhint: "),
                 "{error}"
             );
             assert_eq!(error.matches("line").count(), 1, "{error}");
         }
         for (content, wanted) in [
-            ("{\"text\": \"a\"}\n{\"txt\": \"b\"}", "x.jsonl: line 2: column 12: there is no field \"text\""),
+            (
+                "{\"text\": \"a\"}\n{\"txt\": \"b\"}",
+                "x.jsonl: line 2: column 12: there is no field \"text\"",
+            ),
             ("{\"text\": 5}", "line 1: field \"text\" is a number, not a string"),
             ("{\"text\": null}", "line 1: field \"text\" is null, not a string"),
-            ("[\"text\"]", "line 1: column 0: invalid type: sequence, expected an object with the field \"text\""),
+            (
+                "[\"text\"]",
+                "line 1: column 0: invalid type: sequence, expected an object with the field \"text\"",
+            ),
             ("{\"text\": \"a\"} x", "line 1: column 15: trailing characters"),
             ("{\"text\": \"a", "line 1: column 11: EOF while parsing a string"),
         ] {

@@ -1,4 +1,5 @@
-//! From token ids that another program has made to token shards: an array of NumPy, or a dataset of an HDF5 file.
+//! From token ids that another program has made to token shards: an array of NumPy, or a dataset of
+//! an HDF5 file.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -59,23 +60,31 @@ pub fn import_ids(import: &ImportIds) -> Result<Imported> {
         (_, tokenizer) => tokenizer.as_ref().map_or(0, Tokenizer::vocabulary),
     };
     if !(1..=MAX_VOCABULARY).contains(&vocabulary) {
-        return Err(Error::input(format!("a vocabulary of {vocabulary} ids is outside 1..={MAX_VOCABULARY}"))
-            .hint("give the number of ids with --vocabulary, or their tokenizer with --tokenizer"));
+        return Err(Error::input(format!(
+            "a vocabulary of {vocabulary} ids is outside 1..={MAX_VOCABULARY}"
+        ))
+        .hint("give the number of ids with --vocabulary, or their tokenizer with --tokenizer"));
     }
     let place = import.input.display();
     let mut spooler = IdSpooler::create(&import.to.out)?;
     let mut push = |document: Option<usize>, first: usize, ids: &[u32]| {
         if let Some(at) = first_invalid(ids, vocabulary) {
-            let document = document.map_or(String::new(), |document| format!(" of document {document}"));
-            let message =
-                format!("element {}{document} is {}, but there are {vocabulary} ids", first + at, ids[at] as i32);
+            let document =
+                document.map_or(String::new(), |document| format!(" of document {document}"));
+            let message = format!(
+                "element {}{document} is {}, but there are {vocabulary} ids",
+                first + at,
+                ids[at] as i32
+            );
             return Err(Error::input(format!("{place}: {message}")).hint(
                 "give the tokenizer that made them, or the number of ids with --vocabulary; --pad leaves out one that fills up",
             ));
         }
         spooler.push(ids)
     };
-    let trimmed = |ids: &[u32]| ids.len() - ids.iter().rev().take_while(|id| Some(**id) == import.pad).count();
+    let trimmed = |ids: &[u32]| {
+        ids.len() - ids.iter().rev().take_while(|id| Some(**id) == import.pad).count()
+    };
     let is_numpy = import.input.extension().is_some_and(|extension| extension == "npy");
     match is_numpy {
         true => of_numpy(import, &trimmed, &mut push)?,
@@ -96,7 +105,8 @@ pub fn import_ids(import: &ImportIds) -> Result<Imported> {
     import.to.write(of, |first, count| ids.get(first, count))
 }
 
-/// Takes ids: the number of their document, if there are several, and the place of the first one there.
+/// Takes ids: the number of their document, if there are several, and the place of the first one
+/// there.
 type Push<'a> = &'a mut dyn FnMut(Option<usize>, usize, &[u32]) -> Result<()>;
 
 fn of_numpy(import: &ImportIds, trimmed: &dyn Fn(&[u32]) -> usize, push: Push<'_>) -> Result<()> {
@@ -113,10 +123,15 @@ fn of_numpy(import: &ImportIds, trimmed: &dyn Fn(&[u32]) -> usize, push: Push<'_
         ids.clear();
         for value in numbers.get(first, len.min(numbers.len() - first))? {
             if value.fract() != 0.0 {
-                return Err(Error::input(format!("{}: {value} is no id", import.input.display())).hint("save integers"));
+                return Err(Error::input(format!("{}: {value} is no id", import.input.display()))
+                    .hint("save integers"));
             }
             // One that is too large or negative is told of as such.
-            ids.push(if value < 0.0 { value as i32 as u32 } else { (value as u32).min(MAX_VOCABULARY as u32) });
+            ids.push(if value < 0.0 {
+                value as i32 as u32
+            } else {
+                (value as u32).min(MAX_VOCABULARY as u32)
+            });
         }
         match is_stream {
             true => push(None, first, &ids)?,
@@ -127,8 +142,9 @@ fn of_numpy(import: &ImportIds, trimmed: &dyn Fn(&[u32]) -> usize, push: Push<'_
 }
 
 fn of_hdf5(import: &ImportIds, trimmed: &dyn Fn(&[u32]) -> usize, push: Push<'_>) -> Result<()> {
-    std::fs::metadata(&import.input)
-        .map_err(|e| missing(&import.input, &e, "give the path of an HDF5 file or an array (.npy)"))?;
+    std::fs::metadata(&import.input).map_err(|e| {
+        missing(&import.input, &e, "give the path of an HDF5 file or an array (.npy)")
+    })?;
     let mut spec = DataSpec::new(&import.input);
     spec.tokens.clone_from(&import.dataset);
     let shard = Sandbox::default().shard(&import.input, &spec)?;
@@ -137,7 +153,8 @@ fn of_hdf5(import: &ImportIds, trimmed: &dyn Fn(&[u32]) -> usize, push: Push<'_>
     };
     shard.check_written()?;
     let mut readers = shard.readers(0, Verify::FirstPass, &Scratch::default())?;
-    let (rows, len) = (field.rows(), field.document());
+    let rows = field.rows();
+    let len = field.document();
     let is_stream = field.shape.len() == 1;
     // A stream is read in parts: the end of one is not that of a document.
     let step = if is_stream { BLOCK } else { 1 };
@@ -155,14 +172,16 @@ fn of_hdf5(import: &ImportIds, trimmed: &dyn Fn(&[u32]) -> usize, push: Push<'_>
 }
 
 fn other_shape(import: &ImportIds, what: &str) -> Error {
-    Error::input(format!("{}: {what}", import.input.display()))
-        .hint("give ids in one dimension, or documents x ids; --dataset names a dataset of an HDF5 file")
+    Error::input(format!("{}: {what}", import.input.display())).hint(
+        "give ids in one dimension, or documents x ids; --dataset names a dataset of an HDF5 file",
+    )
 }
 
 /// The SHA-256 of a file.
 fn sha256(path: &Path) -> Result<String> {
     let failed = |e| Error::io("read", path, e);
-    let (mut file, mut hash) = (File::open(path).map_err(failed)?, Sha256::new());
+    let mut file = File::open(path).map_err(failed)?;
+    let mut hash = Sha256::new();
     let mut block = vec![0; BLOCK];
     loop {
         match std::io::Read::read(&mut file, &mut block).map_err(failed)? {

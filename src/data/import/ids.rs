@@ -1,4 +1,5 @@
-//! Ids of an import that wait in a file without a name, in as few bytes each as the largest so far needs.
+//! Ids of an import that wait in a file without a name, in as few bytes each as the largest so far
+//! needs.
 
 use std::path::Path;
 
@@ -63,13 +64,20 @@ impl Ids {
 
     /// The ids from `first` on.
     pub fn get(&self, first: usize, count: usize) -> Result<Vec<u32>> {
-        let (mut found, mut bytes) = (Vec::with_capacity(count), Vec::new());
-        let (mut before, mut bytes_before) = (0, 0);
+        let mut found = Vec::with_capacity(count);
+        let mut bytes = Vec::new();
+        let mut before = 0;
+        let mut bytes_before = 0;
         for &(width, len) in &self.parts {
-            let (start, end) = (first.max(before), (first + count).min(before + len));
+            let start = first.max(before);
+            let end = (first + count).min(before + len);
             if start < end {
                 bytes.clear();
-                self.bytes.append(bytes_before + (start - before) * width, (end - start) * width, &mut bytes)?;
+                self.bytes.append(
+                    bytes_before + (start - before) * width,
+                    (end - start) * width,
+                    &mut bytes,
+                )?;
                 widen(&bytes, width, &mut found);
             }
             before += len;
@@ -77,7 +85,9 @@ impl Ids {
         }
         match found.len() == count {
             true => Ok(found),
-            false => Err(Error::internal(format!("ids {first} to {first} + {count} of {before} asked for"))),
+            false => Err(Error::internal(format!(
+                "ids {first} to {first} + {count} of {before} asked for"
+            ))),
         }
     }
 }
@@ -88,7 +98,10 @@ fn narrow(ids: &[u32], width: usize, to: &mut [u8]) {
         #[inline(always)]
         || match width {
             1 => ids.iter().zip(to).for_each(|(id, to)| *to = *id as u8),
-            2 => ids.iter().zip(to.as_chunks_mut().0).for_each(|(id, to)| *to = (*id as u16).to_le_bytes()),
+            2 => ids
+                .iter()
+                .zip(to.as_chunks_mut().0)
+                .for_each(|(id, to)| *to = (*id as u16).to_le_bytes()),
             _ => ids.iter().zip(to.as_chunks_mut().0).for_each(|(id, to)| *to = id.to_le_bytes()),
         },
     );
@@ -98,7 +111,9 @@ fn narrow(ids: &[u32], width: usize, to: &mut [u8]) {
 fn widen(bytes: &[u8], width: usize, to: &mut Vec<u32>) {
     match width {
         1 => to.extend(bytes.iter().map(|byte| u32::from(*byte))),
-        2 => to.extend(bytes.as_chunks().0.iter().map(|bytes| u32::from(u16::from_le_bytes(*bytes)))),
+        2 => {
+            to.extend(bytes.as_chunks().0.iter().map(|bytes| u32::from(u16::from_le_bytes(*bytes))))
+        }
         _ => to.extend(bytes.as_chunks().0.iter().map(|bytes| u32::from_le_bytes(*bytes))),
     }
 }
@@ -111,13 +126,20 @@ mod tests {
     fn ids_of_growing_width_come_back() {
         let folder = tempfile::tempdir().unwrap();
         let mut spooler = IdSpooler::create(folder.path()).unwrap();
-        let all: Vec<u32> = (0..700).chain((0..70_000).step_by(7)).chain([3, u32::MAX, 0]).collect();
+        let all: Vec<u32> =
+            (0..700).chain((0..70_000).step_by(7)).chain([3, u32::MAX, 0]).collect();
         all.chunks(90).for_each(|some| spooler.push(some).unwrap());
         assert_eq!(spooler.parts.iter().map(|(width, _)| *width).collect::<Vec<_>>(), [1, 2, 4]);
         let ids = spooler.finish().unwrap();
         assert_eq!(ids.len(), all.len());
-        for (first, count) in [(0, all.len()), (100, 300), (0, 1), (all.len() - 5, 5), (7, 0), (250, 9000)] {
-            assert_eq!(ids.get(first, count).unwrap(), all[first..first + count], "{first}, {count}");
+        for (first, count) in
+            [(0, all.len()), (100, 300), (0, 1), (all.len() - 5, 5), (7, 0), (250, 9000)]
+        {
+            assert_eq!(
+                ids.get(first, count).unwrap(),
+                all[first..first + count],
+                "{first}, {count}"
+            );
         }
         assert!(ids.get(all.len(), 1).is_err());
     }

@@ -1,6 +1,7 @@
 //! From files in the IDX format of MNIST, plain or gzipped, to shards.
 //!
-//! Two zero bytes, the type of the elements, the number of axes; the extent of every axis as big-endian u32; the elements.
+//! Two zero bytes, the type of the elements, the number of axes; the extent of every axis as
+//! big-endian u32; the elements.
 
 use std::fs::File;
 use std::io::{BufReader, Read, Seek as _};
@@ -35,8 +36,9 @@ pub struct ImportIdx {
 pub fn import_idx(import: &ImportIdx) -> Result<Imported> {
     let (shape, images) = read(&import.images, &import.kept.out)?;
     let (of_labels, labels) = read(&import.labels, &import.kept.out)?;
-    let refused =
-        |path: &Path, what: String, hint: &str| Err(Error::input(format!("{}: {what}", path.display())).hint(hint));
+    let refused = |path: &Path, what: String, hint: &str| {
+        Err(Error::input(format!("{}: {what}", path.display())).hint(hint))
+    };
     let [samples, rest @ ..] = &shape[..] else {
         return refused(&import.images, "has no axes".into(), "give the file with images first");
     };
@@ -58,9 +60,15 @@ pub fn import_idx(import: &ImportIdx) -> Result<Imported> {
     let mut targets = Vec::with_capacity(count);
     labels.blocks(|some| targets.extend(some.iter().copied().map(f64::from)))?;
     let targets = Elements::Memory(targets);
-    let places = [&import.images, &import.labels, &import.labels].map(|path| path.display().to_string());
-    let (inputs, weights) = (Inputs::Bytes(images), Elements::Memory(vec![]));
-    let (regression, classes, left_out, table, files) = (false, vec![], 0, None, None);
+    let places =
+        [&import.images, &import.labels, &import.labels].map(|path| path.display().to_string());
+    let inputs = Inputs::Bytes(images);
+    let weights = Elements::Memory(vec![]);
+    let regression = false;
+    let classes = vec![];
+    let left_out = 0;
+    let table = None;
+    let files = None;
     Rows {
         inputs,
         count,
@@ -79,7 +87,8 @@ pub fn import_idx(import: &ImportIdx) -> Result<Imported> {
     .write(&import.kept)
 }
 
-/// Shape and elements of a file. Those of a compressed one wait in a temporary file where `out` is or will be.
+/// Shape and elements of a file. Those of a compressed one wait in a temporary file where `out` is
+/// or will be.
 fn read(path: &Path, out: &Path) -> Result<(Vec<usize>, Elements<u8>)> {
     let hint = "give the path of an IDX file, such as t10k-images-idx3-ubyte.gz";
     let mut file = open(path, hint)?;
@@ -87,10 +96,13 @@ fn read(path: &Path, out: &Path) -> Result<(Vec<usize>, Elements<u8>)> {
     let stored = file.metadata().map_err(failed)?.len();
     let mut magic = Vec::new();
     (&file).take(2).read_to_end(&mut magic).and_then(|_| file.rewind()).map_err(failed)?;
-    let parsed = if magic == [0x1f, 0x8b] { unpacked(file, stored, out) } else { plain(file, path, stored) };
+    let parsed =
+        if magic == [0x1f, 0x8b] { unpacked(file, stored, out) } else { plain(file, path, stored) };
     parsed.map_err(|fault| match fault {
-        Fault::Content(what) => Error::input(format!("{}: not an IDX file of bytes: {what}", path.display()))
-            .hint("download it again; gunzip it first if it is all right"),
+        Fault::Content(what) => {
+            Error::input(format!("{}: not an IDX file of bytes: {what}", path.display()))
+                .hint("download it again; gunzip it first if it is all right")
+        }
         Fault::Other(error) => error,
     })
 }
@@ -108,7 +120,9 @@ fn unpacked(file: File, stored: u64, out: &Path) -> Result<(Vec<usize>, Elements
     let mut decoder = GzDecoder::new(BufReader::new(file));
     let shape = shape(&mut decoder)?;
     let mut spooler = Spooler::create(out)?;
-    let decoded = decompression_limit::decode(decoder, count(&shape)? as u64, stored, |piece| spooler.push(piece))?;
+    let decoded = decompression_limit::decode(decoder, count(&shape)? as u64, stored, |piece| {
+        spooler.push(piece)
+    })?;
     complete(&shape, decoded)?;
     Ok((shape, spooler.finish()?))
 }
@@ -138,7 +152,12 @@ fn shape(from: &mut impl Read) -> Result<Vec<usize>, String> {
     if extents.len() < usize::from(axes) * 4 {
         return Err(format!("{} bytes for {axes} axes", extents.len()));
     }
-    Ok(extents.as_chunks::<4>().0.iter().map(|extent| u32::from_be_bytes(*extent) as usize).collect())
+    Ok(extents
+        .as_chunks::<4>()
+        .0
+        .iter()
+        .map(|extent| u32::from_be_bytes(*extent) as usize)
+        .collect())
 }
 
 /// Elements of a shape.

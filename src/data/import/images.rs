@@ -15,7 +15,8 @@ use hpctrain_base::safe_open;
 /// Input and options of an import.
 #[derive(Debug, Clone)]
 pub struct ImportImages {
-    /// Folders of PNG and JPEG files, one for each class, and nothing else. Names that begin with a dot are passed over.
+    /// Folders of PNG and JPEG files, one for each class, and nothing else. Names that begin with a
+    /// dot are passed over.
     pub folder: PathBuf,
     /// The files lie in the folder itself and have no class: they are to be predicted.
     pub no_target: bool,
@@ -27,13 +28,16 @@ pub struct ImportImages {
     pub kept: ImportOptions,
 }
 
-/// Writes images as samples of height × width × channels. Classes are numbered in the order of the folders' names. Images of every
-/// class are dealt out evenly, in the order of their names, so that any part of the rows has all classes in proportion.
+/// Writes images as samples of height × width × channels. Classes are numbered in the order of the
+/// folders' names. Images of every class are dealt out evenly, in the order of their names, so that
+/// any part of the rows has all classes in proportion.
 ///
 /// # Errors
-/// A file is missing, damaged, no image or of another size, there is no class or none of its images, or as for every import.
+/// A file is missing, damaged, no image or of another size, there is no class or none of its
+/// images, or as for every import.
 pub fn import_images(import: &ImportImages) -> Result<Imported> {
-    let (classes, files) = if import.no_target { unlabelled(&import.folder)? } else { listed(&import.folder)? };
+    let (classes, files) =
+        if import.no_target { unlabelled(&import.folder)? } else { listed(&import.folder)? };
     let mut inputs = Spooler::create(&import.kept.out)?;
     let mut first: Option<(&Path, [u32; 2])> = None;
     for Labelled { path, .. } in &files {
@@ -50,7 +54,8 @@ pub fn import_images(import: &ImportImages) -> Result<Imported> {
         let (first, expected) = *first.get_or_insert((path, size));
         if size != expected {
             let [high, wide] = expected;
-            let (path, first) = (path.display(), first.display());
+            let path = path.display();
+            let first = first.display();
             return Err(Error::input(format!(
                 "{path} is {height} × {width} pixels (height × width), but {first} is {high} × {wide}"
             ))
@@ -69,12 +74,17 @@ pub fn import_images(import: &ImportImages) -> Result<Imported> {
     });
     let names = names.collect();
     let folder = import.folder.display().to_string();
-    let source = import.folder.file_name().map_or(folder.clone(), |name| name.to_string_lossy().into_owned());
+    let source = import
+        .folder
+        .file_name()
+        .map_or(folder.clone(), |name| name.to_string_lossy().into_owned());
     Rows {
         inputs: Inputs::Bytes(inputs.finish()?),
         count: files.len(),
         shape: vec![height, width, if import.grey { 1 } else { 3 }],
-        targets: Elements::Memory(files.iter().filter(|_| !import.no_target).map(|file| file.class as f64).collect()),
+        targets: Elements::Memory(
+            files.iter().filter(|_| !import.no_target).map(|file| file.class as f64).collect(),
+        ),
         width: usize::from(!import.no_target),
         weights: Elements::Memory(vec![]),
         regression: false,
@@ -88,12 +98,15 @@ pub fn import_images(import: &ImportImages) -> Result<Imported> {
     .write(&import.kept)
 }
 
-/// Refuses images that together decode to far more bytes than their files have, though each alone may pass.
+/// Refuses images that together decode to far more bytes than their files have, though each alone
+/// may pass.
 fn check_all(import: &ImportImages, files: &[Labelled], decoded: usize) -> Result<()> {
-    let length = |file: &Labelled| std::fs::metadata(&file.path).map_or(0, |metadata| metadata.len());
+    let length =
+        |file: &Labelled| std::fs::metadata(&file.path).map_or(0, |metadata| metadata.len());
     let stored = files.iter().map(length).fold(0, u64::saturating_add);
     decompression_limit::check(decoded as u64, stored).map_err(|what| {
-        Error::input(format!("{}: {what}", import.folder.display())).hint("make the images smaller with --size")
+        Error::input(format!("{}: {what}", import.folder.display()))
+            .hint("make the images smaller with --size")
     })
 }
 
@@ -108,15 +121,17 @@ fn unlabelled(folder: &Path) -> Result<(Vec<String>, Vec<Labelled>)> {
     for name in visible(folder)? {
         let path = folder.join(name);
         if path.is_dir() {
-            return Err(Error::input(format!("{} is a folder among images without classes", path.display()))
-                .hint("import folders of classes without --no-target, or move the folder away"));
+            return Err(Error::input(format!(
+                "{} is a folder among images without classes",
+                path.display()
+            ))
+            .hint("import folders of classes without --no-target, or move the folder away"));
         }
         files.push(Labelled { path, class: 0, along: 0.0 });
     }
     match files.is_empty() {
-        true => {
-            Err(Error::input(format!("{} holds no images", folder.display())).hint("put PNG or JPEG files into it"))
-        }
+        true => Err(Error::input(format!("{} holds no images", folder.display()))
+            .hint("put PNG or JPEG files into it")),
         false => Ok((vec![], files)),
     }
 }
@@ -174,7 +189,8 @@ fn visible(folder: &Path) -> Result<Vec<String>> {
 /// The pixels of a file, in bytes: three channels, or one. Transparency is dropped.
 fn decoded(path: &Path, grey: bool) -> Result<DynamicImage> {
     let bytes = safe_open::read(path).map_err(|e| {
-        Error::io("read", path, e).hint("a class's folder holds its images and nothing else: move other things away")
+        Error::io("read", path, e)
+            .hint("a class's folder holds its images and nothing else: move other things away")
     })?;
     let at = path.display();
     let reader = ImageReader::new(std::io::Cursor::new(&bytes)).with_guessed_format();
@@ -183,12 +199,14 @@ fn decoded(path: &Path, grey: bool) -> Result<DynamicImage> {
         Some(format @ (ImageFormat::Png | ImageFormat::Jpeg)) => format,
         other => {
             let what = other.map_or(String::new(), |format| format!(", but {format:?}"));
-            return Err(Error::input(format!("{at} is not a PNG or JPEG image{what}"))
-                .hint("convert it, or move it away: a class's folder holds its images and nothing else"));
+            return Err(Error::input(format!("{at} is not a PNG or JPEG image{what}")).hint(
+                "convert it, or move it away: a class's folder holds its images and nothing else",
+            ));
         }
     };
     let damaged = |what: String| {
-        Error::input(format!("{at} is a damaged or truncated image: {what}")).hint("copy it again, or move it away")
+        Error::input(format!("{at} is a damaged or truncated image: {what}"))
+            .hint("copy it again, or move it away")
     };
     // The decoder would fill up missing data.
     if format == ImageFormat::Jpeg && !is_whole(&bytes) {
@@ -196,9 +214,12 @@ fn decoded(path: &Path, grey: bool) -> Result<DynamicImage> {
     }
     let told = |e: image::ImageError| damaged(e.to_string().replace('\n', " "));
     // The header alone.
-    let header = ImageReader::with_format(std::io::Cursor::new(&bytes), format).into_decoder().map_err(told)?;
+    let header = ImageReader::with_format(std::io::Cursor::new(&bytes), format)
+        .into_decoder()
+        .map_err(told)?;
     decompression_limit::check(header.total_bytes(), bytes.len() as u64).map_err(|what| {
-        Error::input(format!("{at}: {what}")).hint("move it away, or bring it to a smaller size first")
+        Error::input(format!("{at}: {what}"))
+            .hint("move it away, or bring it to a smaller size first")
     })?;
     let picture = reader.decode().map_err(told)?;
     Ok(match grey {
@@ -207,7 +228,8 @@ fn decoded(path: &Path, grey: bool) -> Result<DynamicImage> {
     })
 }
 
-/// Whether a JPEG file has the marker of its end, outside of previews that are embedded in its segments.
+/// Whether a JPEG file has the marker of its end, outside of previews that are embedded in its
+/// segments.
 fn is_whole(jpeg: &[u8]) -> bool {
     let mut rest = jpeg;
     loop {

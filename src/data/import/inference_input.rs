@@ -1,4 +1,5 @@
-//! Rows without targets, in any form that is imported, on their way to a network that is to predict them.
+//! Rows without targets, in any form that is imported, on their way to a network that is to predict
+//! them.
 
 use std::path::{Path, PathBuf};
 
@@ -23,7 +24,8 @@ pub enum Form {
     Hdf5,
 }
 
-/// Rows without targets, and all that is needed to bring them into the form in which a network learned.
+/// Rows without targets, and all that is needed to bring them into the form in which a network
+/// learned.
 #[derive(Debug, Clone)]
 pub struct Unlabelled {
     /// The table, array or folder.
@@ -48,7 +50,8 @@ impl Form {
             let has_shards = file_names(path)?.iter().any(|name| name.ends_with(".h5"));
             return Ok(if has_shards { Self::Hdf5 } else { Self::Images });
         }
-        let extension = path.extension().map(|extension| extension.to_string_lossy().to_ascii_lowercase());
+        let extension =
+            path.extension().map(|extension| extension.to_string_lossy().to_ascii_lowercase());
         match extension.as_deref() {
             Some("csv" | "tsv") => Ok(Self::Table),
             Some("npy") => Ok(Self::Array),
@@ -87,7 +90,8 @@ impl Unlabelled {
                     return Err(Error::input("--missing skip: every row gets a prediction")
                         .hint("fill missing numbers up: --missing mean, or a number such as --missing 0"));
                 }
-                let (format, missing) = (self.format.clone(), self.missing);
+                let format = self.format.clone();
+                let missing = self.missing;
                 import_csv(&ImportCsv { format, missing, categories, needs_all: true, ..ImportCsv::new(input, kept) })
             }
             Form::Array => {
@@ -96,7 +100,8 @@ impl Unlabelled {
             }
             Form::Images => {
                 let [height, width, channels @ (1 | 3)] = self.shape[..] else {
-                    let (input, shape) = (input.display(), &self.shape);
+                    let input = input.display();
+                    let shape = &self.shape;
                     return Err(Error::input(format!(
                         "{input} is a folder, but the network takes rows of {shape:?}, not images"
                     ))
@@ -132,8 +137,13 @@ mod tests {
         }
         let of = |name: &str| Form::of(&at(name));
         assert_eq!(["a.csv", "a.TSV"].map(|name| of(name).unwrap()), [Form::Table; 2]);
-        assert_eq!(["a.npy", "a.h5", "gone"].map(|name| of(name).unwrap()), [Form::Array, Form::Hdf5, Form::Hdf5]);
-        assert!(of("a.txt").unwrap_err().to_string().contains("is not known\nhint: name it FILE.csv"));
+        assert_eq!(
+            ["a.npy", "a.h5", "gone"].map(|name| of(name).unwrap()),
+            [Form::Array, Form::Hdf5, Form::Hdf5]
+        );
+        assert!(
+            of("a.txt").unwrap_err().to_string().contains("is not known\nhint: name it FILE.csv")
+        );
         assert_eq!(Form::of(folder.path()).unwrap(), Form::Hdf5);
         let images = tempfile::tempdir().unwrap();
         assert_eq!(Form::of(images.path()).unwrap(), Form::Images);

@@ -44,7 +44,9 @@ fn open(path: &Path, hint: &str) -> Result<std::fs::File> {
 /// The error of a file to import that cannot be read.
 fn missing(path: &Path, e: &std::io::Error, hint: &str) -> Error {
     match e.kind() {
-        std::io::ErrorKind::NotFound => Error::input(format!("{} does not exist", path.display())).hint(hint),
+        std::io::ErrorKind::NotFound => {
+            Error::input(format!("{} does not exist", path.display())).hint(hint)
+        }
         _ => Error::io("read", path, e),
     }
 }
@@ -61,15 +63,18 @@ fn refuse_shards(out: &Path) -> Result<()> {
         return Ok(());
     }
     match file_names(out)?.iter().find(|name| name.ends_with(".h5")) {
-        Some(shard) => Err(Error::input(format!("{} holds shards already, such as {shard}", out.display()))
-            .hint("choose another directory, or remove the shards first")),
+        Some(shard) => {
+            Err(Error::input(format!("{} holds shards already, such as {shard}", out.display()))
+                .hint("choose another directory, or remove the shards first"))
+        }
         None => Ok(()),
     }
 }
 
 /// The `index`-th of `parts` ranges over `0..len`, whose lengths differ by one at most.
 fn part(len: usize, parts: usize, index: usize) -> Range<usize> {
-    let (share, rest) = (len / parts, len % parts);
+    let share = len / parts;
+    let rest = len % parts;
     let start = index * share + index.min(rest);
     start..start + share + usize::from(index < rest)
 }
@@ -95,11 +100,15 @@ impl Staged {
         &self.files[self.files.len() - 1].0
     }
 
-    /// Gives all files their names. Of imports into one directory at once, the one that comes later is refused.
+    /// Gives all files their names. Of imports into one directory at once, the one that comes later
+    /// is refused.
     fn publish(&self) -> Result<()> {
         let out = self.files.first().and_then(|(_, path)| path.parent());
-        let directory = out.map(|out| std::fs::File::open(out).map_err(|e| Error::io("open", out, e))).transpose()?;
-        // Held until all are there. Where directories cannot be locked, the time between the look and the last name is short.
+        let directory = out
+            .map(|out| std::fs::File::open(out).map_err(|e| Error::io("open", out, e)))
+            .transpose()?;
+        // Held until all are there. Where directories cannot be locked, the time between the look
+        // and the last name is short.
         if let Some(Err(e)) = directory.as_ref().map(std::fs::File::lock) {
             log::debug!("an import does without a lock: {e}");
         }
@@ -144,7 +153,8 @@ mod tests {
             staged.files[0].0 = temporary;
             staged
         };
-        let (one, other) = (stage("one"), stage("other"));
+        let one = stage("one");
+        let other = stage("other");
         one.publish().unwrap();
         let error = other.publish().unwrap_err().to_string();
         assert!(error.contains("holds shards already, such as train-00000.h5"), "{error}");

@@ -1,8 +1,8 @@
 //! Arrays in NumPy's NPY format, and archives of them.
 //!
-//! `\x93NUMPY`, two bytes of version, the length of the header (u16 in version 1, u32 later, little-endian); the header, a
-//! Python dictionary with the keys `descr`, `fortran_order` and `shape`; the elements. An NPZ archive is a ZIP file of such
-//! files, stored or deflated.
+//! `\x93NUMPY`, two bytes of version, the length of the header (u16 in version 1, u32 later,
+//! little-endian); the header, a Python dictionary with the keys `descr`, `fortran_order` and
+//! `shape`; the elements. An NPZ archive is a ZIP file of such files, stored or deflated.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -115,8 +115,8 @@ impl Array {
         Ok(header.with(Elements::of_file(file, path, start, len)))
     }
 
-    /// All elements in order, the last axis varying fastest, as numbers that `of` makes of them; they wait in a temporary file where
-    /// `out` is or will be. Integers beyond 2⁵³ are rounded.
+    /// All elements in order, the last axis varying fastest, as numbers that `of` makes of them;
+    /// they wait in a temporary file where `out` is or will be. Integers beyond 2⁵³ are rounded.
     ///
     /// # Errors
     /// A file cannot be read or written.
@@ -124,7 +124,9 @@ impl Array {
         let mut numbers = Vec::new();
         self.spooled(out, |bytes, to| {
             numbers.clear();
-            numbers.extend(bytes.chunks_exact(self.kind.width).map(|element| of(self.kind.number(element))));
+            numbers.extend(
+                bytes.chunks_exact(self.kind.width).map(|element| of(self.kind.number(element))),
+            );
             to.push(&numbers)
         })
     }
@@ -139,7 +141,11 @@ impl Array {
     /// # Errors
     /// As [`Self::numbers`].
     pub fn into_bytes(self, out: &Path) -> Result<Elements<u8>> {
-        if self.columns_first { self.spooled(out, |bytes, to| to.push(bytes)) } else { Ok(self.bytes) }
+        if self.columns_first {
+            self.spooled(out, |bytes, to| to.push(bytes))
+        } else {
+            Ok(self.bytes)
+        }
     }
 
     /// Passes on the bytes of all elements in order to a temporary file.
@@ -174,7 +180,11 @@ impl Array {
         let mut index = vec![0; axes.len()];
         for column in 0..columns {
             // The elements of one place in these rows lie side by side.
-            let place = index.iter().zip(axes).rev().fold(0, |place, (index, extent)| place * extent + index);
+            let place = index
+                .iter()
+                .zip(axes)
+                .rev()
+                .fold(0, |place, (index, extent)| place * extent + index);
             self.bytes.read((place * all + rows.start) * width, &mut run)?;
             for (row, element) in run.chunks_exact(width).enumerate() {
                 ordered[(row * columns + column) * width..][..width].copy_from_slice(element);
@@ -235,11 +245,16 @@ impl Header {
         let descr = value(&header, "descr").ok_or_else(|| lacks("descr"))?;
         let name = descr.strip_prefix(['\'', '"']).and_then(|text| text.split(['\'', '"']).next());
         let kind = name.and_then(Kind::parse).ok_or_else(|| {
-            let end = descr.find(']').map_or_else(|| descr.find(',').unwrap_or(descr.len()), |at| at + 1);
-            format!("elements of type {}, which is none of f2 to f8, i1 to i8, u1 to u8, b1", &descr[..end])
+            let end =
+                descr.find(']').map_or_else(|| descr.find(',').unwrap_or(descr.len()), |at| at + 1);
+            format!(
+                "elements of type {}, which is none of f2 to f8, i1 to i8, u1 to u8, b1",
+                &descr[..end]
+            )
         })?;
         let order = value(&header, "fortran_order").ok_or_else(|| lacks("fortran_order"))?;
-        let extents = value(&header, "shape").and_then(|text| text.strip_prefix('(')?.split(')').next());
+        let extents =
+            value(&header, "shape").and_then(|text| text.strip_prefix('(')?.split(')').next());
         let shape: Option<Vec<usize>> = extents.and_then(|extents| {
             let extents = extents.split(',').map(str::trim).filter(|extent| !extent.is_empty());
             extents.map(|extent| extent.parse().ok()).collect()
@@ -253,7 +268,8 @@ impl Header {
         match extent(&self.shape).map(|elements| elements * self.kind.width) {
             Some(bytes) if bytes as u64 == found => Ok(bytes),
             _ => {
-                let (shape, width) = (&self.shape, self.kind.width);
+                let shape = &self.shape;
+                let width = self.kind.width;
                 Err(format!("{found} bytes of elements for shape {shape:?} of {width} bytes each"))
             }
         }
@@ -272,11 +288,13 @@ impl Header {
 pub(super) fn open_archive(path: &Path) -> Result<ZipArchive<BufReader<File>>> {
     let file = open(path, "give the path of an archive as numpy.savez writes it")?;
     ZipArchive::new(BufReader::new(file)).map_err(|e| {
-        Error::input(format!("{}: not an NPZ archive: {e}", path.display())).hint("save it again with numpy.savez")
+        Error::input(format!("{}: not an NPZ archive: {e}", path.display()))
+            .hint("save it again with numpy.savez")
     })
 }
 
-/// The array `name` of the archive at `path`. Its elements wait in a temporary file where `out` is or will be.
+/// The array `name` of the archive at `path`. Its elements wait in a temporary file where `out` is
+/// or will be.
 ///
 /// # Errors
 /// It is missing or malformed, or its elements are no numbers; or that file cannot be written.
@@ -296,12 +314,17 @@ pub(super) fn read_member(
     let length = std::fs::metadata(path).map_err(|e| Error::io("read", path, e))?.len();
     let unpacked = match archive.by_name(&format!("{name}.npy")) {
         Ok(member) => {
-            let (declared, stored) = (member.size(), member.compressed_size().min(length));
+            let declared = member.size();
+            let stored = member.compressed_size().min(length);
             unpacked(member, declared, stored, out)
         }
         Err(ZipError::FileNotFound) => {
-            return Err(Error::input(format!("{}: holds no array {name:?}", path.display()))
-                .hint(format!("it holds {}; name two of them with --features and --labels", names.join(", "))));
+            return Err(Error::input(format!("{}: holds no array {name:?}", path.display())).hint(
+                format!(
+                    "it holds {}; name two of them with --features and --labels",
+                    names.join(", ")
+                ),
+            ));
         }
         Err(e) => Err(Fault::Content(e.to_string())),
     };
@@ -312,15 +335,18 @@ fn unpacked(mut member: impl Read, declared: u64, stored: u64, out: &Path) -> Re
     decompression_limit::check(declared, stored)?;
     let header = Header::read(&mut member)?;
     let mut spooler = Spooler::create(out)?;
-    let decoded = decompression_limit::decode(member, declared, stored, |piece| spooler.push(piece))?;
+    let decoded =
+        decompression_limit::decode(member, declared, stored, |piece| spooler.push(piece))?;
     header.complete(decoded)?;
     Ok(header.with(spooler.finish()?))
 }
 
 fn malformed(place: String, fault: Fault) -> Error {
     match fault {
-        Fault::Content(what) => Error::input(format!("{place}: not a NumPy array of numbers: {what}"))
-            .hint("save it again with numpy.save or numpy.savez, as an array of floats or integers"),
+        Fault::Content(what) => Error::input(format!(
+            "{place}: not a NumPy array of numbers: {what}"
+        ))
+        .hint("save it again with numpy.save or numpy.savez, as an array of floats or integers"),
         Fault::Other(error) => error,
     }
 }
@@ -328,7 +354,8 @@ fn malformed(place: String, fault: Fault) -> Error {
 /// The rest of the header after a key.
 fn value<'a>(header: &'a str, key: &str) -> Option<&'a str> {
     let quoted = [format!("'{key}'"), format!("\"{key}\"")];
-    let after = quoted.iter().find_map(|key| header.split_once(&key[..])).map(|(_, after)| after)?;
+    let after =
+        quoted.iter().find_map(|key| header.split_once(&key[..])).map(|(_, after)| after)?;
     Some(after.trim_start().strip_prefix(':')?.trim_start())
 }
 
@@ -356,7 +383,9 @@ mod tests {
 
     #[test]
     fn every_type_in_both_byte_orders() {
-        let header = |descr: &str| format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': (1,), }}\n");
+        let header = |descr: &str| {
+            format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': (1,), }}\n")
+        };
         for (descr, element, wanted) in [
             ("<f8", &(-1.5f64).to_le_bytes()[..], -1.5),
             (">f8", &(-1.5f64).to_be_bytes(), -1.5),
@@ -404,10 +433,16 @@ mod tests {
             ([MAGIC, &[1, 0, 200, 0]].concat(), "a header of 200 bytes in 0"),
             (npy(good, &[0; 7]), "7 bytes of elements for shape [2] of 4 bytes each"),
             (npy(&good.replace("<i4", "<c8"), &[0; 16]), "elements of type '<c8'"),
-            (npy(&good.replace("'<i4'", "[('a', '<i4')]"), &[0; 8]), "elements of type [('a', '<i4')]"),
+            (
+                npy(&good.replace("'<i4'", "[('a', '<i4')]"), &[0; 8]),
+                "elements of type [('a', '<i4')]",
+            ),
             (npy(&good.replace("shape", "form"), &[0; 8]), "no shape"),
             (npy(&good.replace("(2,)", "(-2,)"), &[0; 8]), "no shape"),
-            (npy(&good.replace("(2,)", "(9999999999, 9999999999)"), &[0; 8]), "shape [9999999999, 9999999999]"),
+            (
+                npy(&good.replace("(2,)", "(9999999999, 9999999999)"), &[0; 8]),
+                "shape [9999999999, 9999999999]",
+            ),
         ];
         for (bytes, wanted) in cases {
             let error = array(bytes).err().unwrap().to_string();

@@ -43,8 +43,9 @@ pub enum Arrays {
     },
 }
 
-/// Writes every row as a sample. Features of rows × height × width are images of one channel. Labels are classes if there is one
-/// a row and all are integers from 0 on, of any type; else numbers. Weights, if there are any, are one for each row.
+/// Writes every row as a sample. Features of rows × height × width are images of one channel.
+/// Labels are classes if there is one a row and all are integers from 0 on, of any type; else
+/// numbers. Weights, if there are any, are one for each row.
 ///
 /// # Errors
 /// A file is missing or malformed, the two do not fit, or as for every import.
@@ -53,25 +54,31 @@ pub fn import_numpy(import: &ImportNumpy) -> Result<Imported> {
     let (path, features, labels, weights, places) = match &import.arrays {
         Arrays::Files { features, labels, weights } => {
             let names = [Some(features), labels.as_ref(), weights.as_ref()];
-            let places = names.map(|path| path.map_or(String::new(), |path| path.display().to_string()));
+            let places =
+                names.map(|path| path.map_or(String::new(), |path| path.display().to_string()));
             let array = |path: &Option<PathBuf>| path.as_deref().map(Array::open).transpose();
-            let (labels, weights) = (array(labels)?, array(weights)?);
+            let labels = array(labels)?;
+            let weights = array(weights)?;
             (features, Array::open(features)?, labels, weights, places)
         }
         Arrays::Archive { path, features, labels, weights } => {
             let mut archive = open_archive(path)?;
             let names = [Some(features), labels.as_ref(), weights.as_ref()];
-            let places = names.map(|name| name.map_or(String::new(), |name| format!("{}: {name}", path.display())));
+            let places = names.map(|name| {
+                name.map_or(String::new(), |name| format!("{}: {name}", path.display()))
+            });
             let mut member = |name: &Option<String>| {
                 name.as_deref().map(|name| read_member(&mut archive, path, name, out)).transpose()
             };
-            let (labels, weights) = (member(labels)?, member(weights)?);
+            let labels = member(labels)?;
+            let weights = member(weights)?;
             (path, read_member(&mut archive, path, features, out)?, labels, weights, places)
         }
     };
     let refused = |place: &str, what: String| {
-        Err(Error::input(format!("{place} {what}"))
-            .hint("give features with a row for each sample, as many labels, and as many weights if any"))
+        Err(Error::input(format!("{place} {what}")).hint(
+            "give features with a row for each sample, as many labels, and as many weights if any",
+        ))
     };
     let shape = match &features.shape[..] {
         [] => return refused(&places[0], "is a single number".into()),
@@ -82,20 +89,29 @@ pub fn import_numpy(import: &ImportNumpy) -> Result<Imported> {
     let samples = features.shape[0];
     let of_labels = labels.as_ref().map(|labels| &labels.shape[..]);
     if shape.contains(&0) || of_labels == Some(&[samples, 0]) {
-        let labels = of_labels.map_or(String::new(), |shape| format!(", the labels have {shape:?}"));
+        let labels =
+            of_labels.map_or(String::new(), |shape| format!(", the labels have {shape:?}"));
         return refused(&places[0], format!("has shape {:?}{labels}", features.shape));
     }
     let width = match of_labels {
         None => 0,
         Some([rows]) if *rows == samples => 1,
         Some([rows, columns]) if *rows == samples => *columns,
-        Some(shape) => return refused(&places[1], format!("has shape {shape:?}, but there are {samples} rows")),
+        Some(shape) => {
+            return refused(
+                &places[1],
+                format!("has shape {shape:?}, but there are {samples} rows"),
+            );
+        }
     };
     if let Some(weights) = &weights
         && weights.shape[..] != [samples]
         && weights.shape[..] != [samples, 1]
     {
-        return refused(&places[2], format!("has shape {:?}, but there are {samples} rows", weights.shape));
+        return refused(
+            &places[2],
+            format!("has shape {:?}, but there are {samples} rows", weights.shape),
+        );
     }
     let inputs = if features.is_of_bytes() {
         Inputs::Bytes(features.into_bytes(out)?)
@@ -103,10 +119,31 @@ pub fn import_numpy(import: &ImportNumpy) -> Result<Imported> {
         Inputs::Numbers(features.numbers(out, |x| x as f32)?)
     };
     let source = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let numbers = |array: Option<Array>| array.map_or(Ok(Elements::Memory(vec![])), |array| array.numbers(out, |x| x));
-    let (targets, weights) = (numbers(labels)?, numbers(weights)?);
-    let (count, regression, table, files) = (samples, import.regression, None, None);
-    let (classes, left_out) = (vec![], 0);
-    Rows { inputs, count, shape, targets, width, weights, regression, classes, left_out, source, places, table, files }
-        .write(&import.kept)
+    let numbers = |array: Option<Array>| {
+        array.map_or(Ok(Elements::Memory(vec![])), |array| array.numbers(out, |x| x))
+    };
+    let targets = numbers(labels)?;
+    let weights = numbers(weights)?;
+    let count = samples;
+    let regression = import.regression;
+    let table = None;
+    let files = None;
+    let classes = vec![];
+    let left_out = 0;
+    Rows {
+        inputs,
+        count,
+        shape,
+        targets,
+        width,
+        weights,
+        regression,
+        classes,
+        left_out,
+        source,
+        places,
+        table,
+        files,
+    }
+    .write(&import.kept)
 }

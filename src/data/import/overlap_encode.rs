@@ -1,8 +1,10 @@
-//! Ids of a document that is too long to be encoded at once, by a tokenizer of which nothing is known.
+//! Ids of a document that is too long to be encoded at once, by a tokenizer of which nothing is
+//! known.
 //!
-//! The document is encoded in windows that overlap. In the middle of an overlap both windows have many characters around them, and
-//! there their tokens are the same, ids and places: from one window to the next it goes on where a run of tokens is equal.
-//! Tokenizers decide by what is near, so the ids are those of the whole; where no run is equal the document is refused.
+//! The document is encoded in windows that overlap. In the middle of an overlap both windows have
+//! many characters around them, and there their tokens are the same, ids and places: from one
+//! window to the next it goes on where a run of tokens is equal. Tokenizers decide by what is near,
+//! so the ids are those of the whole; where no run is equal the document is refused.
 
 use crate::tokenizer::{HuggingFace, Placed};
 use hpctrain_base::error::{Error, Result};
@@ -34,7 +36,8 @@ pub(super) struct Windows<'a> {
     /// The document from byte `start` on.
     text: String,
     start: usize,
-    /// Tokens of the last window that lie in the overlap, which are not given yet; places in the document.
+    /// Tokens of the last window that lie in the overlap, which are not given yet; places in the
+    /// document.
     held: Vec<Placed>,
 }
 
@@ -71,7 +74,8 @@ impl<'a> Windows<'a> {
         Ok(())
     }
 
-    /// The tokens of the window of so many bytes that are not among those of the window before; adds the ids of those before them.
+    /// The tokens of the window of so many bytes that are not among those of the window before;
+    /// adds the ids of those before them.
     fn joined(&mut self, window: usize, ids: &mut Vec<u32>) -> Result<Vec<Placed>> {
         let mut tokens = self.tokenizer.placed(&self.text[..window])?;
         for token in &mut tokens {
@@ -92,11 +96,14 @@ impl<'a> Windows<'a> {
         };
         let from = held.partition_point(|token| token.start < middle);
         // Before the middle where there is nothing behind it.
-        let found =
-            (from..held.len()).find_map(|old| meets(&old)).or_else(|| (0..from).rev().find_map(|old| meets(&old)));
+        let found = (from..held.len())
+            .find_map(|old| meets(&old))
+            .or_else(|| (0..from).rev().find_map(|old| meets(&old)));
         let Some((old, new)) = found else {
-            return Err(Error::input(format!("the ids near byte {middle} hang on text that is far away"))
-                .hint("give it as several documents, such as JSON lines with --field"));
+            return Err(Error::input(format!(
+                "the ids near byte {middle} hang on text that is far away"
+            ))
+            .hint("give it as several documents, such as JSON lines with --field"));
         };
         ids.extend(held[..old].iter().map(|token| token.id));
         tokens.drain(..new);
@@ -167,8 +174,11 @@ mod tests {
         let mut t5 = Parsed::new(Unigram::default());
         t5.with_normalizer(Some(NFKC)).unwrap();
         t5.with_pre_tokenizer(Some(Metaspace::new('▁', PrependScheme::Always, true)));
-        let unigram =
-            UnigramTrainer::builder().show_progress(false).vocab_size(300).unk_token(Some("?".into())).build();
+        let unigram = UnigramTrainer::builder()
+            .show_progress(false)
+            .vocab_size(300)
+            .unk_token(Some("?".into()))
+            .build();
         let mut bert = Parsed::new(WordPiece::default());
         bert.with_normalizer(Some(BertNormalizer::default())).unwrap();
         bert.with_pre_tokenizer(Some(BertPreTokenizer));
@@ -181,8 +191,15 @@ mod tests {
         ]
     }
 
-    fn windowed(tokenizer: &HuggingFace, text: &str, piece: usize, sizes: Sizes) -> Result<Vec<u32>> {
-        let (mut windows, mut ids, mut rest) = (Windows::new(tokenizer, sizes), Vec::new(), text);
+    fn windowed(
+        tokenizer: &HuggingFace,
+        text: &str,
+        piece: usize,
+        sizes: Sizes,
+    ) -> Result<Vec<u32>> {
+        let mut windows = Windows::new(tokenizer, sizes);
+        let mut ids = Vec::new();
+        let mut rest = text;
         while !rest.is_empty() {
             let (piece, others) = rest.split_at(boundary(rest, (piece + 3).min(rest.len())));
             windows.push(piece, &mut ids)?;
@@ -198,19 +215,26 @@ mod tests {
         for (name, tokenizer) in tokenizers() {
             let whole = tokenizer.encode(&text).unwrap();
             assert!(whole.len() > 5000, "{name}: {}", whole.len());
-            for (piece, window, overlap) in [(100, 2000, 500), (5000, 1000, 400), (1, 9000, 900), (1 << 20, 4096, 512)]
+            for (piece, window, overlap) in
+                [(100, 2000, 500), (5000, 1000, 400), (1, 9000, 900), (1 << 20, 4096, 512)]
             {
                 let sizes = Sizes { window, overlap };
                 let ids = windowed(&tokenizer, &text, piece, sizes).unwrap();
                 let same = ids.iter().zip(&whole).take_while(|(a, b)| a == b).count();
-                assert!(ids == whole, "{name}, {sizes:?}: equal up to {same} of {} and {}", ids.len(), whole.len());
+                assert!(
+                    ids == whole,
+                    "{name}, {sizes:?}: equal up to {same} of {} and {}",
+                    ids.len(),
+                    whole.len()
+                );
             }
         }
     }
 
     #[test]
     fn ids_that_hang_on_far_text_are_refused() {
-        let mut value: serde_json::Value = serde_json::from_str(&Tokenizer::Byte.file().unwrap()).unwrap();
+        let mut value: serde_json::Value =
+            serde_json::from_str(&Tokenizer::Byte.file().unwrap()).unwrap();
         // Pairs from the left: which ones depends on where a window begins.
         value["model"]["vocab"]["aa"] = 256.into();
         value["model"]["merges"] = serde_json::json!(["a a"]);

@@ -1,4 +1,5 @@
-//! Rows with targets on their way to shards: their validation split, and the scale of their numbers.
+//! Rows with targets on their way to shards: their validation split, and the scale of their
+//! numbers.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -50,7 +51,8 @@ pub enum NotFinite {
     /// The import fails and names the place.
     #[default]
     Error,
-    /// They are left out, before anything is split, and counted. Empty cells of tables are such numbers, too.
+    /// They are left out, before anything is split, and counted. Empty cells of tables are such
+    /// numbers, too.
     Skip,
 }
 
@@ -59,7 +61,8 @@ pub enum NotFinite {
 pub struct ImportOptions {
     /// Treatment of rows with a number that is not finite.
     pub not_finite: NotFinite,
-    /// The last of every so many rows is kept for validation; 0 keeps none. Rows without targets stay together.
+    /// The last of every so many rows is kept for validation; 0 keeps none. Rows without targets
+    /// stay together.
     pub every: usize,
     /// The number of training shards.
     pub shards: usize,
@@ -89,14 +92,15 @@ pub(super) struct Rows {
     pub width: usize,
     /// A factor of the loss for each row; empty where all count alike.
     pub weights: Elements<f64>,
-    /// Targets are numbers. Otherwise, if there is one a row and all are integers from 0 on, they are classes.
+    /// Targets are numbers. Otherwise, if there is one a row and all are integers from 0 on, they
+    /// are classes.
     pub regression: bool,
     /// The imported file's name, without its directory.
     pub source: String,
     /// Origins of inputs, targets and weights, for messages.
     pub places: [String; 3],
-    /// Names of the classes in the order of their numbers; empty where they have none. Of every class its own part is kept for
-    /// validation.
+    /// Names of the classes in the order of their numbers; empty where they have none. Of every
+    /// class its own part is kept for validation.
     pub classes: Vec<String>,
     /// Rows that are left out already.
     pub left_out: usize,
@@ -113,7 +117,8 @@ pub(super) struct Table {
     pub ids: Elements<u32>,
     /// Scale of the inputs, if it is not to be computed from them.
     pub scale: Option<Scale>,
-    /// NaN among the inputs stands for a missing value, which gets the mean of its column over the training rows.
+    /// NaN among the inputs stands for a missing value, which gets the mean of its column over the
+    /// training rows.
     pub is_filled_later: bool,
 }
 
@@ -240,14 +245,17 @@ fn kept_in<T>(
 
 /// Names of classes with their numbers, for people.
 pub(crate) fn numbered(names: &[String]) -> String {
-    let all: Vec<String> = names.iter().enumerate().map(|(number, name)| format!("{number} {name}")).collect();
+    let all: Vec<String> =
+        names.iter().enumerate().map(|(number, name)| format!("{number} {name}")).collect();
     all.join(", ")
 }
 
 /// The note on rows that an import has skipped.
 pub(crate) fn left_out(rows: u64) -> String {
     let (noun, verb) = if rows == 1 { ("row", "was") } else { ("rows", "were") };
-    format!("{rows} {noun} with numbers that are missing or not finite {verb} left out when the data was imported")
+    format!(
+        "{rows} {noun} with numbers that are missing or not finite {verb} left out when the data was imported"
+    )
 }
 
 /// Ids are read with 31 bits.
@@ -269,7 +277,11 @@ impl Rows {
 
     /// The weight of a row, if rows have some.
     fn weight_of(&self, row: usize) -> Result<Option<f64>> {
-        if self.weights.len() == 0 { Ok(None) } else { Ok(self.weights.get(row, 1)?.first().copied()) }
+        if self.weights.len() == 0 {
+            Ok(None)
+        } else {
+            Ok(self.weights.get(row, 1)?.first().copied())
+        }
     }
 
     fn row_len(&self) -> usize {
@@ -278,9 +290,12 @@ impl Rows {
     }
 
     fn numbers(&self, row: usize) -> Result<Vec<f32>> {
-        let (first, count) = (row * self.row_len(), self.row_len());
+        let first = row * self.row_len();
+        let count = self.row_len();
         match &self.inputs {
-            Inputs::Bytes(bytes) => Ok(bytes.get(first, count)?.into_iter().map(f32::from).collect()),
+            Inputs::Bytes(bytes) => {
+                Ok(bytes.get(first, count)?.into_iter().map(f32::from).collect())
+            }
             Inputs::Numbers(numbers) => {
                 let mut found = numbers.get(first, count)?;
                 self.fill(&mut found);
@@ -297,7 +312,10 @@ impl Rows {
     /// Gives a row's missing values their means, once these are known.
     fn fill(&self, row: &mut [f32]) {
         if let Some(columns) = self.filled_later() {
-            row.iter_mut().zip(&columns.fill).filter(|(x, _)| x.is_nan()).for_each(|(x, mean)| *x = *mean);
+            row.iter_mut()
+                .zip(&columns.fill)
+                .filter(|(x, _)| x.is_nan())
+                .for_each(|(x, mean)| *x = *mean);
         }
     }
 
@@ -305,14 +323,19 @@ impl Rows {
     fn means(&self, rows: &RowSet, columns: &Columns) -> Result<Vec<f32>> {
         let mut sums = vec![(0.0f64, 0usize); self.row_len()];
         for row in rows.iter() {
-            for ((sum, count), x) in sums.iter_mut().zip(self.numbers(row)?).filter(|(_, x)| !x.is_nan()) {
+            for ((sum, count), x) in
+                sums.iter_mut().zip(self.numbers(row)?).filter(|(_, x)| !x.is_nan())
+            {
                 *sum += f64::from(x);
                 *count += 1;
             }
         }
         let mean = |((sum, count), name): (&(f64, usize), &String)| match count {
-            0 => Err(Error::input(format!("{}: column {name:?} has no value in any training row", self.places[0]))
-                .hint("leave it out with --drop")),
+            0 => Err(Error::input(format!(
+                "{}: column {name:?} has no value in any training row",
+                self.places[0]
+            ))
+            .hint("leave it out with --drop")),
             count => Ok((sum / *count as f64) as f32),
         };
         sums.iter().zip(&columns.inputs).map(mean).collect()
@@ -331,16 +354,20 @@ impl Rows {
         let found = numbers.iter().position(is_refused).map(|at| (0, at, numbers[at]));
         let mut of_targets = targets.enumerate().filter(|(_, x)| !x.is_finite());
         let found = found.or_else(|| of_targets.next().map(|(at, x)| (1, at, x)));
-        let weight = self.weight_of(row)?.map(|weight| weight as f32).filter(|weight| !weight.is_finite());
+        let weight =
+            self.weight_of(row)?.map(|weight| weight as f32).filter(|weight| !weight.is_finite());
         let found = found.or_else(|| weight.map(|weight| (2, 0, weight)));
-        Ok(found.map(|(place, at, x)| format!("{}: row {row}, element {at} is {x}", self.places[place])))
+        Ok(found.map(|(place, at, x)| {
+            format!("{}: row {row}, element {at} is {x}", self.places[place])
+        }))
     }
 
-    /// Mean and standard deviation of some rows, in one pass: of every channel of images, of every column of tables.
-    /// Constant columns get standard deviation 1.
+    /// Mean and standard deviation of some rows, in one pass: of every channel of images, of every
+    /// column of tables. Constant columns get standard deviation 1.
     fn scale(&self, rows: &RowSet) -> Result<Scale> {
         let places = *self.shape.last().unwrap_or(&1);
-        let (mut sums, mut squares) = (vec![0.0f64; places], vec![0.0f64; places]);
+        let mut sums = vec![0.0f64; places];
+        let mut squares = vec![0.0f64; places];
         // Against the first row: far from zero the squares would swallow the deviations.
         let first: Vec<f64> = match rows.iter().next() {
             None => vec![0.0; places],
@@ -354,7 +381,8 @@ impl Rows {
             }
         }
         let count = (rows.len() * self.row_len() / places).max(1) as f64;
-        let mean = sums.iter().zip(&first).map(|(sum, first)| (first + sum / count) as f32).collect();
+        let mean =
+            sums.iter().zip(&first).map(|(sum, first)| (first + sum / count) as f32).collect();
         let deviation = |(sum, square): (&f64, &f64)| {
             let variance = (square / count - (sum / count).powi(2)).max(0.0);
             if variance > 1e-12 * square / count { variance.sqrt() as f32 } else { 1.0 }
@@ -365,14 +393,16 @@ impl Rows {
     /// Writes all rows as shards.
     ///
     /// # Errors
-    /// A number is not finite, there are too few rows, shards in the directory already, or the file system refused.
+    /// A number is not finite, there are too few rows, shards in the directory already, or the file
+    /// system refused.
     pub fn write(mut self, kept: &ImportOptions) -> Result<Imported> {
         refuse_shards(&kept.out)?;
         if kept.shards == 0 {
             return Err(Error::input("0 shards hold nothing").hint("ask for 1 shard or more"));
         }
         if kept.every == 1 {
-            return Err(Error::input("every row would be kept for validation").hint("--val-every 5 keeps a fifth"));
+            return Err(Error::input("every row would be kept for validation")
+                .hint("--val-every 5 keeps a fifth"));
         }
         let mut rows = RowSet::none_of(self.len());
         for row in 0..self.len() {
@@ -380,17 +410,20 @@ impl Rows {
                 None => rows.add(row),
                 Some(_) if kept.not_finite == NotFinite::Skip => {}
                 Some(found) => {
-                    return Err(
-                        Error::input(found).hint("mend the data, or leave such rows out with --not-finite skip")
-                    );
+                    return Err(Error::input(found)
+                        .hint("mend the data, or leave such rows out with --not-finite skip"));
                 }
             }
         }
-        let (mut all_classes, mut classes) = (!self.regression && self.width == 1, None);
+        let mut all_classes = !self.regression && self.width == 1;
+        let mut classes = None;
         for row in rows.iter() {
             if let Some(weight) = self.weight_of(row)?.filter(|weight| *weight < 0.0) {
-                return Err(Error::input(format!("{}: row {row} has a weight of {weight}", self.places[2]))
-                    .hint("mend the data: a weight is a factor of the loss, 0 or more"));
+                return Err(Error::input(format!(
+                    "{}: row {row} has a weight of {weight}",
+                    self.places[2]
+                ))
+                .hint("mend the data: a weight is a factor of the loss, 0 or more"));
             }
             if all_classes {
                 let target = self.targets_of(row)?[0];
@@ -404,25 +437,36 @@ impl Rows {
         let is_class = all_classes;
         let class_names = self.classes.clone();
         // Those with names are known, whether they occur or not.
-        let classes = classes.filter(|_| is_class).max(Some(class_names.len()).filter(|known| *known > 0));
+        let classes =
+            classes.filter(|_| is_class).max(Some(class_names.len()).filter(|known| *known > 0));
         // Of each class by itself, or of all together.
         let mut places = vec![0usize; class_names.len().max(1)];
         // Rows without targets are to be predicted and stay together.
         let every = if self.width > 0 { kept.every } else { 0 };
-        let (mut validation, mut train) = (RowSet::none_of(self.len()), RowSet::none_of(self.len()));
+        let mut validation = RowSet::none_of(self.len());
+        let mut train = RowSet::none_of(self.len());
         for row in rows.iter() {
-            let place = &mut places[if class_names.is_empty() { 0 } else { self.targets_of(row)?[0] as usize }];
+            let place = &mut places
+                [if class_names.is_empty() { 0 } else { self.targets_of(row)?[0] as usize }];
             *place += 1;
             let is_kept = every > 0 && (*place).is_multiple_of(every);
             if is_kept { validation.add(row) } else { train.add(row) }
         }
         if train.len() == 0 {
-            let hint = if every > 0 { "give more rows, or keep fewer for validation" } else { "give one row or more" };
+            let hint = if every > 0 {
+                "give more rows, or keep fewer for validation"
+            } else {
+                "give one row or more"
+            };
             return Err(Error::input("there is no row of training data, or to predict").hint(hint));
         }
         if train.len() < kept.shards {
-            return Err(Error::input(format!("{} training rows do not fill {} shards", train.len(), kept.shards))
-                .hint("ask for fewer shards"));
+            return Err(Error::input(format!(
+                "{} training rows do not fill {} shards",
+                train.len(),
+                kept.shards
+            ))
+            .hint("ask for fewer shards"));
         }
         let fill = self.filled_later().map(|columns| self.means(&train, columns)).transpose()?;
         if let (Some(table), Some(means)) = (&mut self.table, fill) {
@@ -435,9 +479,13 @@ impl Rows {
             None => Some(self.scale(&train)?),
         };
         if let Some((mean, _)) = scale.as_ref().filter(|(mean, _)| mean.len() > MOST_SCALED) {
-            let message =
-                format!("rows have {} columns, and a shard keeps the scale of {MOST_SCALED} at most", mean.len());
-            return Err(Error::input(message).hint("import them with --raw, and scale them beforehand"));
+            let message = format!(
+                "rows have {} columns, and a shard keeps the scale of {MOST_SCALED} at most",
+                mean.len()
+            );
+            return Err(
+                Error::input(message).hint("import them with --raw, and scale them beforehand")
+            );
         }
         std::fs::create_dir_all(&kept.out).map_err(|e| Error::io("create", &kept.out, e))?;
         let part_of = |shard| Part { of: &train, range: part(train.len(), kept.shards, shard) };
@@ -445,29 +493,35 @@ impl Rows {
         let whole = Part { of: &validation, range: 0..validation.len() };
         let validation = (validation.len() > 0).then_some((Split::Validation, 0, whole));
         let import = self.name(kept)?;
-        let (mut staged, mut shards) = (Staged::default(), Vec::new());
+        let mut staged = Staged::default();
+        let mut shards = Vec::new();
         for (split, shard, rows) in parts.chain(validation) {
             let path = kept.out.join(shard_name(split, shard as u64));
             shards.push((path.clone(), rows.len()));
             let num_shards = if split == Split::Train { kept.shards } else { 1 };
-            let (import, scale) = (&import[..], scale.as_ref());
-            let shard = ShardOf { split, shard, num_shards, import, rows, scale, is_class, skipped };
+            let import = &import[..];
+            let scale = scale.as_ref();
+            let shard =
+                ShardOf { split, shard, num_shards, import, rows, scale, is_class, skipped };
             self.write_shard(staged.add(path), &shard)?;
         }
         staged.publish()?;
         let categories = self.table.iter().flat_map(|table| &table.columns.categories);
         let tables = categories.map(|category| category.coding.ids()).collect();
-        let (shape, has_targets) = (self.shape.clone(), self.width > 0);
+        let shape = self.shape.clone();
+        let has_targets = self.width > 0;
         Ok(Imported { shards, shape, classes, class_names, skipped, tables, has_targets })
     }
 
-    /// Eight hexadecimal digits that tell this import from others: a checksum of the rows, their shape and the
-    /// settings of their selection.
+    /// Eight hexadecimal digits that tell this import from others: a checksum of the rows, their
+    /// shape and the settings of their selection.
     fn name(&self, kept: &ImportOptions) -> Result<String> {
         let mut hasher = crc32fast::Hasher::new();
         match &self.inputs {
             Inputs::Bytes(bytes) => bytes.blocks(|some| hasher.update(some))?,
-            Inputs::Numbers(numbers) => numbers.blocks(|some| hasher.update(bytemuck::cast_slice(some)))?,
+            Inputs::Numbers(numbers) => {
+                numbers.blocks(|some| hasher.update(bytemuck::cast_slice(some)))?
+            }
         }
         for numbers in [&self.targets, &self.weights] {
             numbers.blocks(|some| hasher.update(bytemuck::cast_slice(some)))?;
@@ -494,7 +548,9 @@ impl Rows {
         }
         written.map_err(|e| Error::io("write", path, one_line(&e)))?;
         // The name must never outlive the content.
-        std::fs::File::open(path).and_then(|file| file.sync_all()).map_err(|e| Error::io("write", path, e))
+        std::fs::File::open(path)
+            .and_then(|file| file.sync_all())
+            .map_err(|e| Error::io("write", path, e))
     }
 
     fn write_objects(
@@ -518,12 +574,20 @@ impl Rows {
         if skipped > 0 {
             file.new_attr::<u64>().create(SKIPPED_ROWS)?.write_scalar(&(skipped as u64))?;
         }
-        let shape: Vec<usize> = std::iter::once(rows.len()).chain(self.shape.iter().copied()).collect();
+        let shape: Vec<usize> =
+            std::iter::once(rows.len()).chain(self.shape.iter().copied()).collect();
         let inputs = match &self.inputs {
             _ if self.row_len() == 0 => None,
             Inputs::Bytes(bytes) => {
-                let of_row = |row, to: &mut Vec<u8>| bytes.append(row * self.row_len(), self.row_len(), to);
-                Some(write_rows_by(&file, &names.inputs, &shape, rows.iter(), kept_in(refused, of_row))?)
+                let of_row =
+                    |row, to: &mut Vec<u8>| bytes.append(row * self.row_len(), self.row_len(), to);
+                Some(write_rows_by(
+                    &file,
+                    &names.inputs,
+                    &shape,
+                    rows.iter(),
+                    kept_in(refused, of_row),
+                )?)
             }
             Inputs::Numbers(numbers) => {
                 let of_row = |row, to: &mut Vec<f32>| {
@@ -532,7 +596,13 @@ impl Rows {
                     self.fill(&mut to[first..]);
                     Ok(())
                 };
-                Some(write_rows_by(&file, &names.inputs, &shape, rows.iter(), kept_in(refused, of_row))?)
+                Some(write_rows_by(
+                    &file,
+                    &names.inputs,
+                    &shape,
+                    rows.iter(),
+                    kept_in(refused, of_row),
+                )?)
             }
         };
         if let (Some(inputs), Some((mean, std))) = (inputs, scale) {
@@ -545,7 +615,13 @@ impl Rows {
             let width = table.columns.categories.len();
             if width > 0 {
                 let ids = |row, to: &mut Vec<u32>| table.ids.append(row * width, width, to);
-                write_rows_by(&file, &names.categories, &[rows.len(), width], rows.iter(), kept_in(refused, ids))?;
+                write_rows_by(
+                    &file,
+                    &names.categories,
+                    &[rows.len(), width],
+                    rows.iter(),
+                    kept_in(refused, ids),
+                )?;
             }
         }
         if is_class {
@@ -553,13 +629,25 @@ impl Rows {
                 to.extend(self.targets_of(row)?.into_iter().map(|x| x as u32));
                 Ok(())
             };
-            write_rows_by(&file, &names.targets, &[rows.len()], rows.iter(), kept_in(refused, class))?;
+            write_rows_by(
+                &file,
+                &names.targets,
+                &[rows.len()],
+                rows.iter(),
+                kept_in(refused, class),
+            )?;
         } else if self.width > 0 {
             let values = |row, to: &mut Vec<f32>| {
                 to.extend(self.targets_of(row)?.into_iter().map(|x| x as f32));
                 Ok(())
             };
-            write_rows_by(&file, &names.targets, &[rows.len(), self.width], rows.iter(), kept_in(refused, values))?;
+            write_rows_by(
+                &file,
+                &names.targets,
+                &[rows.len(), self.width],
+                rows.iter(),
+                kept_in(refused, values),
+            )?;
         }
         if self.weights.len() > 0 {
             let weight = |row, to: &mut Vec<f32>| {
@@ -569,15 +657,23 @@ impl Rows {
             write_rows_by(&file, WEIGHTS, &[rows.len()], rows.iter(), kept_in(refused, weight))?;
         }
         let texts = |texts: &mut dyn Iterator<Item = &String>| -> hdf5::Result<Vec<VarLenUnicode>> {
-            texts.map(|text| text.parse().map_err(|_| format!("{text:?} is no text").into())).collect()
+            texts
+                .map(|text| text.parse().map_err(|_| format!("{text:?} is no text").into()))
+                .collect()
         };
         if let Some(files) = &self.files {
             let names = texts(&mut rows.iter().map(|row| &files[row]))?;
-            file.new_dataset::<VarLenUnicode>().shape(names.len()).create(FILES)?.write_raw(&names)?;
+            file.new_dataset::<VarLenUnicode>()
+                .shape(names.len())
+                .create(FILES)?
+                .write_raw(&names)?;
         }
         if !self.classes.is_empty() {
             let classes = texts(&mut self.classes.iter())?;
-            file.new_dataset::<VarLenUnicode>().shape(classes.len()).create(CLASSES)?.write_raw(&classes)?;
+            file.new_dataset::<VarLenUnicode>()
+                .shape(classes.len())
+                .create(CLASSES)?
+                .write_raw(&classes)?;
         }
         file.close()
     }
@@ -590,9 +686,11 @@ mod tests {
     #[test]
     fn the_scale_is_that_of_every_channel() {
         let numbers = vec![1000.0, 5.0, 1002.0, 5.0, 1004.0, 5.0, 1006.0, 5.0, 9.0, 9.0, 9.0, 9.0];
-        let (source, places) = (String::new(), [const { String::new() }; 3]);
+        let source = String::new();
+        let places = [const { String::new() }; 3];
         let inputs = Inputs::Numbers(Elements::Memory(numbers));
-        let (targets, weights) = (Elements::Memory(vec![0.0; 3]), Elements::Memory(vec![]));
+        let targets = Elements::Memory(vec![0.0; 3]);
+        let weights = Elements::Memory(vec![]);
         let rows = Rows {
             inputs,
             count: 3,

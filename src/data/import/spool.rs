@@ -84,7 +84,13 @@ impl<T: Pod> Elements<T> {
 impl Elements<u8> {
     /// The `len` bytes of a file from `start` on, which stay there.
     pub fn of_file(file: File, path: &Path, start: u64, len: usize) -> Self {
-        Self::Spooled(Spool { file, named: ("read", path.to_owned()), start, len, block: RefCell::default() })
+        Self::Spooled(Spool {
+            file,
+            named: ("read", path.to_owned()),
+            start,
+            len,
+            block: RefCell::default(),
+        })
     }
 }
 
@@ -109,7 +115,9 @@ impl<T: Pod> Spool<T> {
     fn read(&self, first: usize, to: &mut [T]) -> Result<()> {
         let from = self.start + (first * size_of::<T>()) as u64;
         let (action, path) = &self.named;
-        self.file.read_exact_at(bytemuck::cast_slice_mut(to), from).map_err(|e| Error::io(action, path, e))
+        self.file
+            .read_exact_at(bytemuck::cast_slice_mut(to), from)
+            .map_err(|e| Error::io(action, path, e))
     }
 }
 
@@ -118,7 +126,8 @@ impl<T: Pod> Spooler<T> {
     pub fn create(out: &Path) -> Result<Self> {
         let out = std::path::absolute(out).map_err(|e| Error::io("find", out, e))?;
         let folder = out.ancestors().find(|folder| folder.is_dir()).unwrap_or(&out).to_path_buf();
-        let file = tempfile::tempfile_in(&folder).map_err(|e| Error::io("create a temporary file in", &folder, e))?;
+        let file = tempfile::tempfile_in(&folder)
+            .map_err(|e| Error::io("create a temporary file in", &folder, e))?;
         Ok(Self { file: BufWriter::new(file), folder, len: 0, kind: std::marker::PhantomData })
     }
 
@@ -135,7 +144,9 @@ impl<T: Pod> Spooler<T> {
     /// All that were added.
     pub fn finish(self) -> Result<Elements<T>> {
         let Self { file, folder, len, .. } = self;
-        let file = file.into_inner().map_err(|e| Error::io("write a temporary file in", &folder, e.error()))?;
+        let file = file
+            .into_inner()
+            .map_err(|e| Error::io("write a temporary file in", &folder, e.error()))?;
         let named = ("read a temporary file in", folder);
         Ok(Elements::Spooled(Spool { file, named, start: 0, len, block: RefCell::default() }))
     }
@@ -154,7 +165,9 @@ mod tests {
         let spooled = spooler.finish().unwrap();
         for elements in [&spooled, &Elements::Memory(all.clone())] {
             assert_eq!(elements.len(), all.len());
-            for (first, count) in [(0, 1), (BLOCK - 1, 3), (5, 2 * BLOCK), (all.len() - 2, 2), (7, 0), (0, all.len())] {
+            for (first, count) in
+                [(0, 1), (BLOCK - 1, 3), (5, 2 * BLOCK), (all.len() - 2, 2), (7, 0), (0, all.len())]
+            {
                 assert_eq!(elements.get(first, count).unwrap(), all[first..first + count]);
                 let mut found = vec![0; count];
                 elements.read(first, &mut found).unwrap();

@@ -38,7 +38,11 @@ impl fmt::Display for Imported {
             writeln!(f, "{}: {tokens} tokens", path.display())?;
         }
         let tokens: usize = self.shards.iter().map(|(_, tokens)| tokens).sum();
-        write!(f, "{tokens} tokens, vocabulary {}, source sha256 {}", self.vocabulary, self.source_sha256)
+        write!(
+            f,
+            "{tokens} tokens, vocabulary {}, source sha256 {}",
+            self.vocabulary, self.source_sha256
+        )
     }
 }
 
@@ -66,26 +70,39 @@ impl StreamShards {
             return Err(Error::input("0 shards hold nothing").hint("ask for 1 shard or more"));
         }
         if !(0.0..1.0).contains(&self.val_fraction) {
-            return Err(Error::input(format!("validation fraction {} is outside 0..1", self.val_fraction))
-                .hint("0.1 keeps the last tenth of the text for validation, 0 keeps nothing"));
+            return Err(Error::input(format!(
+                "validation fraction {} is outside 0..1",
+                self.val_fraction
+            ))
+            .hint("0.1 keeps the last tenth of the text for validation, 0 keeps nothing"));
         }
         if let Some(level) = self.compress.filter(|&level| level > 9) {
-            return Err(Error::input(format!("compression level {level} is outside 0..=9")).hint("6 is a good choice"));
+            return Err(Error::input(format!("compression level {level} is outside 0..=9"))
+                .hint("6 is a good choice"));
         }
         refuse_shards(&self.out)
     }
 
-    /// Writes `train-00000.h5` … and, if the fraction leaves anything to it, `val-00000.h5`; `ids(first, count)` gives the ids.
+    /// Writes `train-00000.h5` … and, if the fraction leaves anything to it, `val-00000.h5`;
+    /// `ids(first, count)` gives the ids.
     ///
     /// Shards get their names only after all of them are written.
-    pub(super) fn write(&self, of: Stream<'_>, ids: impl Fn(usize, usize) -> Result<Vec<u32>>) -> Result<Imported> {
+    pub(super) fn write(
+        &self,
+        of: Stream<'_>,
+        ids: impl Fn(usize, usize) -> Result<Vec<u32>>,
+    ) -> Result<Imported> {
         let Stream { count, tokenizer, vocabulary, source, source_sha256 } = of;
         let num_train = ((1.0 - self.val_fraction) * count as f64) as usize;
         if self.shards > num_train {
-            return Err(Error::input(format!("{num_train} training tokens do not fill {} shards", self.shards))
-                .hint("ask for fewer shards or a smaller validation fraction"));
+            return Err(Error::input(format!(
+                "{num_train} training tokens do not fill {} shards",
+                self.shards
+            ))
+            .hint("ask for fewer shards or a smaller validation fraction"));
         }
-        let train = (0..self.shards).map(|shard| (Split::Train, shard, part(num_train, self.shards, shard)));
+        let train = (0..self.shards)
+            .map(|shard| (Split::Train, shard, part(num_train, self.shards, shard)));
         let validation = (num_train < count).then_some((Split::Validation, 0, num_train..count));
 
         std::fs::create_dir_all(&self.out).map_err(|e| Error::io("create", &self.out, e))?;

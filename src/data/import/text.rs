@@ -16,7 +16,8 @@ use hpctrain_base::error::{Error, Result};
 pub struct ImportText {
     /// Texts, which may be larger than memory: files, directories, or `-` for the standard input.
     pub inputs: Vec<PathBuf>,
-    /// Every line of the inputs is a JSON object, with the text of a document in this field; else every file is a document.
+    /// Every line of the inputs is a JSON object, with the text of a document in this field; else
+    /// every file is a document.
     pub field: Option<String>,
     /// The text of a token that follows each document.
     pub end_of_text: Option<String>,
@@ -28,12 +29,23 @@ pub struct ImportText {
 
 impl ImportText {
     /// One file as one document, into one shard and one for validation.
-    pub fn new(input: impl Into<PathBuf>, tokenizer: TokenizerKind, out: impl Into<PathBuf>) -> Self {
-        Self { inputs: vec![input.into()], field: None, end_of_text: None, tokenizer, to: StreamShards::new(out) }
+    pub fn new(
+        input: impl Into<PathBuf>,
+        tokenizer: TokenizerKind,
+        out: impl Into<PathBuf>,
+    ) -> Self {
+        Self {
+            inputs: vec![input.into()],
+            field: None,
+            end_of_text: None,
+            tokenizer,
+            to: StreamShards::new(out),
+        }
     }
 }
 
-/// Writes the tokens of the texts, one document after the other. Each is read once, a piece at a time; the ids wait in a file.
+/// Writes the tokens of the texts, one document after the other. Each is read once, a piece at a
+/// time; the ids wait in a file.
 ///
 /// # Errors
 /// A text cannot be read or tokenized, or the file system refused.
@@ -45,7 +57,8 @@ pub fn import_text(import: &ImportText) -> Result<Imported> {
     let end = end.map_err(|e| e.at("--end-of-text"))?;
 
     let mut spooler = IdSpooler::create(&import.to.out)?;
-    let (mut ids, mut of_texts) = (Vec::new(), 0);
+    let mut ids = Vec::new();
+    let mut of_texts = 0;
     documents.each(import.field.as_deref(), |name, from| {
         encoder.document(name, from, &mut |some| {
             of_texts += some.len();
@@ -58,7 +71,11 @@ pub fn import_text(import: &ImportText) -> Result<Imported> {
     let source = documents.source();
     if of_texts == 0 {
         let empty = Error::input("the text is empty").hint("give a file with some text");
-        return Err(if let [input] = &import.inputs[..] { empty.at(input.display()) } else { empty });
+        return Err(if let [input] = &import.inputs[..] {
+            empty.at(input.display())
+        } else {
+            empty
+        });
     }
     let spooled = spooler.finish()?;
     let (tokenizer, renumbered) = encoder.finish();
@@ -106,17 +123,22 @@ impl Encoder {
                 let mut chars = text.chars();
                 match (chars.next(), chars.next()) {
                     (Some(c), None) => Ok(characters.id(c)),
-                    _ => {
-                        Err(Error::input(format!("{text:?} is not one character, as tokens of the tokenizer char are"))
-                            .hint("give a character that no text has, or use another tokenizer"))
-                    }
+                    _ => Err(Error::input(format!(
+                        "{text:?} is not one character, as tokens of the tokenizer char are"
+                    ))
+                    .hint("give a character that no text has, or use another tokenizer")),
                 }
             }
         }
     }
 
     /// Gives the ids of a document to `push`, some at a time.
-    fn document(&mut self, name: &str, from: &mut dyn Read, push: &mut dyn FnMut(&[u32]) -> Result<()>) -> Result<()> {
+    fn document(
+        &mut self,
+        name: &str,
+        from: &mut dyn Read,
+        push: &mut dyn FnMut(&[u32]) -> Result<()>,
+    ) -> Result<()> {
         let cut = match self {
             Self::Fixed(Tokenizer::Byte) => Cut::Bytes,
             Self::Fixed(Tokenizer::Gpt2) => Cut::Words,
@@ -126,15 +148,20 @@ impl Encoder {
             Self::Fixed(Tokenizer::HuggingFace(tokenizer)) => Some(tokenizer.clone()),
             _ => None,
         };
-        let mut windows = in_windows.as_ref().map(|tokenizer| Windows::new(tokenizer, Sizes::IMPORT));
+        let mut windows =
+            in_windows.as_ref().map(|tokenizer| Windows::new(tokenizer, Sizes::IMPORT));
         let mut pieces = Pieces::new(name, from, cut, PIECE);
         let mut ids = Vec::new();
         while let Some((place, piece)) = pieces.next()? {
             ids.clear();
             match (&mut *self, &mut windows) {
-                (_, Some(windows)) => windows.push(text(piece)?, &mut ids).map_err(|e| e.at(name))?,
+                (_, Some(windows)) => {
+                    windows.push(text(piece)?, &mut ids).map_err(|e| e.at(name))?
+                }
                 (Self::Characters(characters), _) => characters.encode(text(piece)?, &mut ids),
-                (Self::Fixed(Tokenizer::Byte), _) => ids.extend(piece.iter().map(|&byte| u32::from(byte))),
+                (Self::Fixed(Tokenizer::Byte), _) => {
+                    ids.extend(piece.iter().map(|&byte| u32::from(byte)))
+                }
                 (Self::Fixed(tokenizer), _) => {
                     ids = tokenizer.encode_from(text(piece)?, place).map_err(|e| e.at(name))?;
                 }
@@ -210,7 +237,8 @@ impl Characters {
     fn finish(self) -> (Tokenizer, Vec<u32>) {
         let mut chars = self.seen.clone();
         chars.sort_unstable();
-        let ids = self.seen.iter().map(|c| chars.partition_point(|other| other < c) as u32).collect();
+        let ids =
+            self.seen.iter().map(|c| chars.partition_point(|other| other < c) as u32).collect();
         (Tokenizer::Char { chars }, ids)
     }
 }

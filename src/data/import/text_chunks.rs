@@ -15,8 +15,8 @@ pub(super) enum Cut {
     Bytes,
     /// Between characters.
     Characters,
-    /// Where a white space follows something else: none of GPT-2's tokens goes on from there, and none looks back, so that the
-    /// tokens of the pieces are those of the whole.
+    /// Where a white space follows something else: none of GPT-2's tokens goes on from there, and
+    /// none looks back, so that the tokens of the pieces are those of the whole.
     Words,
 }
 
@@ -41,7 +41,8 @@ impl<'a> Pieces<'a> {
         Self { name, from, cut, piece, buffer: Vec::new(), given: 0, passed: 0, is_at_end: false }
     }
 
-    /// The next piece and the place of its first byte; none at the end. It is UTF-8 unless cut anywhere.
+    /// The next piece and the place of its first byte; none at the end. It is UTF-8 unless cut
+    /// anywhere.
     pub fn next(&mut self) -> Result<Option<(usize, &[u8])>> {
         self.buffer.drain(..self.given);
         self.passed += std::mem::take(&mut self.given);
@@ -97,8 +98,7 @@ mod tests {
     use super::*;
     use crate::Tokenizer;
 
-    const TEXT: &str =
-        "Ünïcode words,  two spaces \n\n and\tlines; don't we'll 123 45.6   \n   end\u{3000}中文 字\r\n  ";
+    const TEXT: &str = "Ünïcode words,  two spaces \n\n and\tlines; don't we'll 123 45.6   \n   end\u{3000}中文 字\r\n  ";
 
     #[test]
     fn pieces_are_the_text_and_have_its_tokens() {
@@ -107,7 +107,9 @@ mod tests {
             for piece in [1, 2, 3, 7, 64, 1000, 1 << 20] {
                 let mut from = whole.as_bytes();
                 let mut pieces = Pieces::new("text", &mut from, cut, piece);
-                let (mut text, mut ids, mut count) = (Vec::<u8>::new(), Vec::new(), 0);
+                let mut text = Vec::<u8>::new();
+                let mut ids = Vec::new();
+                let mut count = 0;
                 while let Some((place, bytes)) = pieces.next().unwrap() {
                     assert_eq!(place, text.len());
                     if cut == Cut::Words {
@@ -118,7 +120,10 @@ mod tests {
                     count += 1;
                 }
                 assert_eq!(text, whole.as_bytes(), "{cut:?}, pieces of {piece}");
-                assert!(cut != Cut::Words || ids == Tokenizer::Gpt2.encode(&whole).unwrap(), "{piece}");
+                assert!(
+                    cut != Cut::Words || ids == Tokenizer::Gpt2.encode(&whole).unwrap(),
+                    "{piece}"
+                );
                 assert!(count > 1 || piece > 1000);
             }
         }

@@ -1,7 +1,8 @@
 //! Tokenizers of Hugging Face's `tokenizer.json`, by the crate `tokenizers`.
 //!
-//! The file is kept with its keys in alphabetical order and without white space, so that two copies of it are equal. It is parsed
-//! when a text is first encoded or decoded: most ranks of a job never do that.
+//! The file is kept with its keys in alphabetical order and without white space, so that two copies
+//! of it are equal. It is parsed when a text is first encoded or decoded: most ranks of a job never
+//! do that.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -15,7 +16,8 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::time_limit::within;
 use hpctrain_base::{panics, safe_open};
 
-/// A `tokenizer.json`, and what its neighbours say of the tokens that begin and end a text. Two are equal if the files are.
+/// A `tokenizer.json`, and what its neighbours say of the tokens that begin and end a text. Two are
+/// equal if the files are.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(into = "Stored", from = "Stored")]
 pub struct HuggingFace {
@@ -79,7 +81,9 @@ impl File {
 
     fn parsed(&self) -> Result<&Parsed, String> {
         let parsed = self.parsed.get_or_init(|| parse(&self.text));
-        parsed.as_ref().map_err(|e| format!("the tokenizer.json that was kept is not understood: {e}"))
+        parsed
+            .as_ref()
+            .map_err(|e| format!("the tokenizer.json that was kept is not understood: {e}"))
     }
 
     /// Encodes a text without the places of its tokens, or with them.
@@ -97,7 +101,13 @@ impl File {
 impl From<Stored> for HuggingFace {
     fn from(stored: Stored) -> Self {
         let Stored { vocabulary, begin, end, config, file } = stored;
-        Self { file: File::shared(file, vocabulary), config: config.map(Into::into), begin, end, path: None }
+        Self {
+            file: File::shared(file, vocabulary),
+            config: config.map(Into::into),
+            begin,
+            end,
+            path: None,
+        }
     }
 }
 
@@ -120,7 +130,8 @@ impl Eq for HuggingFace {}
 impl fmt::Debug for HuggingFace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { file, begin, end, .. } = self;
-        let (vocabulary, bytes) = (file.vocabulary, file.text.len());
+        let vocabulary = file.vocabulary;
+        let bytes = file.text.len();
         f.debug_struct("HuggingFace")
             .field("vocabulary", &vocabulary)
             .field("bytes", &bytes)
@@ -145,11 +156,14 @@ impl HuggingFace {
     /// It cannot be read, or is no JSON.
     pub(super) fn value(path: &Path) -> Result<Value> {
         let text = safe_open::read(path).map_err(|e| match e.kind() {
-            std::io::ErrorKind::NotFound => Error::input(format!("{} does not exist", path.display())).hint(GIVE),
+            std::io::ErrorKind::NotFound => {
+                Error::input(format!("{} does not exist", path.display())).hint(GIVE)
+            }
             _ => Error::io("read", path, e),
         })?;
-        serde_json::from_slice(&text)
-            .map_err(|e| Error::input(format!("{} is no tokenizer.json: {e}", path.display())).hint(GIVE))
+        serde_json::from_slice(&text).map_err(|e| {
+            Error::input(format!("{} is no tokenizer.json: {e}", path.display())).hint(GIVE)
+        })
     }
 
     /// The tokenizer of the content of a `tokenizer.json`.
@@ -158,10 +172,13 @@ impl HuggingFace {
     /// The crate `tokenizers` does not understand it, or it has no ids.
     pub(crate) fn new(value: &Value) -> Result<Self> {
         let text = value.to_string();
-        let parsed =
-            parse(&text).map_err(|e| Error::input(format!("not understood as a tokenizer.json: {e}")).hint(GIVE))?;
+        let parsed = parse(&text).map_err(|e| {
+            Error::input(format!("not understood as a tokenizer.json: {e}")).hint(GIVE)
+        })?;
         let largest = parsed.get_vocab(true).into_values().max();
-        let vocabulary = largest.ok_or_else(|| Error::input("the tokenizer has no ids").hint(GIVE))? as usize + 1;
+        let vocabulary =
+            largest.ok_or_else(|| Error::input("the tokenizer has no ids").hint(GIVE))? as usize
+                + 1;
         let file = File::shared(text, vocabulary);
         // Another thread's is the same.
         let _ = file.parsed.set(Ok(parsed));
@@ -173,7 +190,8 @@ impl HuggingFace {
         Self { path: Some(path.into()), ..self }
     }
 
-    /// The same tokenizer with the text of its `tokenizer_config.json`, and with tokens that begin and end a text.
+    /// The same tokenizer with the text of its `tokenizer_config.json`, and with tokens that begin
+    /// and end a text.
     pub(super) fn with(self, config: Option<String>, begin: Option<u32>, end: Option<u32>) -> Self {
         Self { config: config.map(Into::into), begin, end, ..self }
     }
@@ -205,28 +223,36 @@ impl HuggingFace {
 
     /// Encodes a text in at most `seconds`.
     ///
-    /// Expressions of a file are unknown. Oniguruma gives up one that backtracks more than ten million times from one place, by a
-    /// panic of its crate. It does not count the characters that an expression reads again and again in between, so only time
-    /// limits those.
+    /// Expressions of a file are unknown. Oniguruma gives up one that backtracks more than ten
+    /// million times from one place, by a panic of its crate. It does not count the characters that
+    /// an expression reads again and again in between, so only time limits those.
     fn encoded(&self, text: &str, how: How, seconds: u64) -> Result<Encoding> {
-        let (file, copy) = (self.file.clone(), text.to_owned());
+        let file = self.file.clone();
+        let copy = text.to_owned();
         match within(seconds, move || panics::caught(|| file.encode(&copy, how)))? {
             Some(Ok(encoding)) => encoding.map_err(Error::input),
             Some(Err(panic)) => Err(self.failed(&format!("fails: {panic}"))),
-            None => Err(self.failed(&format!("has not encoded {} bytes of text within {seconds} s", text.len()))),
+            None => Err(self.failed(&format!(
+                "has not encoded {} bytes of text within {seconds} s",
+                text.len()
+            ))),
         }
     }
 
     /// The error of a text that the tokenizer does not encode.
     fn failed(&self, how: &str) -> Error {
-        let name = self.path.as_deref().map_or("the tokenizer.json that was kept".into(), Path::to_string_lossy);
+        let name = self
+            .path
+            .as_deref()
+            .map_or("the tokenizer.json that was kept".into(), Path::to_string_lossy);
         Error::input(format!("{name} {how}")).hint(
             "an expression of its pre_tokenizer or normalizer probably backtracks too much on this text: simplify it, take the text \
              out, or give another tokenizer",
         )
     }
 
-    /// The ids of a text, which is a whole: no token is added before or behind it. Texts of special tokens become those.
+    /// The ids of a text, which is a whole: no token is added before or behind it. Texts of special
+    /// tokens become those.
     pub(crate) fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let encoding = self.encoded(text, How::Plain, TIMEOUT)?;
         let ids = encoding.get_ids().to_vec();
@@ -234,8 +260,9 @@ impl HuggingFace {
         Ok(ids)
     }
 
-    /// The ids of a text to continue, as `transformers` encodes it: behind the token that begins a text, if the file's
-    /// post-processor or `add_bos_token` in `tokenizer_config.json` puts it there.
+    /// The ids of a text to continue, as `transformers` encodes it: behind the token that begins a
+    /// text, if the file's post-processor or `add_bos_token` in `tokenizer_config.json` puts it
+    /// there.
     pub(super) fn prompt(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = self.encode(text)?;
         if let Some(begin) = self.begin.filter(|begin| ids.first() != Some(begin))
@@ -260,7 +287,8 @@ impl HuggingFace {
     pub(crate) fn placed(&self, text: &str) -> Result<Vec<Placed>> {
         let encoding = self.encoded(text, How::Placed, TIMEOUT)?;
         let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
-        let tokens: Vec<Placed> = tokens.map(|(&id, &(start, end))| Placed { id, start, end }).collect();
+        let tokens: Vec<Placed> =
+            tokens.map(|(&id, &(start, end))| Placed { id, start, end }).collect();
         self.check(tokens.iter().map(|token| token.id))?;
         Ok(tokens)
     }
@@ -269,10 +297,11 @@ impl HuggingFace {
     fn check(&self, mut ids: impl Iterator<Item = u32>) -> Result<()> {
         match ids.find(|id| *id as usize >= self.file.vocabulary) {
             None => Ok(()),
-            Some(id) => {
-                Err(Error::input(format!("the tokenizer gives id {id}, but is said to have {}", self.file.vocabulary))
-                    .hint("import the data again, with its tokenizer.json"))
-            }
+            Some(id) => Err(Error::input(format!(
+                "the tokenizer gives id {id}, but is said to have {}",
+                self.file.vocabulary
+            ))
+            .hint("import the data again, with its tokenizer.json")),
         }
     }
 
@@ -321,8 +350,11 @@ mod tests {
             error.starts_with("the tokenizer.json that was kept has not encoded 2 bytes of text within 0 s\nhint: "),
             "{error}"
         );
-        let error =
-            tokenizer.read_from("a/tokenizer.json".into()).encoded("ab", How::Placed, 0).unwrap_err().to_string();
+        let error = tokenizer
+            .read_from("a/tokenizer.json".into())
+            .encoded("ab", How::Placed, 0)
+            .unwrap_err()
+            .to_string();
         assert!(error.starts_with("a/tokenizer.json has not encoded 2 bytes"), "{error}");
     }
 }

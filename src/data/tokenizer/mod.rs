@@ -83,7 +83,8 @@ impl Tokenizer {
         })
     }
 
-    /// The tokenizer of the `tokenizer.json` at `path`: one of this crate's own where [`Tokenizer::file`] wrote it.
+    /// The tokenizer of the `tokenizer.json` at `path`: one of this crate's own where
+    /// [`Tokenizer::file`] wrote it.
     ///
     /// # Errors
     /// It cannot be read, or is no such file.
@@ -98,8 +99,8 @@ impl Tokenizer {
         }
     }
 
-    /// The same tokenizer with the text of its `tokenizer_config.json`, and with tokens that begin and end a text. Those of this
-    /// crate's own are known.
+    /// The same tokenizer with the text of its `tokenizer_config.json`, and with tokens that begin
+    /// and end a text. Those of this crate's own are known.
     pub fn with(self, config: Option<String>, begin: Option<u32>, end: Option<u32>) -> Self {
         match self {
             Self::HuggingFace(file) => Self::HuggingFace(file.with(config, begin, end)),
@@ -120,10 +121,13 @@ impl Tokenizer {
     /// # Errors
     /// A promise of this program is broken.
     pub fn file(&self) -> Result<String> {
-        let text = |value: &Value| serde_json::to_string_pretty(value).map_err(|e| Error::internal(e.to_string()));
+        let text = |value: &Value| {
+            serde_json::to_string_pretty(value).map_err(|e| Error::internal(e.to_string()))
+        };
         match (self, to_hf::written(self)?) {
             (Self::HuggingFace(file), _) => {
-                let value: Value = serde_json::from_str(file.text()).map_err(|e| Error::internal(e.to_string()))?;
+                let value: Value = serde_json::from_str(file.text())
+                    .map_err(|e| Error::internal(e.to_string()))?;
                 text(&value)
             }
             (_, Some(value)) => text(&value),
@@ -155,8 +159,8 @@ impl Tokenizer {
         serde_json::to_string_pretty(&settings).map_err(|e| Error::internal(e.to_string()))
     }
 
-    /// The ids of a text to continue: as [`Tokenizer::encode`], behind the token that begins a text where the tokenizer of an
-    /// imported model puts one.
+    /// The ids of a text to continue: as [`Tokenizer::encode`], behind the token that begins a text
+    /// where the tokenizer of an imported model puts one.
     ///
     /// # Errors
     /// As [`Tokenizer::encode`].
@@ -183,7 +187,8 @@ impl Tokenizer {
         }
     }
 
-    /// The only token of `text`: one of the vocabulary that is spelled so, or the one that it becomes.
+    /// The only token of `text`: one of the vocabulary that is spelled so, or the one that it
+    /// becomes.
     ///
     /// # Errors
     /// There is none, or there are several.
@@ -196,19 +201,25 @@ impl Tokenizer {
         let ids = named.map_or_else(|| self.encode(text), |id| Ok(vec![id]));
         match ids.as_deref() {
             Ok([id]) => Ok(*id),
-            Ok(ids) => Err(Error::input(format!("{text:?} is {} tokens of the tokenizer {}", ids.len(), self.name()))
-                .hint("give the text of one token")),
-            Err(e) => {
-                Err(Error::input(format!("{text:?} is no token of the tokenizer {}: {}", self.name(), e.message()))
-                    .hint("give the text of one token"))
-            }
+            Ok(ids) => Err(Error::input(format!(
+                "{text:?} is {} tokens of the tokenizer {}",
+                ids.len(),
+                self.name()
+            ))
+            .hint("give the text of one token")),
+            Err(e) => Err(Error::input(format!(
+                "{text:?} is no token of the tokenizer {}: {}",
+                self.name(),
+                e.message()
+            ))
+            .hint("give the text of one token")),
         }
     }
 
     /// Reads the output of [`to_json`](Self::to_json).
     pub(super) fn from_json(json: &str) -> Result<Self> {
-        let tokenizer: Self =
-            serde_json::from_str(json).map_err(|e| Error::input(format!("tokenizer is not understood: {e}")))?;
+        let tokenizer: Self = serde_json::from_str(json)
+            .map_err(|e| Error::input(format!("tokenizer is not understood: {e}")))?;
         if let Self::Char { chars } = &tokenizer
             && !chars.is_sorted_by(|a, b| a < b)
         {
@@ -219,10 +230,12 @@ impl Tokenizer {
 
     /// The form in which shards carry it.
     pub(super) fn to_json(&self) -> Result<String> {
-        serde_json::to_string(self).map_err(|e| Error::internal(format!("tokenizer does not serialise: {e}")))
+        serde_json::to_string(self)
+            .map_err(|e| Error::internal(format!("tokenizer does not serialise: {e}")))
     }
 
-    /// The ids of `text`. Of [`HuggingFace`] ones those of the crate `tokenizers` for it, without tokens before and behind it.
+    /// The ids of `text`. Of [`HuggingFace`] ones those of the crate `tokenizers` for it, without
+    /// tokens before and behind it.
     ///
     /// # Errors
     /// It has a character that the vocabulary lacks, or the tokenizer refuses it.
@@ -242,11 +255,15 @@ impl Tokenizer {
             }
             Self::Byte => Ok(text.bytes().map(u32::from).collect()),
             // No special token is allowed in; unlike `encode_ordinary` this cannot panic.
-            Self::Gpt2 => match tiktoken_rs::r50k_base_singleton().encode(text, &HashSet::new()) {
-                Ok((ids, _)) => Ok(ids),
-                Err(e) => Err(Error::input(format!("the text is too hard for GPT-2's tokenizer: {e}"))
+            Self::Gpt2 => {
+                match tiktoken_rs::r50k_base_singleton().encode(text, &HashSet::new()) {
+                    Ok((ids, _)) => Ok(ids),
+                    Err(e) => Err(Error::input(format!(
+                        "the text is too hard for GPT-2's tokenizer: {e}"
+                    ))
                     .hint("break up long runs of white space, or use the tokenizer char or byte")),
-            },
+                }
+            }
             Self::HuggingFace(file) => file.encode(text),
         }
     }
@@ -255,16 +272,20 @@ impl Tokenizer {
     pub fn decode(&self, ids: &[u32]) -> String {
         let replacement = char::REPLACEMENT_CHARACTER;
         match self {
-            Self::Char { chars } => {
-                ids.iter().map(|&id| chars.get(id as usize).copied().unwrap_or(replacement)).collect()
-            }
+            Self::Char { chars } => ids
+                .iter()
+                .map(|&id| chars.get(id as usize).copied().unwrap_or(replacement))
+                .collect(),
             Self::Byte => decode_bytes(ids, |id| u8::try_from(id).ok().map(|byte| vec![byte])),
-            Self::Gpt2 => decode_bytes(ids, |id| tiktoken_rs::r50k_base_singleton().decode_bytes(&[id]).ok()),
+            Self::Gpt2 => {
+                decode_bytes(ids, |id| tiktoken_rs::r50k_base_singleton().decode_bytes(&[id]).ok())
+            }
             Self::HuggingFace(file) => file.decode(ids),
         }
     }
 
-    /// The text that `ids` add to that of the ids `before` them: a tokenizer may drop the space before the first word of a text.
+    /// The text that `ids` add to that of the ids `before` them: a tokenizer may drop the space
+    /// before the first word of a text.
     pub fn decode_after(&self, before: &[u32], ids: &[u32]) -> String {
         let Self::HuggingFace(file) = self else { return self.decode(ids) };
         let whole = file.decode(&[before, ids].concat());
@@ -341,8 +362,15 @@ mod tests {
 
     #[test]
     fn unknown_character_is_named_with_its_position() {
-        let e = Tokenizer::for_text(&TokenizerKind::Char, "abcé").unwrap().encode("éaX").unwrap_err().to_string();
-        assert!(e.starts_with("character 'X' (U+0058) at byte 3 is not among the 4 characters"), "{e}");
+        let e = Tokenizer::for_text(&TokenizerKind::Char, "abcé")
+            .unwrap()
+            .encode("éaX")
+            .unwrap_err()
+            .to_string();
+        assert!(
+            e.starts_with("character 'X' (U+0058) at byte 3 is not among the 4 characters"),
+            "{e}"
+        );
     }
 
     #[test]
@@ -364,6 +392,8 @@ mod tests {
     fn unsorted_characters_are_refused() {
         let e = Tokenizer::from_json(r#"{"kind":"char","chars":["b","a"]}"#).unwrap_err();
         assert_eq!(e.to_string(), "tokenizer's characters are not sorted and distinct");
-        assert!(Tokenizer::from_json(r#"{"kind":"word"}"#).unwrap_err().to_string().contains("word"));
+        assert!(
+            Tokenizer::from_json(r#"{"kind":"word"}"#).unwrap_err().to_string().contains("word")
+        );
     }
 }

@@ -16,7 +16,8 @@ use hpctrain_base::error::{Error, Result};
 pub(super) fn written(tokenizer: &Tokenizer) -> Result<Option<Value>> {
     Ok(match tokenizer {
         Tokenizer::Char { chars } => {
-            let vocabulary = chars.iter().enumerate().map(|(id, c)| (c.to_string(), id.into())).collect();
+            let vocabulary =
+                chars.iter().enumerate().map(|(id, c)| (c.to_string(), id.into())).collect();
             // The whole text is one word.
             Some(file(vocabulary, &[], Value::Null, json!({ "type": "Fuse" }), &[]))
         }
@@ -26,7 +27,13 @@ pub(super) fn written(tokenizer: &Tokenizer) -> Result<Option<Value>> {
         }
         Tokenizer::Gpt2 => {
             let (vocabulary, merges) = gpt2()?;
-            Some(file(vocabulary, &merges, byte_level(true), byte_level(true), &[(END_OF_TEXT, GPT2_IDS as u32 - 1)]))
+            Some(file(
+                vocabulary,
+                &merges,
+                byte_level(true),
+                byte_level(true),
+                &[(END_OF_TEXT, GPT2_IDS as u32 - 1)],
+            ))
         }
         Tokenizer::HuggingFace(_) => None,
     })
@@ -37,7 +44,9 @@ pub(super) fn recognised(value: &Value) -> Option<Tokenizer> {
     let vocabulary = value.get("model")?.get("vocab")?.as_object()?;
     let candidate = match vocabulary.len() {
         GPT2_IDS => Tokenizer::Gpt2,
-        256 if vocabulary.contains_key(&spelling(b" ")) && !vocabulary.contains_key(" ") => Tokenizer::Byte,
+        256 if vocabulary.contains_key(&spelling(b" ")) && !vocabulary.contains_key(" ") => {
+            Tokenizer::Byte
+        }
         _ => {
             let mut chars = Vec::with_capacity(vocabulary.len());
             for token in vocabulary.keys() {
@@ -87,8 +96,8 @@ fn byte_level(is_cut: bool) -> Value {
     json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": is_cut })
 }
 
-/// GPT-2's spelling of bytes (`bytes_to_unicode` of its `encoder.py`): those of printable characters of Latin-1 stand for
-/// themselves, the others for the characters from U+0100 on.
+/// GPT-2's spelling of bytes (`bytes_to_unicode` of its `encoder.py`): those of printable
+/// characters of Latin-1 stand for themselves, the others for the characters from U+0100 on.
 fn spelling(bytes: &[u8]) -> String {
     let is_itself = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     let of_byte = |&byte: &u8| match is_itself(byte) {
@@ -101,7 +110,8 @@ fn spelling(bytes: &[u8]) -> String {
     bytes.iter().map(of_byte).collect()
 }
 
-/// Vocabulary and merges of GPT-2. Its ids are ranks: a token is the merge of the two parts that merges of lower rank leave of it.
+/// Vocabulary and merges of GPT-2. Its ids are ranks: a token is the merge of the two parts that
+/// merges of lower rank leave of it.
 fn gpt2() -> Result<(Map<String, Value>, Vec<String>)> {
     let ids = GPT2_IDS as u32 - 1;
     let of_id = |id: u32| {
@@ -109,15 +119,20 @@ fn gpt2() -> Result<(Map<String, Value>, Vec<String>)> {
         bytes.map_err(|e| Error::internal(format!("GPT-2's vocabulary lacks id {id}: {e}")))
     };
     let tokens = (0..ids).map(of_id).collect::<Result<Vec<_>>>()?;
-    let ranks: HashMap<&[u8], usize> = tokens.iter().enumerate().map(|(id, bytes)| (&bytes[..], id)).collect();
+    let ranks: HashMap<&[u8], usize> =
+        tokens.iter().enumerate().map(|(id, bytes)| (&bytes[..], id)).collect();
     let mut merges = Vec::with_capacity(tokens.len());
     for (id, bytes) in tokens.iter().enumerate().filter(|(_, bytes)| bytes.len() > 1) {
         // Ends of the parts.
         let mut ends: Vec<usize> = (0..=bytes.len()).collect();
         while ends.len() > 3 {
-            let rank = |at: &usize| ranks.get(&bytes[ends[*at]..ends[*at + 2]]).copied().filter(|rank| *rank < id);
+            let rank = |at: &usize| {
+                ranks.get(&bytes[ends[*at]..ends[*at + 2]]).copied().filter(|rank| *rank < id)
+            };
             let lowest = (0..ends.len() - 2).filter_map(|at| Some((rank(&at)?, at))).min();
-            let (_, at) = lowest.ok_or_else(|| Error::internal(format!("GPT-2's token {id} is no merge of others")))?;
+            let (_, at) = lowest.ok_or_else(|| {
+                Error::internal(format!("GPT-2's token {id} is no merge of others"))
+            })?;
             ends.remove(at + 1);
         }
         merges.push(format!("{} {}", spelling(&bytes[..ends[1]]), spelling(&bytes[ends[1]..])));
@@ -136,7 +151,11 @@ mod tests {
     #[test]
     fn written_tokenizers_give_the_same_ids_and_text() {
         let chars: std::collections::BTreeSet<char> = TEXT.chars().collect();
-        for tokenizer in [Tokenizer::Char { chars: chars.into_iter().collect() }, Tokenizer::Byte, Tokenizer::Gpt2] {
+        for tokenizer in [
+            Tokenizer::Char { chars: chars.into_iter().collect() },
+            Tokenizer::Byte,
+            Tokenizer::Gpt2,
+        ] {
             let value = written(&tokenizer).unwrap().unwrap();
             let theirs = HuggingFace::new(&value).unwrap();
             let ids = tokenizer.encode(TEXT).unwrap();

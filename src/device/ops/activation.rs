@@ -72,7 +72,12 @@ pub trait ActivationOps: Backend {
     /// `y = f(x)`; overwrites.
     fn activation(&self, f: Activation, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
     /// `dy *= f'(x)`, in place.
-    fn activation_backward(&self, f: Activation, x: Self::View<'_>, dy: Self::ViewMut<'_>) -> Result<()>;
+    fn activation_backward(
+        &self,
+        f: Activation,
+        x: Self::View<'_>,
+        dy: Self::ViewMut<'_>,
+    ) -> Result<()>;
 }
 
 impl KernelCost {

@@ -3,8 +3,8 @@
 use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
-/// Causal multi-head attention over packed queries, keys and values; with fewer heads of keys and values than of
-/// queries, grouped-query attention (Ainslie et al., 2023).
+/// Causal multi-head attention over packed queries, keys and values; with fewer heads of keys and
+/// values than of queries, grouped-query attention (Ainslie et al., 2023).
 #[derive(Debug, Clone, Copy)]
 pub struct Attention {
     /// Sequences.
@@ -13,7 +13,8 @@ pub struct Attention {
     pub time: usize,
     /// Heads of queries.
     pub heads: usize,
-    /// Heads of keys and values, a divisor of `heads`: as many neighbouring heads of queries share one.
+    /// Heads of keys and values, a divisor of `heads`: as many neighbouring heads of queries share
+    /// one.
     pub kv_heads: usize,
     /// Width of one head.
     pub head_width: usize,
@@ -35,8 +36,9 @@ impl Attention {
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait AttentionOps: Backend {
-    /// Attention over `qkv` (rows × [`Attention::packed_width`]: queries, keys, values) into `y` (rows × d); overwrites `y`
-    /// and `lse` (b·h·t: log of the softmax's denominator, all that the backward needs of the probabilities).
+    /// Attention over `qkv` (rows × [`Attention::packed_width`]: queries, keys, values) into `y`
+    /// (rows × d); overwrites `y` and `lse` (b·h·t: log of the softmax's denominator, all that the
+    /// backward needs of the probabilities).
     fn attention(
         &self,
         shape: Attention,
@@ -44,8 +46,8 @@ pub trait AttentionOps: Backend {
         y: Self::ViewMut<'_>,
         lse: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// As [`AttentionOps::attention`] of one sequence, for its positions from `first` on: `qkv` has the rows of all positions, `y`
-    /// and `lse` (h·(t − first)) have those of the later ones.
+    /// As [`AttentionOps::attention`] of one sequence, for its positions from `first` on: `qkv` has
+    /// the rows of all positions, `y` and `lse` (h·(t − first)) have those of the later ones.
     fn attention_from(
         &self,
         shape: Attention,
@@ -79,7 +81,8 @@ impl KernelCost {
 
     /// Two products over the scores of the positions from `first` on.
     pub fn attention_from(s: Attention, first: usize) -> Self {
-        let (rows, of_heads) = (s.batch * (s.time - first), s.heads * s.head_width);
+        let rows = s.batch * (s.time - first);
+        let of_heads = s.heads * s.head_width;
         let moved = s.batch * s.time * 2 * s.kv_heads * s.head_width + rows * 2 * of_heads;
         let pairs = rows as f64 * (s.time + first) as f64 / 2.0;
         Self::moves("attention, from a position", moved)

@@ -6,8 +6,9 @@ use crate::kernel_cost::flops;
 use crate::{Im2colShape, KernelCost, Linear, LinearOps, MemoryKind, WindowOps};
 use hpctrain_base::error::Result;
 
-/// A convolution of images: filters on the elements that a window sees of some neighbouring channels. Filters are
-/// stored one after the other, each as window rows × window columns × channels.
+/// A convolution of images: filters on the elements that a window sees of some neighbouring
+/// channels. Filters are stored one after the other, each as window rows × window columns ×
+/// channels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Convolution {
     /// On all images.
@@ -36,8 +37,8 @@ impl Convolution {
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait ConvolutionOps: LinearOps + WindowOps {
-    /// Every filter's product with the elements that the window sees at each place, and a bias for each filter;
-    /// overwrites `y` (places × filters).
+    /// Every filter's product with the elements that the window sees at each place, and a bias for
+    /// each filter; overwrites `y` (places × filters).
     fn convolve(
         &self,
         shape: Convolution,
@@ -76,17 +77,17 @@ impl KernelCost {
     pub fn convolve(s: Convolution, bias: usize) -> Self {
         let product = s.product();
         let filters = product.inputs * product.outputs + bias;
-        let moved = s.window.elements() / s.window.channels.max(1) * s.channels + product.rows * product.outputs;
-        Self::moves("convolution", moved + filters).on([product.rows, product.inputs, product.outputs]).computes(flops(
-            product.rows,
-            product.inputs,
-            product.outputs,
-        ))
+        let moved = s.window.elements() / s.window.channels.max(1) * s.channels
+            + product.rows * product.outputs;
+        Self::moves("convolution", moved + filters)
+            .on([product.rows, product.inputs, product.outputs])
+            .computes(flops(product.rows, product.inputs, product.outputs))
     }
 
     /// The gradients of its filters and bias.
     pub fn convolve_backward_weight(s: Convolution, bias: usize) -> Self {
-        let (forward, filters) = (Self::convolve(s, 0), s.seen() * s.filters);
+        let forward = Self::convolve(s, 0);
+        let filters = s.seen() * s.filters;
         let kernel = Self { kernel: "convolution, weight's gradient", ..forward };
         Self { elements: forward.elements - filters as f64, ..kernel }.exactly(2 * (filters + bias))
     }
@@ -95,7 +96,11 @@ impl KernelCost {
     pub fn convolve_backward_input(s: Convolution) -> Self {
         let forward = Self::convolve(s, 0);
         let seen = s.window.elements() / s.window.channels.max(1) * s.channels;
-        Self { kernel: "convolution, input's gradient", elements: forward.elements + seen as f64, ..forward }
+        Self {
+            kernel: "convolution, input's gradient",
+            elements: forward.elements + seen as f64,
+            ..forward
+        }
     }
 }
 
@@ -113,7 +118,8 @@ struct Part {
 /// The images of a convolution, some at a time.
 fn parts(s: Convolution) -> impl Iterator<Item = Part> {
     let one = Convolution { window: Im2colShape { batch: 1, ..s.window }, ..s };
-    let (of_image, of_places) = (one.window.elements(), one.window.rows() * s.filters);
+    let of_image = one.window.elements();
+    let of_places = one.window.rows() * s.filters;
     let most = (UNFOLDED / (one.window.rows() * s.seen()).max(1)).max(1);
     (0..s.window.batch).step_by(most).map(move |first| {
         let last = s.window.batch.min(first + most);
@@ -133,7 +139,10 @@ fn part<B: ConvolutionOps>(view: B::View<'_>, range: Range<usize>) -> B::View<'_
 }
 
 /// As [`part`], exclusively.
-fn part_mut<'a, B: ConvolutionOps>(view: &'a mut B::ViewMut<'_>, range: Range<usize>) -> B::ViewMut<'a> {
+fn part_mut<'a, B: ConvolutionOps>(
+    view: &'a mut B::ViewMut<'_>,
+    range: Range<usize>,
+) -> B::ViewMut<'a> {
     B::cut_mut(B::cut_mut(B::reborrow(view), range.start).1, range.len()).0
 }
 
@@ -166,8 +175,16 @@ pub fn backward_weight<B: ConvolutionOps>(
     for Part { window, inputs, outputs, product } in parts(s) {
         let mut unfolded = b.alloc(MemoryKind::Activations, product.rows * product.inputs)?;
         b.unfold(window, s.first, s.channels, part::<B>(x, inputs), B::all_mut(&mut unfolded))?;
-        let (dweight, dbias) = (B::reborrow(&mut dweight), B::reborrow(&mut dbias));
-        b.linear_backward_weight(product, part::<B>(dy, outputs), B::all(&unfolded), dweight, dbias, true)?;
+        let dweight = B::reborrow(&mut dweight);
+        let dbias = B::reborrow(&mut dbias);
+        b.linear_backward_weight(
+            product,
+            part::<B>(dy, outputs),
+            B::all(&unfolded),
+            dweight,
+            dbias,
+            true,
+        )?;
     }
     Ok(())
 }
@@ -182,7 +199,12 @@ pub fn backward_input<B: ConvolutionOps>(
 ) -> Result<()> {
     for Part { window, inputs, outputs, product } in parts(s) {
         let mut unfolded = b.alloc(MemoryKind::Activations, product.rows * product.inputs)?;
-        b.linear_backward_input(product, part::<B>(dy, outputs), weight, B::all_mut(&mut unfolded))?;
+        b.linear_backward_input(
+            product,
+            part::<B>(dy, outputs),
+            weight,
+            B::all_mut(&mut unfolded),
+        )?;
         b.fold(window, s.first, s.channels, B::all(&unfolded), part_mut::<B>(&mut dx, inputs))?;
     }
     Ok(())

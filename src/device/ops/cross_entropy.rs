@@ -60,7 +60,8 @@ pub struct CrossEntropyPart {
     pub smoothing: f32,
 }
 
-/// Factors of the losses of a [`CrossEntropy`] and of their gradients, windows of f32; an empty one is none.
+/// Factors of the losses of a [`CrossEntropy`] and of their gradients, windows of f32; an empty one
+/// is none.
 #[derive(Debug, Clone, Copy)]
 pub struct LossWeights<V> {
     /// One for each class.
@@ -73,8 +74,9 @@ pub struct LossWeights<V> {
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait ClassifierOps: Backend {
-    /// Writes the loss of every row (`-log softmax(logits)[target]`, unscaled) to `losses`;
-    /// with [`CrossEntropy::gradient`], overwrites the logits by their scaled gradient. Both times `weights`.
+    /// Writes the loss of every row (`-log softmax(logits)[target]`, unscaled) to `losses`; with
+    /// [`CrossEntropy::gradient`], overwrites the logits by their scaled gradient. Both times
+    /// `weights`.
     fn cross_entropy(
         &self,
         shape: CrossEntropy,
@@ -83,9 +85,10 @@ pub trait ClassifierOps: Backend {
         weights: LossWeights<Self::View<'_>>,
         losses: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// Writes to `stats` (f32, rows × [`LogitsPart::STATS`]) what the loss of each row needs of this part: the largest logit,
-    /// `Σ exp(logit - largest)`, the target's logit (0 if the target is in another part) and the sum of all logits.
-    /// Where all are -∞ the largest is [`f32::MIN`]. Targets are numbered among the classes of all parts.
+    /// Writes to `stats` (f32, rows × [`LogitsPart::STATS`]) what the loss of each row needs of
+    /// this part: the largest logit, `Σ exp(logit - largest)`, the target's logit (0 if the target
+    /// is in another part) and the sum of all logits. Where all are -∞ the largest is [`f32::MIN`].
+    /// Targets are numbered among the classes of all parts.
     fn softmax_part(
         &self,
         shape: LogitsPart,
@@ -93,9 +96,9 @@ pub trait ClassifierOps: Backend {
         targets: &Self::IndexBuf,
         stats: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// As [`ClassifierOps::cross_entropy`], of all classes, with the logits of a part of them and the `stats` of all parts
-    /// (parts × rows × [`LogitsPart::STATS`]), which are merged in their order. Weights of classes are those of all. The losses
-    /// have the same bits on every part.
+    /// As [`ClassifierOps::cross_entropy`], of all classes, with the logits of a part of them and
+    /// the `stats` of all parts (parts × rows × [`LogitsPart::STATS`]), which are merged in their
+    /// order. Weights of classes are those of all. The losses have the same bits on every part.
     fn cross_entropy_part(
         &self,
         shape: CrossEntropyPart,
@@ -105,8 +108,9 @@ pub trait ClassifierOps: Backend {
         weights: LossWeights<Self::View<'_>>,
         losses: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// Writes to `hits` (f32) 1 for every row of logits whose target is among its `k` largest, else 0. Of equal logits the
-    /// first is the larger. From a row of logits to the next it is `stride` elements, as of [`Linear`](super::Linear).
+    /// Writes to `hits` (f32) 1 for every row of logits whose target is among its `k` largest, else
+    /// 0. Of equal logits the first is the larger. From a row of logits to the next it is `stride`
+    /// elements, as of [`Linear`](super::Linear).
     fn hits(
         &self,
         classes: usize,
@@ -122,19 +126,25 @@ impl KernelCost {
     /// Losses of rows, and the gradient of the logits in their place.
     pub fn cross_entropy(s: CrossEntropy, weights: usize) -> Self {
         let passes = if s.gradient { 2 } else { 1 };
-        Self::moves("classifier", passes * s.rows * s.classes).on([s.rows, s.classes]).exactly(s.rows + weights)
+        Self::moves("classifier", passes * s.rows * s.classes)
+            .on([s.rows, s.classes])
+            .exactly(s.rows + weights)
     }
 
     /// Sums over some of the classes.
     pub fn softmax_part(s: LogitsPart) -> Self {
         let stats = s.rows * LogitsPart::STATS;
-        Self::moves("classifier, sums of a part", s.rows * s.classes).on([s.rows, s.classes]).exactly(stats)
+        Self::moves("classifier, sums of a part", s.rows * s.classes)
+            .on([s.rows, s.classes])
+            .exactly(stats)
     }
 
-    /// Losses of rows from the sums of all parts, and the gradient of a part's logits in their place.
+    /// Losses of rows from the sums of all parts, and the gradient of a part's logits in their
+    /// place.
     pub fn cross_entropy_part(s: CrossEntropyPart, weights: usize) -> Self {
         let LogitsPart { rows, classes, .. } = s.part;
-        let (passes, stats) = (if s.gradient { 2 } else { 0 }, s.parts * rows * LogitsPart::STATS);
+        let passes = if s.gradient { 2 } else { 0 };
+        let stats = s.parts * rows * LogitsPart::STATS;
         let moved = Self::moves("classifier, part", passes * rows * classes);
         moved.on([rows, classes, s.parts]).exactly(stats + rows + weights)
     }

@@ -25,9 +25,15 @@ impl DotInteraction {
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait PairsOps: Backend {
-    /// The first row of every sample, then the scalar products of its rows in pairs: of the second with the first, of the third
-    /// with the first and the second, and so on (Naumov et al., 2019); overwrites `y` (samples × [`DotInteraction::outputs`]).
-    fn pair_products(&self, shape: DotInteraction, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// The first row of every sample, then the scalar products of its rows in pairs: of the second
+    /// with the first, of the third with the first and the second, and so on (Naumov et al., 2019);
+    /// overwrites `y` (samples × [`DotInteraction::outputs`]).
+    fn pair_products(
+        &self,
+        shape: DotInteraction,
+        x: Self::View<'_>,
+        y: Self::ViewMut<'_>,
+    ) -> Result<()>;
     /// Overwrites `dx`.
     fn pair_products_backward(
         &self,
@@ -49,7 +55,10 @@ impl KernelCost {
     /// The gradient of the rows.
     pub fn pair_products_backward(s: DotInteraction) -> Self {
         let forward = Self::pair_products(s);
-        let kernel = Self::moves("pairs of rows, backward", s.samples * (2 * s.rows * s.width + s.outputs()));
+        let kernel = Self::moves(
+            "pairs of rows, backward",
+            s.samples * (2 * s.rows * s.width + s.outputs()),
+        );
         kernel.on([s.samples, s.rows, s.width]).computes(2.0 * forward.flops)
     }
 }

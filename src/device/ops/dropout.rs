@@ -5,8 +5,8 @@ use hpctrain_base::error::Result;
 
 /// Source of a dropout mask: a counter, never a state.
 ///
-/// Element `i` of the window is kept or dropped by a hash of (`key`, `offset + i`), so the mask is the
-/// same in a recomputation and on any number of ranks.
+/// Element `i` of the window is kept or dropped by a hash of (`key`, `offset + i`), so the mask is
+/// the same in a recomputation and on any number of ranks.
 #[derive(Debug, Clone, Copy)]
 pub struct Dropout {
     /// Chance to drop an element; kept ones are scaled by `1 / (1 - rate)`.

@@ -7,11 +7,11 @@ use hpctrain_base::error::Result;
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait EmbeddingOps: Backend {
-    /// `y[b,t] = token_table[tokens[b,t] - first] + position_table[t]`; overwrites. Shapes: tokens b·t, y b·t·d,
-    /// position table t·d, or empty where there are no positions.
+    /// `y[b,t] = token_table[tokens[b,t] - first] + position_table[t]`; overwrites. Shapes: tokens
+    /// b·t, y b·t·d, position table t·d, or empty where there are no positions.
     ///
-    /// The token table has the rows of consecutive tokens from `first` on, all or some of them: tokens without a row there
-    /// take zeros in its place.
+    /// The token table has the rows of consecutive tokens from `first` on, all or some of them:
+    /// tokens without a row there take zeros in its place.
     fn embedding(
         &self,
         tokens: &Self::IndexBuf,
@@ -20,8 +20,8 @@ pub trait EmbeddingOps: Backend {
         position_table: Self::View<'_>,
         y: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// Adds `dy` to the rows of both tables that made it; of tokens without a row in the token table only to the
-    /// positions.
+    /// Adds `dy` to the rows of both tables that made it; of tokens without a row in the token
+    /// table only to the positions.
     fn embedding_backward(
         &self,
         tokens: &Self::IndexBuf,

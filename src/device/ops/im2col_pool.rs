@@ -26,7 +26,9 @@ impl Im2colShape {
     /// Rows and columns of places.
     pub fn places(&self) -> [usize; 2] {
         let along = |axis: usize, len: usize| {
-            (len + 2 * self.padding[axis]).checked_sub(self.size[axis]).map_or(0, |rest| rest / self.stride[axis] + 1)
+            (len + 2 * self.padding[axis])
+                .checked_sub(self.size[axis])
+                .map_or(0, |rest| rest / self.stride[axis] + 1)
         };
         [along(0, self.height), along(1, self.width)]
     }
@@ -47,9 +49,9 @@ impl Im2colShape {
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait WindowOps: Backend {
-    /// The operand of a convolution's product: for each place of the window a row of `y` with the elements that it sees
-    /// of `channels` neighbouring channels from `first` on (window rows × window columns × `channels`), zero beyond the
-    /// edges; overwrites.
+    /// The operand of a convolution's product: for each place of the window a row of `y` with the
+    /// elements that it sees of `channels` neighbouring channels from `first` on (window rows ×
+    /// window columns × `channels`), zero beyond the edges; overwrites.
     fn unfold(
         &self,
         window: Im2colShape,
@@ -58,7 +60,8 @@ pub trait WindowOps: Backend {
         x: Self::View<'_>,
         y: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// The backward of [`WindowOps::unfold`]: adds every element of `dy` to the one of `dx` that it was copied from.
+    /// The backward of [`WindowOps::unfold`]: adds every element of `dy` to the one of `dx` that it
+    /// was copied from.
     fn fold(
         &self,
         window: Im2colShape,
@@ -77,10 +80,21 @@ pub trait WindowOps: Backend {
         dy: Self::View<'_>,
         dx: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// The mean of the elements that the window sees at each place, channel by channel, edges not counted; overwrites.
-    fn average_pool(&self, window: Im2colShape, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// The mean of the elements that the window sees at each place, channel by channel, edges not
+    /// counted; overwrites.
+    fn average_pool(
+        &self,
+        window: Im2colShape,
+        x: Self::View<'_>,
+        y: Self::ViewMut<'_>,
+    ) -> Result<()>;
     /// Overwrites `dx`.
-    fn average_pool_backward(&self, window: Im2colShape, dy: Self::View<'_>, dx: Self::ViewMut<'_>) -> Result<()>;
+    fn average_pool_backward(
+        &self,
+        window: Im2colShape,
+        dy: Self::View<'_>,
+        dx: Self::ViewMut<'_>,
+    ) -> Result<()>;
 }
 
 impl KernelCost {
@@ -105,6 +119,7 @@ impl KernelCost {
 
     /// The gradient of the largest.
     pub fn max_pool_backward(w: Im2colShape) -> Self {
-        Self::moves("max pool, backward", 2 * w.elements() + w.rows() * w.channels).on([w.rows(), w.channels])
+        Self::moves("max pool, backward", 2 * w.elements() + w.rows() * w.channels)
+            .on([w.rows(), w.channels])
     }
 }

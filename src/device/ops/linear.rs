@@ -30,8 +30,9 @@ pub struct Linear {
     pub inputs: usize,
     /// Columns of `y`.
     pub outputs: usize,
-    /// Elements from a row of `y` to the next: its columns, or as many as [`Backend::row_stride`](crate::Backend::row_stride)
-    /// has for them, with padding behind each row, the last too. Padding is neither read nor written.
+    /// Elements from a row of `y` to the next: its columns, or as many as
+    /// [`Backend::row_stride`](crate::Backend::row_stride) has for them, with padding behind each
+    /// row, the last too. Padding is neither read nor written.
     pub stride: usize,
 }
 
@@ -47,8 +48,15 @@ impl Linear {
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait LinearOps: ActivationOps + ElementwiseOps {
     /// The matrix product described by `shape`.
-    fn gemm(&self, shape: Gemm, a: Self::View<'_>, b: Self::View<'_>, c: Self::ViewMut<'_>) -> Result<()>;
-    /// `y = x·Wᵀ + bias`; overwrites. This map and both its gradients, without a bias, take rows of `y` and `dy` that are padded.
+    fn gemm(
+        &self,
+        shape: Gemm,
+        a: Self::View<'_>,
+        b: Self::View<'_>,
+        c: Self::ViewMut<'_>,
+    ) -> Result<()>;
+    /// `y = x·Wᵀ + bias`; overwrites. This map and both its gradients, without a bias, take rows of
+    /// `y` and `dy` that are padded.
     fn linear(
         &self,
         shape: Linear,
@@ -57,7 +65,8 @@ pub trait LinearOps: ActivationOps + ElementwiseOps {
         bias: Self::View<'_>,
         y: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// A linear map and a sum: `y = x·Wᵀ + bias + more`, where `more` is as large as `y`; overwrites.
+    /// A linear map and a sum: `y = x·Wᵀ + bias + more`, where `more` is as large as `y`;
+    /// overwrites.
     fn linear_add(
         &self,
         shape: Linear,
@@ -70,7 +79,8 @@ pub trait LinearOps: ActivationOps + ElementwiseOps {
         self.linear(shape, x, weight, bias, Self::reborrow(&mut y))?;
         self.add(more, y)
     }
-    /// Whether [`LinearOps::linear_add`] adds before it writes, and rounds once. It then saves a pass over `y`, or two.
+    /// Whether [`LinearOps::linear_add`] adds before it writes, and rounds once. It then saves a
+    /// pass over `y`, or two.
     fn adds_in_products(&self) -> bool {
         false
     }
@@ -118,33 +128,49 @@ pub trait LinearOps: ActivationOps + ElementwiseOps {
         add: bool,
     ) -> Result<()>;
     /// `dbias += Σ_rows dy`, of so many rows.
-    fn linear_backward_bias(&self, rows: usize, dy: Self::View<'_>, dbias: Self::ViewMut<'_>) -> Result<()>;
+    fn linear_backward_bias(
+        &self,
+        rows: usize,
+        dy: Self::View<'_>,
+        dbias: Self::ViewMut<'_>,
+    ) -> Result<()>;
 }
 
 impl KernelCost {
     /// A product of matrices.
     pub fn gemm(s: Gemm) -> Self {
         let c = s.m * s.n;
-        let product = Self::moves("product", s.m * s.k + s.k * s.n + if s.acc { 0 } else { c }).on([s.m, s.k, s.n]);
+        let product = Self::moves("product", s.m * s.k + s.k * s.n + if s.acc { 0 } else { c })
+            .on([s.m, s.k, s.n]);
         product.exactly(if s.acc { 2 * c } else { 0 }).computes(flops(s.m, s.n, s.k))
     }
 
     /// An affine map, with a bias or without.
     pub fn linear(s: Linear, bias: usize) -> Self {
         let moved = s.rows * s.inputs + s.inputs * s.outputs + bias + s.rows * s.outputs;
-        Self::moves("linear", moved).on([s.rows, s.inputs, s.outputs]).computes(flops(s.rows, s.inputs, s.outputs))
+        Self::moves("linear", moved)
+            .on([s.rows, s.inputs, s.outputs])
+            .computes(flops(s.rows, s.inputs, s.outputs))
     }
 
     /// An affine map and a sum.
     pub fn linear_add(s: Linear, bias: usize) -> Self {
         let linear = Self::linear(s, bias);
-        Self { kernel: "linear and sum", elements: linear.elements + (s.rows * s.outputs) as f64, ..linear }
+        Self {
+            kernel: "linear and sum",
+            elements: linear.elements + (s.rows * s.outputs) as f64,
+            ..linear
+        }
     }
 
     /// An affine map and its GELU, of which both are written.
     pub fn linear_gelu(s: Linear, bias: usize) -> Self {
         let linear = Self::linear(s, bias);
-        Self { kernel: "linear and gelu", elements: linear.elements + (s.rows * s.outputs) as f64, ..linear }
+        Self {
+            kernel: "linear and gelu",
+            elements: linear.elements + (s.rows * s.outputs) as f64,
+            ..linear
+        }
     }
 
     /// The gradient of an affine map's input.
@@ -165,13 +191,16 @@ impl KernelCost {
     /// The gradients of an affine map's weight and bias.
     pub fn linear_backward_weight(s: Linear, bias: usize, add: bool) -> Self {
         let moved = s.rows * s.inputs + s.rows * s.outputs;
-        let kernel = Self::moves("linear, weight's gradient", moved).on([s.rows, s.inputs, s.outputs]);
+        let kernel =
+            Self::moves("linear, weight's gradient", moved).on([s.rows, s.inputs, s.outputs]);
         let touched = (1 + usize::from(add)) * s.inputs * s.outputs + 2 * bias;
         kernel.exactly(touched).computes(flops(s.rows, s.inputs, s.outputs))
     }
 
     /// The gradient of a bias alone.
     pub fn linear_backward_bias(rows: usize, outputs: usize) -> Self {
-        Self::moves("linear, bias's gradient", rows * outputs).on([rows, outputs]).exactly(2 * outputs)
+        Self::moves("linear, bias's gradient", rows * outputs)
+            .on([rows, outputs])
+            .exactly(2 * outputs)
     }
 }

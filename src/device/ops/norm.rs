@@ -12,8 +12,8 @@ pub struct Norm {
     pub width: usize,
     /// Added to the variance, or to the mean square.
     pub epsilon: f32,
-    /// Subtract the mean first: layer normalisation (Ba, Kiros and Hinton, 2016). Without, RMS normalisation (Zhang and
-    /// Sennrich, 2019), where the mean counts as zero.
+    /// Subtract the mean first: layer normalisation (Ba, Kiros and Hinton, 2016). Without, RMS
+    /// normalisation (Zhang and Sennrich, 2019), where the mean counts as zero.
     pub centred: bool,
 }
 
@@ -21,8 +21,8 @@ pub struct Norm {
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait NormOps: Backend {
-    /// `y = (x - mean)·rstd·weight + bias` for every row, where rstd is 1 / √(mean of (x - mean)² + ε); overwrites `y` and
-    /// `stats` (mean and rstd, 2·rows).
+    /// `y = (x - mean)·rstd·weight + bias` for every row, where rstd is 1 / √(mean of (x - mean)² +
+    /// ε); overwrites `y` and `stats` (mean and rstd, 2·rows).
     fn norm(
         &self,
         shape: Norm,
@@ -32,7 +32,8 @@ pub trait NormOps: Backend {
         y: Self::ViewMut<'_>,
         stats: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// The end of a residual branch and the norm after it: `stream += x`, then [`NormOps::norm`] of the stream.
+    /// The end of a residual branch and the norm after it: `stream += x`, then [`NormOps::norm`] of
+    /// the stream.
     #[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
     fn add_norm(
         &self,
@@ -62,13 +63,19 @@ pub trait NormOps: Backend {
 impl KernelCost {
     /// A norm of every row, with a bias or without.
     pub fn norm(s: Norm, bias: usize) -> Self {
-        Self::moves("norm", 2 * s.rows * s.width + s.width + bias).on([s.rows, s.width]).exactly(2 * s.rows)
+        Self::moves("norm", 2 * s.rows * s.width + s.width + bias)
+            .on([s.rows, s.width])
+            .exactly(2 * s.rows)
     }
 
     /// The same after a sum in place.
     pub fn add_norm(s: Norm, bias: usize) -> Self {
         let norm = Self::norm(s, bias);
-        Self { kernel: "add and norm", elements: norm.elements + (2 * s.rows * s.width) as f64, ..norm }
+        Self {
+            kernel: "add and norm",
+            elements: norm.elements + (2 * s.rows * s.width) as f64,
+            ..norm
+        }
     }
 
     /// The gradients of a norm's input, weight and bias.

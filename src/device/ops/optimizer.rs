@@ -102,8 +102,9 @@ pub struct Elements {
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait OptimizerOps: Backend {
-    /// Updates `p`, `m` and `v` of a contiguous range from its gradient; writes the new `p` to `copy` as well, if given,
-    /// rounded to its type. With an audit the digests of all buffers that change go there.
+    /// Updates `p`, `m` and `v` of a contiguous range from its gradient; writes the new `p` to
+    /// `copy` as well, if given, rounded to its type. With an audit the digests of all buffers that
+    /// change go there.
     #[expect(clippy::too_many_arguments, reason = "one for each buffer")]
     fn adamw(
         &self,
@@ -115,8 +116,8 @@ pub trait OptimizerOps: Backend {
         copy: Option<Self::ViewMut<'_>>,
         audit: Option<&mut Audit<Self::Scalar>>,
     ) -> Result<()>;
-    /// `Σ u²` in f64, summed in fixed chunks, where `u` is the step that [`OptimizerOps::adamw`] would subtract from every
-    /// parameter at a learning rate of one. Changes nothing.
+    /// `Σ u²` in f64, summed in fixed chunks, where `u` is the step that [`OptimizerOps::adamw`]
+    /// would subtract from every parameter at a learning rate of one. Changes nothing.
     fn adamw_step_squares(
         &self,
         update: AdamW,
@@ -125,7 +126,8 @@ pub trait OptimizerOps: Backend {
         v: Self::View<'_>,
         p: Self::View<'_>,
     ) -> Result<Self::Scalar>;
-    /// Updates `p` and `m` of a contiguous range from its gradient; `copy` and `audit` as in [`OptimizerOps::adamw`].
+    /// Updates `p` and `m` of a contiguous range from its gradient; `copy` and `audit` as in
+    /// [`OptimizerOps::adamw`].
     fn sgd(
         &self,
         update: Sgd,
@@ -135,8 +137,8 @@ pub trait OptimizerOps: Backend {
         copy: Option<Self::ViewMut<'_>>,
         audit: Option<&mut Audit<Self::Scalar>>,
     ) -> Result<()>;
-    /// Moves every element of `y` by `rate` of the way to that of `x`: `y += rate·(x - y)`, both f32; `copy` as in
-    /// [`OptimizerOps::adamw`].
+    /// Moves every element of `y` by `rate` of the way to that of `x`: `y += rate·(x - y)`, both
+    /// f32; `copy` as in [`OptimizerOps::adamw`].
     fn approach(
         &self,
         rate: f32,
@@ -145,8 +147,8 @@ pub trait OptimizerOps: Backend {
         copy: Option<Self::ViewMut<'_>>,
         audit: Option<&mut Audit<Self::Scalar>>,
     ) -> Result<()>;
-    /// Updates `p` and the state of a contiguous range from its gradient; `second` is empty where the rule has one state
-    /// buffer. `copy` as in [`OptimizerOps::adamw`].
+    /// Updates `p` and the state of a contiguous range from its gradient; `second` is empty where
+    /// the rule has one state buffer. `copy` as in [`OptimizerOps::adamw`].
     #[expect(clippy::too_many_arguments, reason = "one for each buffer")]
     fn elements(
         &self,

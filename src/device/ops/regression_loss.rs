@@ -38,8 +38,8 @@ pub struct Regression {
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait RegressionOps: Backend {
     /// Writes every row's mean deviation from its targets (f32) to `losses` (f32), unscaled; with
-    /// [`Regression::gradient`], overwrites the predictions by their scaled gradient. `weights` (f32) has a factor of loss and
-    /// gradient for every row, or is empty.
+    /// [`Regression::gradient`], overwrites the predictions by their scaled gradient. `weights`
+    /// (f32) has a factor of loss and gradient for every row, or is empty.
     fn regression(
         &self,
         shape: Regression,

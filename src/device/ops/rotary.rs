@@ -3,8 +3,8 @@
 use crate::{Backend, KernelCost};
 use hpctrain_base::error::Result;
 
-/// Rotary positions (Su et al., "RoFormer", 2021) of the first heads of every row: elements i and i + `head_width`/2 of a
-/// head turn by angle i of the position.
+/// Rotary positions (Su et al., "RoFormer", 2021) of the first heads of every row: elements i and i
+/// + `head_width`/2 of a head turn by angle i of the position.
 #[derive(Debug, Clone, Copy)]
 pub struct Rotary {
     /// Sequences.
@@ -25,8 +25,8 @@ pub struct Rotary {
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait RotaryOps: Backend {
-    /// Turns heads of `x` in place, by angles whose cosines and sines are the rows of `table` (t × head width: one half
-    /// each, in f32).
+    /// Turns heads of `x` in place, by angles whose cosines and sines are the rows of `table` (t ×
+    /// head width: one half each, in f32).
     fn rotary(&self, shape: Rotary, table: Self::View<'_>, x: Self::ViewMut<'_>) -> Result<()>;
 }
 

@@ -10,7 +10,12 @@ pub trait SoftmaxOps: Backend {
     /// `y = softmax(x)` of rows of `width` elements; overwrites.
     fn softmax(&self, width: usize, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
     /// Replaces the gradient of `y = softmax(x)` by that of `x`.
-    fn softmax_backward(&self, width: usize, y: Self::View<'_>, dy: Self::ViewMut<'_>) -> Result<()>;
+    fn softmax_backward(
+        &self,
+        width: usize,
+        y: Self::View<'_>,
+        dy: Self::ViewMut<'_>,
+    ) -> Result<()>;
 }
 
 impl KernelCost {

@@ -21,7 +21,12 @@ pub struct StridedCopy {
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait ColumnsOps: Backend {
     /// Copies columns of rows; those of `y` between them are left alone.
-    fn copy_columns(&self, shape: StridedCopy, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    fn copy_columns(
+        &self,
+        shape: StridedCopy,
+        x: Self::View<'_>,
+        y: Self::ViewMut<'_>,
+    ) -> Result<()>;
 }
 
 impl KernelCost {

@@ -7,11 +7,12 @@ use hpctrain_base::error::Result;
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait SwigluOps: Backend {
-    /// SwiGLU (Shazeer, "GLU variants improve transformer", 2020): `y = silu(gate)·up`, where a row of `x` (2·`width`) is
-    /// the gates, then the ups; overwrites `y`.
+    /// SwiGLU (Shazeer, "GLU variants improve transformer", 2020): `y = silu(gate)·up`, where a row
+    /// of `x` (2·`width`) is the gates, then the ups; overwrites `y`.
     fn swiglu(&self, width: usize, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
     /// Replaces the gates and ups of `x` by their gradients.
-    fn swiglu_backward(&self, width: usize, x: Self::ViewMut<'_>, dy: Self::View<'_>) -> Result<()>;
+    fn swiglu_backward(&self, width: usize, x: Self::ViewMut<'_>, dy: Self::View<'_>)
+    -> Result<()>;
 }
 
 impl KernelCost {

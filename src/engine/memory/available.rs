@@ -4,15 +4,16 @@ use std::path::Path;
 
 use hpctrain_base::control_groups::{Version, groups};
 
-/// Bytes that may still be taken: the memory that the kernel reports as available, limited by the control groups of
-/// this process. None where neither is known.
+/// Bytes that may still be taken: the memory that the kernel reports as available, limited by the
+/// control groups of this process. None where neither is known.
 pub fn available() -> Option<usize> {
     available_below(Path::new("/"))
 }
 
 fn available_below(root: &Path) -> Option<usize> {
     let meminfo = std::fs::read_to_string(root.join("proc/meminfo")).ok();
-    let node = meminfo.as_deref().and_then(|text| field(text, "MemAvailable:")).map(|kib| kib * 1024);
+    let node =
+        meminfo.as_deref().and_then(|text| field(text, "MemAvailable:")).map(|kib| kib * 1024);
     let left = groups(root, "memory").into_iter().filter_map(|(version, group)| {
         let files = match version {
             Version::One => FILES_1,
@@ -31,15 +32,20 @@ struct Files {
     idle: &'static str,
 }
 
-const FILES_1: Files =
-    Files { limit: "memory.limit_in_bytes", usage: "memory.usage_in_bytes", idle: "total_inactive_file" };
-const FILES_2: Files = Files { limit: "memory.max", usage: "memory.current", idle: "inactive_file" };
+const FILES_1: Files = Files {
+    limit: "memory.limit_in_bytes",
+    usage: "memory.usage_in_bytes",
+    idle: "total_inactive_file",
+};
+const FILES_2: Files =
+    Files { limit: "memory.max", usage: "memory.current", idle: "inactive_file" };
 
 /// Bytes left under a group's limit; none without a limit.
 fn left_in(group: &Path, files: &Files) -> Option<usize> {
     let read = |name: &str| std::fs::read_to_string(group.join(name)).ok();
     let number = |name: &str| read(name)?.trim().parse::<usize>().ok();
-    let (limit, usage) = (number(files.limit)?, number(files.usage)?);
+    let limit = number(files.limit)?;
+    let usage = number(files.usage)?;
     let idle = read("memory.stat").and_then(|text| field(&text, files.idle)).unwrap_or(0);
     Some(limit.saturating_sub(usage.saturating_sub(idle)))
 }
@@ -47,7 +53,11 @@ fn left_in(group: &Path, files: &Files) -> Option<usize> {
 /// The number after a name at the start of a line.
 fn field(text: &str, name: &str) -> Option<usize> {
     let words = text.lines().map(str::split_whitespace);
-    words.filter_map(|mut words| (words.next() == Some(name)).then(|| words.next())?).next()?.parse().ok()
+    words
+        .filter_map(|mut words| (words.next() == Some(name)).then(|| words.next())?)
+        .next()?
+        .parse()
+        .ok()
 }
 
 #[cfg(test)]

@@ -24,7 +24,9 @@ impl MemoryBudget {
 
     /// The least of the rooms of all ranks, each given by its [numbers](MemoryBudget::numbers).
     pub fn least(all: &[Vec<u64>]) -> Self {
-        let least = |at: usize| all.iter().filter_map(|room| room.get(at)).min().map_or(0, |bytes| *bytes as usize);
+        let least = |at: usize| {
+            all.iter().filter_map(|room| room.get(at)).min().map_or(0, |bytes| *bytes as usize)
+        };
         Self { host: least(0), gpu: least(1) }
     }
 }

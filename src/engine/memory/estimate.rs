@@ -8,13 +8,15 @@ use hpctrain_config::telemetry::startup_summary::Estimate;
 use hpctrain_data::{Sizes, Source};
 use hpctrain_device::{Backend, Kernels, MemoryKind};
 use hpctrain_nn::{Blocks, loans};
-use hpctrain_parallel::{self as parallel, Lifetime, MemoryTimeline, Moment, Stage, StepSchedule, Storage, When};
+use hpctrain_parallel::{
+    self as parallel, Lifetime, MemoryTimeline, Moment, Stage, StepSchedule, Storage, When,
+};
 
 /// Bytes of an f32.
 const F32: usize = size_of::<f32>();
 
-/// Growth of a process after the start, outside the categories: packed operands of products, message buffers of MPI,
-/// slack of the allocator. Measured; it does not depend on the model.
+/// Growth of a process after the start, outside the categories: packed operands of products,
+/// message buffers of MPI, slack of the allocator. Measured; it does not depend on the model.
 const GROWTH: usize = 7 << 20;
 
 /// Memory that does not depend on the plan.
@@ -33,7 +35,8 @@ pub struct Held {
 impl Held {
     /// Memory of this process, which sends its messages by `comm` and reads these data sets.
     pub fn now<B: Backend>(comm: &Comm<B>, data: &[&dyn Source]) -> Self {
-        let messages_on_device = matches!(comm.device_path(), Some(DeviceTransport::Direct | DeviceTransport::Nccl));
+        let messages_on_device =
+            matches!(comm.device_path(), Some(DeviceTransport::Direct | DeviceTransport::Nccl));
         let cache = data.iter().map(|dataset| dataset.cache_limit()).sum();
         Self { messages: comm.staging(), messages_on_device, resident: resident().0, cache }
     }
@@ -62,8 +65,8 @@ impl Alive {
     }
 }
 
-/// Memory estimate of a rank in the stage of the pipeline that needs most, as [`estimate`] has it: on its GPU, where it computes
-/// on one, else on the host.
+/// Memory estimate of a rank in the stage of the pipeline that needs most, as [`estimate`] has it:
+/// on its GPU, where it computes on one, else on the host.
 pub fn worst<B: Kernels>(plan: &ResolvedConfig, held: Held) -> Estimate {
     let others = (1..plan.mesh.pipeline).map(|stage| estimate::<B>(plan, stage, held));
     others.fold(estimate::<B>(plan, 0, held), |most, one| {
@@ -71,8 +74,9 @@ pub fn worst<B: Kernels>(plan: &ResolvedConfig, held: Held) -> Estimate {
     })
 }
 
-/// Memory estimate of a rank in stage `stage` of the pipeline, from the plan alone. A GPU has one pool: its estimate is the
-/// peak over the moments of a step. On the host every category keeps its own peak.
+/// Memory estimate of a rank in stage `stage` of the pipeline, from the plan alone. A GPU has one
+/// pool: its estimate is the peak over the moments of a step. On the host every category keeps its
+/// own peak.
 pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> Estimate {
     let Held { messages, messages_on_device, resident, cache } = held;
     let size = plan.config.precision.compute.size(B::ON_HOST);
@@ -84,7 +88,8 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> 
         let block = &blocks[unit];
         UnitLayout::sliced(block.name(), block.tensors(), plan.lanes, &slices).padded
     };
-    let tables = stage.takes_rows().then(|| Tables::of(plan, of_unit(0), blocks[1].input_per_row()));
+    let tables =
+        stage.takes_rows().then(|| Tables::of(plan, of_unit(0), blocks[1].input_per_row()));
     let slots: Vec<usize> = stage.slots().map(of_unit).collect();
     let padded = &slots[..stage.units.len()];
     let next = blocks.get(stage.units.end).map(|block| slices.own(block.input_per_row()));
@@ -116,7 +121,8 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> 
     };
 
     let mut device = [0; MemoryKind::ALL.len()];
-    device[MemoryKind::Parameters as usize] = alive.parameters + resting + here * (masters + guests);
+    device[MemoryKind::Parameters as usize] =
+        alive.parameters + resting + here * (masters + guests);
     device[MemoryKind::Gradients as usize] = alive.gradients;
     let constants: usize = blocks.iter().map(|block| block.constants()).sum();
     device[MemoryKind::Activations as usize] = alive.activations + constants * F32;
@@ -127,22 +133,27 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> 
             let is_lent = stage.borrows().contains(&Some(slot));
             plan.network.is_language() && stage.units.start == 0 && slot == 0 && !is_lent
         };
-        let multiplied = slots.iter().enumerate().filter(|(slot, _)| !is_table(*slot)).map(|(_, len)| len).sum();
+        let multiplied =
+            slots.iter().enumerate().filter(|(slot, _)| !is_table(*slot)).map(|(_, len)| len).sum();
         let rows = plan.micro as usize * plan.network.context();
         device[MemoryKind::Workspace as usize] += B::reuse_bytes(multiplied, rows);
     }
     let mut host = [0; MemoryKind::ALL.len()];
     match offloads {
-        true => host[MemoryKind::Offloaded as usize] = here * parallel::offloaded_bytes(kept, owned),
+        true => {
+            host[MemoryKind::Offloaded as usize] = here * parallel::offloaded_bytes(kept, owned)
+        }
         false => device[MemoryKind::Optimizer as usize] = here * kept * owned * F32,
     }
     if let (true, Some(_)) = (offloads, plan.averaging) {
         // The averaged buffers of one unit, on their way.
         let averaged = 1 + parallel::state_names(Some(plan.rule), plan.average, None).len();
-        host[MemoryKind::Offloaded as usize] += averaged * padded.iter().max().unwrap_or(&0) / plan.mesh.shard * F32;
+        host[MemoryKind::Offloaded as usize] +=
+            averaged * padded.iter().max().unwrap_or(&0) / plan.mesh.shard * F32;
     }
     if plan.config.parallel.offload_activations {
-        let (keep, shards) = (plan.residency(), plan.mesh.shard);
+        let keep = plan.residency();
+        let shards = plan.mesh.shard;
         let timeline = MemoryTimeline { stage: &stage, sizes: &slots, shards, keep, schedule };
         host[MemoryKind::Offloaded as usize] += inputs_on_host(plan, &blocks, &slices, &timeline);
     }
@@ -154,15 +165,21 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> 
     // Rows may have weights. The numbers of a device are among its activations.
     let sizes = Sizes { weights: 1, ..plan.samples.sizes(plan.network.context()) };
     let of_host = sizes.all().into_iter().sum::<usize>() * size_of::<u32>();
-    let of_device = (if tables.is_some() { 0 } else { sizes.ids } + sizes.classes) * size_of::<u32>();
+    let of_device =
+        (if tables.is_some() { 0 } else { sizes.ids } + sizes.classes) * size_of::<u32>();
     // Read ahead, one being read, one in use.
-    host[MemoryKind::Data as usize] = cache + (plan.config.data.prefetch + 2) * plan.micro as usize * of_host;
+    host[MemoryKind::Data as usize] =
+        cache + (plan.config.data.prefetch + 2) * plan.micro as usize * of_host;
     device[MemoryKind::Data as usize] = plan.micro.max(plan.config.eval.batch) as usize * of_device;
     if plan.config.checkpoint.asynchronous {
-        // Ranks divide parameters and state among themselves, copies of them too, but where they have owners.
-        let copies = if plan.config.parallel.storage == Storage::Central { 1 } else { plan.mesh.replica };
-        let of_tables = tables.as_ref().map_or(0, |tables| (1 + states) * tables.padded / plan.mesh.shard);
-        host[MemoryKind::Checkpoint as usize] = (all / plan.mesh.shard + state + of_tables) / copies * F32;
+        // Ranks divide parameters and state among themselves, copies of them too, but where they
+        // have owners.
+        let copies =
+            if plan.config.parallel.storage == Storage::Central { 1 } else { plan.mesh.replica };
+        let of_tables =
+            tables.as_ref().map_or(0, |tables| (1 + states) * tables.padded / plan.mesh.shard);
+        host[MemoryKind::Checkpoint as usize] =
+            (all / plan.mesh.shard + state + of_tables) / copies * F32;
     }
     // A host copy of one unit at a time: at the start, and when a checkpoint is written through.
     let of_tables = tables.as_ref().map(|tables| &tables.padded);
@@ -174,7 +191,8 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> 
     Estimate { host, gpu, staging, runtime: resident + GROWTH }
 }
 
-/// Whether the input of block `block` of a stage's `blocks` goes to the host until its backward, which does not begin at once.
+/// Whether the input of block `block` of a stage's `blocks` goes to the host until its backward,
+/// which does not begin at once.
 fn leaves(plan: &ResolvedConfig, stage: &Stage, blocks: usize, block: usize) -> bool {
     plan.config.parallel.offload_activations && !(stage.is_last() && block + 1 == blocks)
 }
@@ -186,17 +204,21 @@ fn inputs_on_host<B: Kernels>(
     slices: &TensorShards,
     timeline: &MemoryTimeline<'_>,
 ) -> usize {
-    let leaving = blocks.iter().enumerate().filter(|(block, _)| leaves(plan, timeline.stage, blocks.len(), *block));
+    let leaving = blocks
+        .iter()
+        .enumerate()
+        .filter(|(block, _)| leaves(plan, timeline.stage, blocks.len(), *block));
     let rows = plan.micro as usize * plan.network.context();
     let size = plan.config.precision.compute.size(B::ON_HOST);
     let words = |elements: usize| (elements * size).next_multiple_of(F32);
-    let of_micro: usize = leaving.map(|(_, block)| words(rows * slices.own(block.input_per_row()))).sum();
+    let of_micro: usize =
+        leaving.map(|(_, block)| words(rows * slices.own(block.input_per_row()))).sum();
     let waiting = timeline.step().into_iter().map(|moment| moment.waiting).max().unwrap_or(0);
     (waiting + 1) * of_micro
 }
 
-/// The moments of training and of evaluations in a stage with these blocks and slots. Rows of its output have `next`
-/// elements; none where they are the network's.
+/// The moments of training and of evaluations in a stage with these blocks and slots. Rows of its
+/// output have `next` elements; none where they are the network's.
 fn moments<B: Kernels>(
     plan: &ResolvedConfig,
     blocks: &Blocks<B>,
@@ -207,15 +229,27 @@ fn moments<B: Kernels>(
     next: Option<usize>,
 ) -> Vec<Alive> {
     let size = plan.config.precision.compute.size(B::ON_HOST);
-    let timeline = MemoryTimeline { stage, sizes: slots, shards: plan.mesh.shard, keep: plan.residency(), schedule };
+    let timeline = MemoryTimeline {
+        stage,
+        sizes: slots,
+        shards: plan.mesh.shard,
+        keep: plan.residency(),
+        schedule,
+    };
     // Bytes a row: of each block's input, its saved activations, its scratch.
-    let input: Vec<usize> = blocks.iter().map(|block| slices.own(block.input_per_row()) * size).collect();
-    let saved: Vec<usize> =
-        blocks.iter().map(|block| block.saved_elems_per_row() * size + block.saved_f32_per_row() * F32).collect();
+    let input: Vec<usize> =
+        blocks.iter().map(|block| slices.own(block.input_per_row()) * size).collect();
+    let saved: Vec<usize> = blocks
+        .iter()
+        .map(|block| block.saved_elems_per_row() * size + block.saved_f32_per_row() * F32)
+        .collect();
     let scratch: Vec<usize> = blocks.iter().map(|block| block.scratch_per_row() * size).collect();
-    let forward: Vec<usize> = blocks.iter().map(|block| block.forward_scratch_per_row() * size).collect();
-    let deferring: Vec<usize> = blocks.iter().map(|block| block.deferred_scratch_per_row() * size).collect();
-    // Bytes a row that the gradients of weights wait with, of the blocks before each one; then, of all.
+    let forward: Vec<usize> =
+        blocks.iter().map(|block| block.forward_scratch_per_row() * size).collect();
+    let deferring: Vec<usize> =
+        blocks.iter().map(|block| block.deferred_scratch_per_row() * size).collect();
+    // Bytes a row that the gradients of weights wait with, of the blocks before each one; then, of
+    // all.
     let put_off_before: Vec<usize> = blocks.iter().fold(vec![0], |mut sums, block| {
         sums.push(sums[sums.len() - 1] + block.deferred_per_row() * size);
         sums
@@ -238,65 +272,88 @@ fn moments<B: Kernels>(
         kept[block + 1] = kept[block] + stays + if again(block) { 0 } else { saved[block] };
     }
     // Beside a backward the next input comes back.
-    let comes = |block: usize| block.checked_sub(1).filter(|before| leaves(*before)).map_or(0, |before| input[before]);
+    let comes = |block: usize| {
+        block.checked_sub(1).filter(|before| leaves(*before)).map_or(0, |before| input[before])
+    };
     // A forward that is computed again has its output beside the gradient of that.
     let redone = |block: usize| if again(block) { 2 * output(block) + forward[block] } else { 0 };
-    // The network's last block may take some rows at a time: those are beside its input and, in the backward, the gradient of that.
+    // The network's last block may take some rows at a time: those are beside its input and, in the
+    // backward, the gradient of that.
     let at_once = |rows: usize| match plan.logit_rows {
         0 => rows,
         some => rows.min(some),
     };
-    let is_cut = |block: usize, rows: usize| stage.is_last() && block + 1 == blocks.len() && at_once(rows) < rows;
+    let is_cut = |block: usize, rows: usize| {
+        stage.is_last() && block + 1 == blocks.len() && at_once(rows) < rows
+    };
     let waiting_row = kept[blocks.len()];
-    // Messages: one is awaited while another leaves. A late stage behind lets more of them wait, at most as many as there are
-    // stages behind.
-    let messages = if stage.count > 1 { input[0].max(if stage.is_last() { 0 } else { of_stage }) } else { 0 };
-    let bytes =
-        |Moment { when, params, grads, waiting, put_off }: Moment, rows: usize, kept: &[usize], messages: usize| {
-            let of_piece = match when {
-                When::Forward(block) if is_cut(block, rows) => saved[block] + output(block) + forward[block],
-                When::Backward(block) if is_cut(block, rows) => saved[block] + scratch[block],
-                _ => 0,
-            };
-            let of_row = match when {
-                When::Forward(block) if is_cut(block, rows) => kept[block] + input[block],
-                When::Backward(block) if is_cut(block, rows) => kept[block] + comes(block) + 2 * input[block],
-                When::Forward(block) => kept[block] + input[block] + saved[block] + output(block) + forward[block],
-                When::Backward(block) => {
-                    kept[block] + comes(block) + input[block] + saved[block] + scratch[block].max(redone(block))
-                }
-                When::BackwardInput(block) => {
-                    let of_later_blocks = put_off_row - put_off_before[block + 1];
-                    let work = deferring[block].max(redone(block));
-                    kept[block] + comes(block) + input[block] + saved[block] + work + of_later_blocks
-                }
-                When::BackwardWeight(block) => put_off_before[block + 1],
-                // The gradient of the input is as large as that.
-                When::After(block) => kept[block] + comes(block) + 2 * input[block],
-            };
-            let of_row = of_row + waiting * waiting_row + put_off * put_off_row + messages;
-            // Of a piece, the rows of the input are a copy.
-            let of_piece = if of_piece > 0 { of_piece + input[blocks.len() - 1] } else { 0 };
-            let activations = rows * of_row + at_once(rows) * of_piece;
-            Alive { parameters: params * size, gradients: grads * F32, activations }
+    // Messages: one is awaited while another leaves. A late stage behind lets more of them wait, at
+    // most as many as there are stages behind.
+    let messages =
+        if stage.count > 1 { input[0].max(if stage.is_last() { 0 } else { of_stage }) } else { 0 };
+    let bytes = |Moment { when, params, grads, waiting, put_off }: Moment,
+                 rows: usize,
+                 kept: &[usize],
+                 messages: usize| {
+        let of_piece = match when {
+            When::Forward(block) if is_cut(block, rows) => {
+                saved[block] + output(block) + forward[block]
+            }
+            When::Backward(block) if is_cut(block, rows) => saved[block] + scratch[block],
+            _ => 0,
         };
+        let of_row = match when {
+            When::Forward(block) if is_cut(block, rows) => kept[block] + input[block],
+            When::Backward(block) if is_cut(block, rows) => {
+                kept[block] + comes(block) + 2 * input[block]
+            }
+            When::Forward(block) => {
+                kept[block] + input[block] + saved[block] + output(block) + forward[block]
+            }
+            When::Backward(block) => {
+                kept[block]
+                    + comes(block)
+                    + input[block]
+                    + saved[block]
+                    + scratch[block].max(redone(block))
+            }
+            When::BackwardInput(block) => {
+                let of_later_blocks = put_off_row - put_off_before[block + 1];
+                let work = deferring[block].max(redone(block));
+                kept[block] + comes(block) + input[block] + saved[block] + work + of_later_blocks
+            }
+            When::BackwardWeight(block) => put_off_before[block + 1],
+            // The gradient of the input is as large as that.
+            When::After(block) => kept[block] + comes(block) + 2 * input[block],
+        };
+        let of_row = of_row + waiting * waiting_row + put_off * put_off_row + messages;
+        // Of a piece, the rows of the input are a copy.
+        let of_piece = if of_piece > 0 { of_piece + input[blocks.len() - 1] } else { 0 };
+        let activations = rows * of_row + at_once(rows) * of_piece;
+        Alive { parameters: params * size, gradients: grads * F32, activations }
+    };
     let rows = |samples: u64| samples as usize * plan.network.context();
-    let training = timeline.step().into_iter().map(|moment| bytes(moment, rows(plan.micro), &kept, messages));
+    let training =
+        timeline.step().into_iter().map(|moment| bytes(moment, rows(plan.micro), &kept, messages));
     let nothing = vec![0; blocks.len() + 1];
     let evaluated = rows(plan.config.eval.batch);
-    let evaluation = timeline.forward().into_iter().map(|moment| bytes(moment, evaluated, &nothing, 0));
-    let average = plan.averaging.map(|_| average(plan, B::ON_HOST, &slots[..stage.units.len()], slots));
+    let evaluation =
+        timeline.forward().into_iter().map(|moment| bytes(moment, evaluated, &nothing, 0));
+    let average =
+        plan.averaging.map(|_| average(plan, B::ON_HOST, &slots[..stage.units.len()], slots));
     training.chain(evaluation).chain(average).collect()
 }
 
-/// The average of replicas, where units have `padded` elements and slots `slots`: the shares of one unit are added here while
-/// the sum of the one before travels. Gradients that live always lie idle.
+/// The average of replicas, where units have `padded` elements and slots `slots`: the shares of one
+/// unit are added here while the sum of the one before travels. Gradients that live always lie
+/// idle.
 fn average(plan: &ResolvedConfig, on_host: bool, padded: &[usize], slots: &[usize]) -> Alive {
     let size = plan.config.precision.compute.size(on_host);
     let buffers = 1 + parallel::state_names(Some(plan.rule), plan.average, None).len();
     let share = |unit: usize| buffers * padded[unit] / plan.mesh.shard * F32;
     let added_here = plan.replicas_here().ilog2() as usize + 1;
-    let most = (0..padded.len()).map(|unit| added_here * share(unit) + unit.checked_sub(1).map_or(0, share));
+    let most = (0..padded.len())
+        .map(|unit| added_here * share(unit) + unit.checked_sub(1).map_or(0, share));
     let idle = match plan.residency().grads {
         Lifetime::Step => padded.iter().sum::<usize>() * F32,
         Lifetime::Use => 0,

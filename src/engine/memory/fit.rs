@@ -1,4 +1,5 @@
-//! Whether a run fits into memory, asked before anything is allocated, and the settings with which it would.
+//! Whether a run fits into memory, asked before anything is allocated, and the settings with which
+//! it would.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -15,13 +16,25 @@ use hpctrain_config::{Config, EmbeddingPlacement, Environment, ResolvedConfig, r
 use hpctrain_device::{Kernels, readable};
 use hpctrain_parallel::{PipelineSchedule, Zero};
 
-/// Compares the need of a rank with `run.memory_limit`, the need of this node's ranks with the memory of the node, and
-/// the need of a rank on its GPU with the `gpu` bytes it may take. `held` does not depend on the plan.
+/// Compares the need of a rank with `run.memory_limit`, the need of this node's ranks with the
+/// memory of the node, and the need of a rank on its GPU with the `gpu` bytes it may take. `held`
+/// does not depend on the plan.
 ///
 /// # Errors
-/// A rank does not fit; the error gives the need by category, the available memory, and settings that would fit.
-pub fn check<B: Kernels>(plan: &ResolvedConfig, topology: &Topology, held: Held, gpu: Option<usize>) -> Result<()> {
-    let node = Node { host: &topology.here().host, ranks: topology.ranks_here(), available: available(), gpu };
+/// A rank does not fit; the error gives the need by category, the available memory, and settings
+/// that would fit.
+pub fn check<B: Kernels>(
+    plan: &ResolvedConfig,
+    topology: &Topology,
+    held: Held,
+    gpu: Option<usize>,
+) -> Result<()> {
+    let node = Node {
+        host: &topology.here().host,
+        ranks: topology.ranks_here(),
+        available: available(),
+        gpu,
+    };
     if node.available.is_none() {
         log::warn!(
             "{}: neither /proc/meminfo nor a control group gives the free memory: only run.memory_limit is checked",
@@ -32,8 +45,18 @@ pub fn check<B: Kernels>(plan: &ResolvedConfig, topology: &Topology, held: Held,
 }
 
 /// The memory that a rank of this node may take; the arguments are those of [`check`].
-pub fn room(plan: &ResolvedConfig, topology: &Topology, held: Held, gpu: Option<usize>) -> MemoryBudget {
-    let node = Node { host: &topology.here().host, ranks: topology.ranks_here(), available: available(), gpu };
+pub fn room(
+    plan: &ResolvedConfig,
+    topology: &Topology,
+    held: Held,
+    gpu: Option<usize>,
+) -> MemoryBudget {
+    let node = Node {
+        host: &topology.here().host,
+        ranks: topology.ranks_here(),
+        available: available(),
+        gpu,
+    };
     node.room(plan, held)
 }
 
@@ -66,9 +89,9 @@ impl Node<'_> {
     }
 }
 
-/// Cuts the stages of a pipeline anew, if those of `plan` do not fit into the memory of every rank but others do: those with the
-/// least work in the busiest stage. Says whether it did, on all ranks alike. The arguments are those of [`check`], collective over
-/// `world`.
+/// Cuts the stages of a pipeline anew, if those of `plan` do not fit into the memory of every rank
+/// but others do: those with the least work in the busiest stage. Says whether it did, on all ranks
+/// alike. The arguments are those of [`check`], collective over `world`.
 ///
 /// # Errors
 /// A message between ranks failed.
@@ -79,7 +102,12 @@ pub fn fit_stages<B: Kernels>(
     held: Held,
     gpu: Option<usize>,
 ) -> Result<bool> {
-    let node = Node { host: &topology.here().host, ranks: topology.ranks_here(), available: available(), gpu };
+    let node = Node {
+        host: &topology.here().host,
+        ranks: topology.ranks_here(),
+        available: available(),
+        gpu,
+    };
     let room = MemoryBudget::least(&world.all_gather_u64(&node.room(plan, held).numbers())?);
     // Rank 0 decides: what processes hold differs a little.
     let decides = world.rank() == 0 && !room.holds(&worst::<B>(plan, held));
@@ -90,7 +118,8 @@ pub fn fit_stages<B: Kernels>(
     if ends.len() == 0 {
         return Ok(false);
     }
-    plan.stages = std::iter::once(0).chain(ends.clone()).zip(ends).map(|(start, end)| start..end).collect();
+    plan.stages =
+        std::iter::once(0).chain(ends.clone()).zip(ends).map(|(start, end)| start..end).collect();
     plan.config.parallel.stages = Some(plan.stages.iter().map(Range::len).collect());
     Ok(true)
 }
@@ -102,13 +131,17 @@ fn fits<B: Kernels>(plan: &ResolvedConfig, node: &Node<'_>, held: Held) -> Resul
     let limit = plan.config.run.memory_limit;
     let room = node.room(plan, held);
     let message = if here.gpu() > room.gpu {
-        let (need, parts) = (readable(here.gpu()), here.gpu_parts());
+        let need = readable(here.gpu());
+        let parts = here.gpu_parts();
         format!("a rank needs {need} of its GPU ({parts}), and may take {}", readable(room.gpu))
     } else if let Some(limit) = limit.filter(|limit| here.host() > limit.0) {
         format!("a rank needs {}, more than run.memory_limit = {limit}", told(&here))
     } else if here.host() > room.host {
         let there = readable(available.unwrap_or(usize::MAX) / ranks * ranks);
-        format!("{ranks} × {} are needed for the ranks on {host}, where {there} are available", told(&here))
+        format!(
+            "{ranks} × {} are needed for the ranks on {host}, where {there} are available",
+            told(&here)
+        )
     } else {
         return Ok(());
     };
@@ -124,15 +157,22 @@ fn told(estimate: &Estimate) -> String {
 fn sizes(need: &Estimate) -> String {
     match need.gpu {
         None => readable(need.host()),
-        Some(_) => format!("{} of the GPU and {} of the host", readable(need.gpu()), readable(need.host())),
+        Some(_) => {
+            format!("{} of the GPU and {} of the host", readable(need.gpu()), readable(need.host()))
+        }
     }
 }
 
 /// The smallest change of the configuration after which a rank fits into `room`.
-fn advice(plan: &ResolvedConfig, need: impl Fn(&ResolvedConfig) -> Estimate, room: &MemoryBudget) -> String {
+fn advice(
+    plan: &ResolvedConfig,
+    need: impl Fn(&ResolvedConfig) -> Estimate,
+    room: &MemoryBudget,
+) -> String {
     let on_gpu = need(plan).gpu.is_some();
     let fitting = |ranks: usize| {
-        let all = variants(plan, ranks, on_gpu).into_iter().map(|variant| (need(&variant.plan), variant));
+        let all =
+            variants(plan, ranks, on_gpu).into_iter().map(|variant| (need(&variant.plan), variant));
         all.filter(|(need, _)| room.holds(need)).collect::<Vec<_>>()
     };
     let now = plan.mesh.ranks();
@@ -143,7 +183,12 @@ fn advice(plan: &ResolvedConfig, need: impl Fn(&ResolvedConfig) -> Estimate, roo
     let lighter = (plan.config.eval.batch > plan.micro).then(|| {
         let mut config = plan.config.clone();
         config.eval.batch = plan.micro;
-        let facts = Environment { ranks: now, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu };
+        let facts = Environment {
+            ranks: now,
+            threads: plan.threads,
+            vocabulary: plan.network.vocabulary(),
+            on_gpu,
+        };
         resolve(config, &facts).ok().map(|plan| (need(&plan), plan))
     });
     if let Some((need, lighter)) = lighter.flatten().filter(|(need, _)| room.holds(need)) {
@@ -155,7 +200,10 @@ fn advice(plan: &ResolvedConfig, need: impl Fn(&ResolvedConfig) -> Estimate, roo
         let as_deep = fitting(ranks).into_iter().filter(|(_, variant)| variant.pipeline.is_none());
         if let Some((need, best)) = as_deep.min_by_key(|(need, _)| (need.gpu(), need.host())) {
             let settings = best.settings();
-            return format!("{ranks} ranks, as many on each node as now, and {settings}: {} a rank", sizes(&need));
+            return format!(
+                "{ranks} ranks, as many on each node as now, and {settings}: {} a rank",
+                sizes(&need)
+            );
         }
         ranks *= 2;
     }
@@ -183,10 +231,21 @@ struct Variant {
 }
 
 impl Variant {
-    /// Few changes before many; then the lowest stage and the largest micro-batch; deeper pipelines, and tables, inputs and updates
-    /// on the host come last. A pipeline that puts nothing off is the first of single changes. Slower checkpoints are the least.
+    /// Few changes before many; then the lowest stage and the largest micro-batch; deeper
+    /// pipelines, and tables, inputs and updates on the host come last. A pipeline that puts
+    /// nothing off is the first of single changes. Slower checkpoints are the least.
     fn cost(&self) -> impl Ord + use<> {
-        let Self { zero, recompute, offload, inputs_away, shards_away, tables_away, pipeline, micro, .. } = *self;
+        let Self {
+            zero,
+            recompute,
+            offload,
+            inputs_away,
+            shards_away,
+            tables_away,
+            pipeline,
+            micro,
+            ..
+        } = *self;
         let made = [
             zero.is_some(),
             recompute,
@@ -209,43 +268,68 @@ impl Variant {
         let zero = self.zero.map(|zero| format!("parallel.zero={}", u8::from(zero)));
         let recompute = self.recompute.then(|| "parallel.recompute=true".to_string());
         let offload = self.offload.map(|offload| format!("optimizer.offload={offload}"));
-        let inputs_away = self.inputs_away.map(|away| format!("parallel.offload_activations={away}"));
+        let inputs_away =
+            self.inputs_away.map(|away| format!("parallel.offload_activations={away}"));
         let shards_away = self.shards_away.map(|away| format!("parallel.offload_shards={away}"));
         let tables_away = self.tables_away.then(|| "model.place.tables=host".to_string());
         let pipeline = self.pipeline.map(|pipeline| format!("parallel.pipeline={pipeline}"));
         let schedule = self.one_forward_one_backward.then(|| "parallel.schedule=1f1b".to_string());
         let micro = self.micro.map(|micro| format!("batch.micro={micro}"));
         let through = self.through.then(|| "checkpoint.asynchronous=false".to_string());
-        let settings =
-            [zero, recompute, tables_away, inputs_away, offload, shards_away, pipeline, schedule, micro, through];
+        let settings = [
+            zero,
+            recompute,
+            tables_away,
+            inputs_away,
+            offload,
+            shards_away,
+            pipeline,
+            schedule,
+            micro,
+            through,
+        ];
         let settings: Vec<String> = settings.into_iter().flatten().collect();
         if settings.is_empty() { "this configuration".into() } else { settings.join(" with ") }
     }
 }
 
-/// Every stage, recomputation, micro-batch, pipeline twice or more as deep and way of saving that takes less than `plan`, and each
-/// place of the optimizer, of shards, of inputs and of embedding tables, on `ranks` ranks.
+/// Every stage, recomputation, micro-batch, pipeline twice or more as deep and way of saving that
+/// takes less than `plan`, and each place of the optimizer, of shards, of inputs and of embedding
+/// tables, on `ranks` ranks.
 fn variants(plan: &ResolvedConfig, ranks: usize, on_gpu: bool) -> Vec<Variant> {
-    let (now, recompute, micro) = (plan.config.parallel.zero, plan.config.parallel.recompute, plan.micro);
-    let (offloads, inputs_are_away) = (plan.config.optimizer.offload, plan.config.parallel.offload_activations);
+    let now = plan.config.parallel.zero;
+    let recompute = plan.config.parallel.recompute;
+    let micro = plan.micro;
+    let offloads = plan.config.optimizer.offload;
+    let inputs_are_away = plan.config.parallel.offload_activations;
     let shards_are_away = plan.config.parallel.offload_shards;
-    let has_tables = on_gpu && !plan.has_tables_on_host() && plan.network.with_tables_apart().is_ok();
-    let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three].into_iter().filter(|zero| *zero as u8 >= now as u8);
+    let has_tables =
+        on_gpu && !plan.has_tables_on_host() && plan.network.with_tables_apart().is_ok();
+    let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three]
+        .into_iter()
+        .filter(|zero| *zero as u8 >= now as u8);
     let micros: Vec<u64> = (1..=micro).filter(|smaller| micro.is_multiple_of(*smaller)).collect();
     let depth = plan.mesh.pipeline;
     let puts_off = depth > 1 && plan.config.parallel.schedule == PipelineSchedule::ZeroBubble;
-    let deeper = |pipeline: &usize| Some(2 * pipeline).filter(|deeper| ranks.is_multiple_of(*deeper));
+    let deeper =
+        |pipeline: &usize| Some(2 * pipeline).filter(|deeper| ranks.is_multiple_of(*deeper));
     let pipelines: Vec<usize> = std::iter::successors(Some(depth), deeper).collect();
     let mut variants = Vec::new();
-    for (zero, &pipeline) in stages.flat_map(|zero| pipelines.iter().map(move |pipeline| (zero, pipeline))) {
+    for (zero, &pipeline) in
+        stages.flat_map(|zero| pipelines.iter().map(move |pipeline| (zero, pipeline)))
+    {
         for &smaller in &micros {
-            for [again, copy, elsewhere, inputs, shards, at_once, tables] in choices(on_gpu, puts_off, has_tables) {
+            for [again, copy, elsewhere, inputs, shards, at_once, tables] in
+                choices(on_gpu, puts_off, has_tables)
+            {
                 let mut config: Config = plan.config.clone();
                 if ranks != plan.mesh.ranks() {
-                    (config.parallel.shard, config.parallel.replica, config.parallel.lanes) = (None, None, None);
+                    (config.parallel.shard, config.parallel.replica, config.parallel.lanes) =
+                        (None, None, None);
                 }
                 if pipeline != depth {
-                    (config.parallel.shard, config.parallel.replica, config.parallel.stages) = (None, None, None);
+                    (config.parallel.shard, config.parallel.replica, config.parallel.stages) =
+                        (None, None, None);
                     config.parallel.pipeline = pipeline;
                 }
                 if now == Zero::Zero {
@@ -265,11 +349,17 @@ fn variants(plan: &ResolvedConfig, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                 }
                 config.batch.micro = Some(smaller);
                 let through = !copy && std::mem::take(&mut config.checkpoint.asynchronous);
-                let facts = Environment { ranks, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu };
+                let facts = Environment {
+                    ranks,
+                    threads: plan.threads,
+                    vocabulary: plan.network.vocabulary(),
+                    on_gpu,
+                };
                 if let Ok(plan) = resolve(config, &facts) {
                     let zero = (zero != now).then_some(zero);
                     let micro = (smaller != micro).then_some(smaller);
-                    let (recompute, offload) = (again && !recompute, elsewhere.then_some(!offloads));
+                    let recompute = again && !recompute;
+                    let offload = elsewhere.then_some(!offloads);
                     let inputs_away = inputs.then_some(!inputs_are_away);
                     let shards_away = shards.then_some(!shards_are_away);
                     let pipeline = (pipeline != depth).then_some(pipeline);
@@ -294,12 +384,15 @@ fn variants(plan: &ResolvedConfig, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     variants
 }
 
-/// Combinations of the switches: recomputation, checkpoints from a copy, the other place of the optimizer, of inputs and of shards
-/// where there are two, gradients of weights at once where they are put off, tables on the host where they can be.
+/// Combinations of the switches: recomputation, checkpoints from a copy, the other place of the
+/// optimizer, of inputs and of shards where there are two, gradients of weights at once where they
+/// are put off, tables on the host where they can be.
 fn choices(on_gpu: bool, puts_off: bool, has_tables: bool) -> impl Iterator<Item = [bool; 7]> {
     let all = (0..128).map(|bits| [1, 2, 4, 8, 16, 32, 64].map(|bit| bits & bit != 0));
     all.filter(move |[_, _, elsewhere, inputs, shards, at_once, tables]| {
-        (on_gpu || !(*elsewhere || *inputs || *shards)) && (puts_off || !at_once) && (has_tables || !tables)
+        (on_gpu || !(*elsewhere || *inputs || *shards))
+            && (puts_off || !at_once)
+            && (has_tables || !tables)
     })
 }
 
@@ -316,11 +409,17 @@ mod tests {
     /// The refusal with this room a rank, on top of resident memory; empty if it fits.
     fn refusal(ranks: usize, settings: &[&str], room_mib: usize) -> String {
         let base = ["model.layers=8", "model.width=256"];
-        let overrides: Vec<String> = base.iter().chain(settings).map(|setting| setting.to_string()).collect();
+        let overrides: Vec<String> =
+            base.iter().chain(settings).map(|setting| setting.to_string()).collect();
         let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
-        let plan = resolve(config, &Environment { ranks, threads: 1, vocabulary: Some(65), on_gpu: false }).unwrap();
+        let plan = resolve(
+            config,
+            &Environment { ranks, threads: 1, vocabulary: Some(65), on_gpu: false },
+        )
+        .unwrap();
         let held = Held { resident: 30 << 20, ..NOTHING };
-        let node = Node { host: "node", ranks, available: Some((room_mib << 20) * ranks), gpu: None };
+        let node =
+            Node { host: "node", ranks, available: Some((room_mib << 20) * ranks), gpu: None };
         fits::<Cpu>(&plan, &node, held).err().map_or(String::new(), |error| {
             assert_eq!(error.exit_code(), 2);
             error.to_string()
@@ -336,17 +435,28 @@ mod tests {
     #[test]
     fn the_least_change_is_told() {
         let error = refusal(1, &[], 160);
-        assert!(error.starts_with("1 × 340.4 MiB") && error.contains(" MiB are available\nhint: "), "{error}");
-        assert!(error.contains("parameters 24.1 MiB") && error.contains("activations 131.3 MiB"), "{error}");
         assert!(
-            error.ends_with("hint: batch.micro=4 with checkpoint.asynchronous=false takes 185.5 MiB a rank"),
+            error.starts_with("1 × 340.4 MiB") && error.contains(" MiB are available\nhint: "),
+            "{error}"
+        );
+        assert!(
+            error.contains("parameters 24.1 MiB") && error.contains("activations 131.3 MiB"),
+            "{error}"
+        );
+        assert!(
+            error.ends_with(
+                "hint: batch.micro=4 with checkpoint.asynchronous=false takes 185.5 MiB a rank"
+            ),
             "{error}"
         );
         let error = refusal(1, &[], 270);
         assert!(error.contains("hint: checkpoint.asynchronous=false takes "), "{error}");
         // Activations are small beside the optimizer's state.
         let error = refusal(4, &["batch.micro=1"], 80);
-        assert!(error.contains("hint: parallel.zero=") && !error.contains("parallel.recompute"), "{error}");
+        assert!(
+            error.contains("hint: parallel.zero=") && !error.contains("parallel.recompute"),
+            "{error}"
+        );
         let error = refusal(2, &["batch.global=32"], 116);
         // A stage that keeps whole gradients is enough with half the micro-batch.
         let hint = "hint: parallel.zero=1 with batch.micro=2 with checkpoint.asynchronous=false takes 145.5 MiB a rank";
@@ -356,22 +466,36 @@ mod tests {
     #[test]
     fn more_ranks_are_told_when_nothing_else_helps() {
         let error = refusal(2, &["batch.global=32"], 52);
-        assert!(error.contains(" ranks, as many on each node as now, and parallel.zero=3"), "{error}");
+        assert!(
+            error.contains(" ranks, as many on each node as now, and parallel.zero=3"),
+            "{error}"
+        );
         let error = refusal(1, &["batch.global=1"], 20);
         assert!(error.contains("no layout of this network and batch.global fits"), "{error}");
     }
 
     #[test]
     fn deeper_pipelines_are_among_the_variants() {
-        let overrides = ["model.layers=8", "parallel.pipeline=2", "batch.micro=1"].map(String::from);
+        let overrides =
+            ["model.layers=8", "parallel.pipeline=2", "batch.micro=1"].map(String::from);
         let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
-        let plan = resolve(config, &Environment { ranks: 4, threads: 1, vocabulary: Some(65), on_gpu: false }).unwrap();
+        let plan = resolve(
+            config,
+            &Environment { ranks: 4, threads: 1, vocabulary: Some(65), on_gpu: false },
+        )
+        .unwrap();
         let all = variants(&plan, 4, false);
-        let meshes = all.iter().map(|variant| (variant.pipeline, variant.plan.mesh.pipeline, variant.plan.mesh.data()));
+        let meshes = all.iter().map(|variant| {
+            (variant.pipeline, variant.plan.mesh.pipeline, variant.plan.mesh.data())
+        });
         assert!(meshes.clone().all(|mesh| [(None, 2, 2), (Some(4), 4, 1)].contains(&mesh)));
-        // Half the blocks a rank: less of everything but activations, of which more micro-batches wait.
-        let deeper = all.iter().find(|variant| variant.settings() == "parallel.pipeline=4").unwrap();
-        let parameters = |plan: &ResolvedConfig| worst::<Cpu>(plan, NOTHING).host[MemoryKind::Parameters as usize];
+        // Half the blocks a rank: less of everything but activations, of which more micro-batches
+        // wait.
+        let deeper =
+            all.iter().find(|variant| variant.settings() == "parallel.pipeline=4").unwrap();
+        let parameters = |plan: &ResolvedConfig| {
+            worst::<Cpu>(plan, NOTHING).host[MemoryKind::Parameters as usize]
+        };
         assert!(parameters(&deeper.plan) < parameters(&plan) * 2 / 3);
     }
 
@@ -388,20 +512,32 @@ mod tests {
         // Most operands wait in the last stage, which is the largest here.
         let need = |settings: &[&str]| {
             let error = refusal(4, settings, 1);
-            error.split_once("4 × ").unwrap().1.split_once(" MiB").unwrap().0.parse::<f64>().unwrap() as usize
+            error
+                .split_once("4 × ")
+                .unwrap()
+                .1
+                .split_once(" MiB")
+                .unwrap()
+                .0
+                .parse::<f64>()
+                .unwrap() as usize
         };
-        let (with, without) = (need(&zero_bubble), need(&[&zero_bubble[..], &["parallel.schedule=1f1b"]].concat()));
+        let with = need(&zero_bubble);
+        let without = need(&[&zero_bubble[..], &["parallel.schedule=1f1b"]].concat());
         assert!(with > without, "{with} and {without} MiB");
         let error = refusal(4, &zero_bubble, without + 1 - 30);
         assert!(error.contains("hint: parallel.schedule=1f1b takes "), "{error}");
     }
 
-    /// A plan for one GPU. Twelve bytes a parameter are masters and moments; activations are small beside them.
+    /// A plan for one GPU. Twelve bytes a parameter are masters and moments; activations are small
+    /// beside them.
     fn on_gpu(offload: bool) -> ResolvedConfig {
         let overrides = ["model.layers=8", "model.width=256", "batch.global=1"].map(String::from);
-        let (mut config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
+        let (mut config, _) =
+            load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
         config.optimizer.offload = offload;
-        resolve(config, &Environment { ranks: 1, threads: 1, vocabulary: Some(65), on_gpu: true }).unwrap()
+        resolve(config, &Environment { ranks: 1, threads: 1, vocabulary: Some(65), on_gpu: true })
+            .unwrap()
     }
 
     fn need(plan: &ResolvedConfig) -> Estimate {
@@ -410,13 +546,16 @@ mod tests {
 
     #[test]
     fn the_optimizer_may_leave_a_gpu() {
-        let (there, here) = (need(&on_gpu(false)), need(&on_gpu(true)));
+        let there = need(&on_gpu(false));
+        let here = need(&on_gpu(true));
         let moved = there.gpu() - here.gpu();
         assert_eq!(moved, there.gpu.unwrap()[MemoryKind::Optimizer as usize] / 2 * 3);
         // And the place that gradients come through.
         assert_eq!(here.host() - there.host(), moved / 3 * 4);
         assert!(here.host_parts().contains("offloaded "), "{}", here.host_parts());
-        assert!(!there.host_parts().contains("offloaded ") && there.gpu_parts().contains("optimizer "));
+        assert!(
+            !there.host_parts().contains("offloaded ") && there.gpu_parts().contains("optimizer ")
+        );
     }
 
     /// The refusal of a GPU and its host with so much room.
@@ -433,10 +572,12 @@ mod tests {
             (config.batch.global, config.batch.micro, config.eval.batch) = (8, Some(2), 1);
             (config.parallel.recompute, config.parallel.offload_activations) = (true, away);
             config.parallel.pipeline = ranks;
-            resolve(config, &Environment { ranks, threads: 1, vocabulary: Some(65), on_gpu: true }).unwrap()
+            resolve(config, &Environment { ranks, threads: 1, vocabulary: Some(65), on_gpu: true })
+                .unwrap()
         };
         for ranks in [1, 2] {
-            let (there, here) = (need(&with(false, ranks)), need(&with(true, ranks)));
+            let there = need(&with(false, ranks));
+            let here = need(&with(true, ranks));
             let activations = |of: &Estimate| of.gpu.unwrap()[MemoryKind::Activations as usize];
             let moved = here.host[MemoryKind::Offloaded as usize];
             assert_eq!(here.host() - there.host(), moved, "{ranks} stages");
@@ -455,10 +596,15 @@ mod tests {
             (config.model.heads, config.model.width, config.model.context) = (12, 768, 1024);
             (config.batch.global, config.batch.micro, config.eval.batch) = (32, Some(32), 32);
             config.parallel.logit_rows = rows;
-            let plan = resolve(config, &Environment { ranks: 1, threads: 1, vocabulary: Some(50_257), on_gpu: true });
+            let plan = resolve(
+                config,
+                &Environment { ranks: 1, threads: 1, vocabulary: Some(50_257), on_gpu: true },
+            );
             need(&plan.unwrap()).gpu()
         };
-        let (all, usual, fewer) = (with(Some(0)), with(None), with(Some(1024)));
+        let all = with(Some(0));
+        let usual = with(None);
+        let fewer = with(Some(1024));
         let logits = |rows: usize| rows * 50_304 * 2;
         for (rows, less) in [(4096, all - usual), (1024, all - fewer)] {
             let saved = logits(32 << 10) - logits(rows);
@@ -469,21 +615,36 @@ mod tests {
 
     #[test]
     fn advice_for_a_gpu_leaves_room_on_the_host() {
-        let (there, here) = (need(&on_gpu(false)), need(&on_gpu(true)));
+        let there = need(&on_gpu(false));
+        let here = need(&on_gpu(true));
         // Nothing but the host can take the state.
         let error = refused(&on_gpu(false), here.gpu(), here.host());
-        assert!(error.contains(" of its GPU (parameters ") && error.contains(", and may take "), "{error}");
-        let both = format!("{} of the GPU and {} of the host a rank", readable(here.gpu()), readable(here.host()));
+        assert!(
+            error.contains(" of its GPU (parameters ") && error.contains(", and may take "),
+            "{error}"
+        );
+        let both = format!(
+            "{} of the GPU and {} of the host a rank",
+            readable(here.gpu()),
+            readable(here.host())
+        );
         assert!(error.ends_with(&format!("hint: optimizer.offload=true takes {both}")), "{error}");
-        // It takes a little more with checkpoints that need no copy of their own, and nothing without that.
+        // It takes a little more with checkpoints that need no copy of their own, and nothing
+        // without that.
         let error = refused(&on_gpu(false), here.gpu(), here.host() - 1);
         let less = "hint: optimizer.offload=true with checkpoint.asynchronous=false takes ";
         assert!(error.contains(less), "{error}");
         let error = refused(&on_gpu(false), here.gpu(), there.host());
-        assert!(!error.contains("offload") && error.contains("hint: no layout of this network"), "{error}");
+        assert!(
+            !error.contains("offload") && error.contains("hint: no layout of this network"),
+            "{error}"
+        );
         // And the other way round.
         let error = refused(&on_gpu(true), there.gpu(), there.host());
-        assert!(error.starts_with("1 × ") && error.contains("hint: optimizer.offload=false takes "), "{error}");
+        assert!(
+            error.starts_with("1 × ") && error.contains("hint: optimizer.offload=false takes "),
+            "{error}"
+        );
     }
 
     #[test]
@@ -492,16 +653,30 @@ mod tests {
             let mut plan = on_gpu(true);
             plan.config.parallel.zero = Zero::Three;
             plan.config.parallel.offload_shards = shards;
-            resolve(plan.config, &Environment { ranks: 1, threads: 1, vocabulary: Some(65), on_gpu: true }).unwrap()
+            resolve(
+                plan.config,
+                &Environment { ranks: 1, threads: 1, vocabulary: Some(65), on_gpu: true },
+            )
+            .unwrap()
         };
         let away = need(&with(true));
         let error = refused(&on_gpu(false), away.gpu(), away.host());
-        let both = format!("{} of the GPU and {} of the host a rank", readable(away.gpu()), readable(away.host()));
-        let settings = "parallel.zero=3 with optimizer.offload=true with parallel.offload_shards=true";
+        let both = format!(
+            "{} of the GPU and {} of the host a rank",
+            readable(away.gpu()),
+            readable(away.host())
+        );
+        let settings =
+            "parallel.zero=3 with optimizer.offload=true with parallel.offload_shards=true";
         assert!(error.ends_with(&format!("hint: {settings} takes {both}")), "{error}");
         // And back, where the host has no room for the slot of the copies.
         let error = refused(&with(true), need(&on_gpu(false)).gpu(), need(&on_gpu(false)).host());
-        assert!(error.contains("hint: optimizer.offload=false with parallel.offload_shards=false takes "), "{error}");
+        assert!(
+            error.contains(
+                "hint: optimizer.offload=false with parallel.offload_shards=false takes "
+            ),
+            "{error}"
+        );
         // CPUs have nowhere to move them.
         assert!(!refusal(1, &[], 60).contains("offload"));
     }
@@ -509,19 +684,30 @@ mod tests {
     #[test]
     fn tables_may_leave_a_gpu() {
         let with = |place: EmbeddingPlacement| {
-            let (mut config, _) = load(&Sources { preset: Some("dlrm"), ..Sources::default() }).unwrap();
+            let (mut config, _) =
+                load(&Sources { preset: Some("dlrm"), ..Sources::default() }).unwrap();
             config.model.place.tables = place;
-            resolve(config, &Environment { ranks: 1, threads: 1, vocabulary: None, on_gpu: true }).unwrap()
+            resolve(config, &Environment { ranks: 1, threads: 1, vocabulary: None, on_gpu: true })
+                .unwrap()
         };
-        let (there, away) = (with(EmbeddingPlacement::Device), need(&with(EmbeddingPlacement::Host)));
+        let there = with(EmbeddingPlacement::Device);
+        let away = need(&with(EmbeddingPlacement::Host));
         let error = refused(&there, away.gpu(), away.host());
-        let both = format!("{} of the GPU and {} of the host a rank", readable(away.gpu()), readable(away.host()));
+        let both = format!(
+            "{} of the GPU and {} of the host a rank",
+            readable(away.gpu()),
+            readable(away.host())
+        );
         assert!(error.ends_with(&format!("hint: model.place.tables=host takes {both}")), "{error}");
     }
 
     #[test]
     fn evaluations_may_take_fewer_samples_at_a_time() {
-        let error = refusal(1, &["eval.batch=4096", "batch.global=1", "checkpoint.asynchronous=false"], 200);
+        let error = refusal(
+            1,
+            &["eval.batch=4096", "batch.global=1", "checkpoint.asynchronous=false"],
+            200,
+        );
         assert!(error.contains("hint: eval.batch=1 takes "), "{error}");
     }
 

@@ -1,4 +1,5 @@
-//! The memory that a run takes: its estimate, the memory of a node, and whether the one is enough for the other.
+//! The memory that a run takes: its estimate, the memory of a node, and whether the one is enough
+//! for the other.
 
 mod available;
 mod budget;

@@ -8,10 +8,16 @@ use hpctrain_config::ResolvedConfig;
 use hpctrain_device::Kernels;
 use hpctrain_parallel::partition;
 
-/// Of all cuts whose stages fit into `room`, the one with the least work in the busiest stage; none if there is none.
-pub fn cut_to_fit<B: Kernels>(plan: &ResolvedConfig, held: Held, room: MemoryBudget) -> Option<Vec<Range<usize>>> {
+/// Of all cuts whose stages fit into `room`, the one with the least work in the busiest stage; none
+/// if there is none.
+pub fn cut_to_fit<B: Kernels>(
+    plan: &ResolvedConfig,
+    held: Held,
+    room: MemoryBudget,
+) -> Option<Vec<Range<usize>>> {
     let work = plan.network.work(plan.config.parallel.recompute);
-    let (blocks, stages) = (work.len(), plan.mesh.pipeline);
+    let blocks = work.len();
+    let stages = plan.mesh.pipeline;
     let mut tried = ResolvedConfig { stages: vec![], ..plan.clone() };
     let mut fits = |stage: usize, blocks_of: Range<usize>| {
         tried.stages = with_stage(blocks, stages, stage, blocks_of);
@@ -22,16 +28,26 @@ pub fn cut_to_fit<B: Kernels>(plan: &ResolvedConfig, held: Held, room: MemoryBud
     for (stage, ends) in ends.iter_mut().enumerate() {
         for (start, end) in ends.iter_mut().enumerate().skip(stage) {
             let most = blocks.saturating_sub(stages - 1 - stage);
-            *end = (start + 1..=most).take_while(|&end| fits(stage, start..end)).last().unwrap_or(start);
+            *end = (start + 1..=most)
+                .take_while(|&end| fits(stage, start..end))
+                .last()
+                .unwrap_or(start);
         }
     }
     partition(&work, stages, |stage, part| part.end <= ends[stage][part.start])
 }
 
 /// A cut into `stages` in which stage `index` has these blocks, and all others have some.
-fn with_stage(blocks: usize, stages: usize, index: usize, of_stage: Range<usize>) -> Vec<Range<usize>> {
-    let (before, behind) = (0..index, index + 1..stages);
-    let first = before.map(|stage| stage..if stage + 1 == index { of_stage.start } else { stage + 1 });
+fn with_stage(
+    blocks: usize,
+    stages: usize,
+    index: usize,
+    of_stage: Range<usize>,
+) -> Vec<Range<usize>> {
+    let before = 0..index;
+    let behind = index + 1..stages;
+    let first =
+        before.map(|stage| stage..if stage + 1 == index { of_stage.start } else { stage + 1 });
     let last = behind.map(|stage| {
         let start = of_stage.end + stage - index - 1;
         start..if stage + 1 == stages { blocks } else { start + 1 }
@@ -55,13 +71,24 @@ mod tests {
     #[test]
     fn blocks_move_to_the_stage_that_has_room() {
         // The first stage has the moments of a large table, which costs the last one work.
-        let overrides =
-            ["model.layers=8", "model.width=128", "model.vocabulary=6000", "parallel.pipeline=2", "batch.micro=1"];
-        let (config, _) = load(&Sources { overrides: &overrides.map(String::from), ..Sources::default() }).unwrap();
-        let plan =
-            resolve(config, &Environment { ranks: 2, threads: 1, vocabulary: Some(6000), on_gpu: false }).unwrap();
+        let overrides = [
+            "model.layers=8",
+            "model.width=128",
+            "model.vocabulary=6000",
+            "parallel.pipeline=2",
+            "batch.micro=1",
+        ];
+        let (config, _) =
+            load(&Sources { overrides: &overrides.map(String::from), ..Sources::default() })
+                .unwrap();
+        let plan = resolve(
+            config,
+            &Environment { ranks: 2, threads: 1, vocabulary: Some(6000), on_gpu: false },
+        )
+        .unwrap();
         let held = Held { messages: 0, messages_on_device: false, resident: 0, cache: 0 };
-        let host = |plan: &ResolvedConfig| [0, 1].map(|stage| estimate::<Cpu>(plan, stage, held).host());
+        let host =
+            |plan: &ResolvedConfig| [0, 1].map(|stage| estimate::<Cpu>(plan, stage, held).host());
         let [first, last] = host(&plan);
         assert!(first > last, "{first} and {last} bytes");
 
@@ -69,7 +96,9 @@ mod tests {
         assert_eq!(cut_to_fit::<Cpu>(&plan, held, room(first)), Some(plan.stages.clone()));
         let cut = cut_to_fit::<Cpu>(&plan, held, room(first - 1)).unwrap();
         assert_eq!((cut[0].end, cut[1].end), (plan.stages[0].end - 1, 10));
-        assert!(host(&ResolvedConfig { stages: cut, ..plan.clone() }).iter().all(|need| *need < first));
+        assert!(
+            host(&ResolvedConfig { stages: cut, ..plan.clone() }).iter().all(|need| *need < first)
+        );
         assert_eq!(cut_to_fit::<Cpu>(&plan, held, room(last / 2)), None);
     }
 }

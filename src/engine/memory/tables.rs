@@ -19,34 +19,44 @@ pub struct Tables<'a> {
 }
 
 impl<'a> Tables<'a> {
-    /// Tables of a unit of `padded` elements, whose block has `rows` elements of output for each row of activations.
+    /// Tables of a unit of `padded` elements, whose block has `rows` elements of output for each
+    /// row of activations.
     pub fn of(plan: &'a ResolvedConfig, padded: usize, rows: usize) -> Self {
         Self { plan, padded, rows }
     }
 
-    /// The most bytes at once: all that trains them with `kept` buffers of optimizer state, a micro-batch's ids and rows, and the piece
-    /// of memory by which rows of elements of `size` bytes go to the GPU.
+    /// The most bytes at once: all that trains them with `kept` buffers of optimizer state, a
+    /// micro-batch's ids and rows, and the piece of memory by which rows of elements of `size`
+    /// bytes go to the GPU.
     pub fn bytes(&self, size: usize, kept: usize) -> usize {
         let Self { plan, padded, rows } = *self;
-        let (keep, shards) = (plan.host_residency(), plan.mesh.shard);
+        let keep = plan.host_residency();
+        let shards = plan.mesh.shard;
         let masters = if keep.params == Lifetime::Use { 1 } else { 0 };
         let owned = (masters + kept) * padded / shards;
         let stage = Stage::of_tables(&[None]);
-        let (sizes, schedule) = ([padded], plan.step_schedule(0));
+        let sizes = [padded];
+        let schedule = plan.step_schedule(0);
         let timeline = MemoryTimeline { stage: &stage, sizes: &sizes, shards, keep, schedule };
         let of_samples = |samples: u64| {
             let ids = samples as usize * plan.samples.sizes(plan.network.context()).ids;
             (ids, samples as usize * plan.network.context() * rows)
         };
         let in_lines = |words: usize| words.next_multiple_of(LINE);
-        let (trained, evaluated) = (of_samples(plan.micro), of_samples(plan.config.eval.batch));
+        let trained = of_samples(plan.micro);
+        let evaluated = of_samples(plan.config.eval.batch);
         let at_work = |when: When, (ids, rows): (usize, usize)| match when {
             When::After(_) | When::BackwardWeight(_) => 0,
-            When::Forward(_) | When::Backward(_) | When::BackwardInput(_) => in_lines(ids) + in_lines(rows),
+            When::Forward(_) | When::Backward(_) | When::BackwardInput(_) => {
+                in_lines(ids) + in_lines(rows)
+            }
         };
         let training = timeline.step().into_iter().map(|moment| (moment, trained));
-        let moments = training.chain(timeline.forward().into_iter().map(|moment| (moment, evaluated)));
-        let most = moments.map(|(moment, of)| moment.params + moment.grads + at_work(moment.when, of)).max();
+        let moments =
+            training.chain(timeline.forward().into_iter().map(|moment| (moment, evaluated)));
+        let most = moments
+            .map(|(moment, of)| moment.params + moment.grads + at_work(moment.when, of))
+            .max();
         let slot = (trained.1.max(evaluated.1) * size).next_multiple_of(WORD);
         (owned + most.unwrap_or(0)) * WORD + slot
     }

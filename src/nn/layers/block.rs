@@ -20,7 +20,9 @@ pub struct LayerBlock {
 impl LayerBlock {
     pub fn new(name: String, layers: Sequence, is_first: bool) -> Self {
         let orders: Vec<u8> = layers.slices().into_iter().map(|(order, _)| order).collect();
-        let before = |i: usize| orders.iter().enumerate().filter(|(j, order)| (**order, *j) < (orders[i], i)).count();
+        let before = |i: usize| {
+            orders.iter().enumerate().filter(|(j, order)| (**order, *j) < (orders[i], i)).count()
+        };
         let places = (0..orders.len()).map(before).collect();
         Self { name, layers, is_first, places }
     }
@@ -47,7 +49,8 @@ impl LayerBlock {
 
     /// As [`LayerBlock::params`], exclusively.
     fn grads<'a, B: Backend>(&self, unit: B::ViewMut<'a>) -> Result<Vec<B::ViewMut<'a>>> {
-        let (mut stored, mut rest) = (Vec::new(), Some(unit));
+        let mut stored = Vec::new();
+        let mut rest = Some(unit);
         for len in self.lens() {
             let unit = rest.take().ok_or_else(|| Error::internal("a unit that ended early"))?;
             let (window, others) = B::cut_mut(unit, len);
@@ -55,7 +58,9 @@ impl LayerBlock {
             rest = Some(others);
         }
         let taken = self.places.iter().map(|&place| stored[place].take());
-        taken.map(|window| window.ok_or_else(|| Error::internal("two windows in one place"))).collect()
+        taken
+            .map(|window| window.ok_or_else(|| Error::internal("two windows in one place")))
+            .collect()
     }
 
     fn input<'a, B: Kernels>(&self, cx: &Context<'a, B>, x: &'a B::Buf) -> &'a B::Buf {
@@ -90,7 +95,12 @@ impl<B: Kernels> Block<B> for LayerBlock {
         self.layers.sizes().scratch
     }
 
-    fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
+    fn forward(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        x: &B::Buf,
+    ) -> Result<(B::Buf, Vec<B::Buf>)> {
         self.layers.forward(cx, &self.params::<B>(params.own), self.input(cx, x))
     }
 
@@ -104,9 +114,21 @@ impl<B: Kernels> Block<B> for LayerBlock {
         dy: B::Buf,
     ) -> Result<B::Buf> {
         let first = grads.first;
-        let (params, mut grads) = (self.params::<B>(params.own), self.grads::<B>(grads.own)?);
-        let (x, wants_input) = (self.input(cx, x), !self.is_first);
-        self.layers
-            .backward(cx, BackwardArgs { params: &params, grads: &mut grads, first, x, kept: saved, dy, wants_input })
+        let params = self.params::<B>(params.own);
+        let mut grads = self.grads::<B>(grads.own)?;
+        let x = self.input(cx, x);
+        let wants_input = !self.is_first;
+        self.layers.backward(
+            cx,
+            BackwardArgs {
+                params: &params,
+                grads: &mut grads,
+                first,
+                x,
+                kept: saved,
+                dy,
+                wants_input,
+            },
+        )
     }
 }

@@ -1,10 +1,12 @@
-//! Normalisation of channels: over a batch (Ioffe and Szegedy, 2015), or over groups of a sample's own (Wu and He, 2018).
+//! Normalisation of channels: over a batch (Ioffe and Szegedy, 2015), or over groups of a sample's
+//! own (Wu and He, 2018).
 //!
-//! Batch normalisation is the exception to bits that do not depend on the ranks, since its samples see each other.
-//! Synchronised, ranks exchange its sums through `Training::ranks` within a block, with one lane a rank; otherwise a
-//! micro-batch is a batch by itself. Running statistics are tensors at the end of their unit (`Tensor::average`). Their
-//! gradient is the mean of the step's batches, so reductions, sharding and checkpoints need no special case; the norm
-//! leaves them out, and the update moves them.
+//! Batch normalisation is the exception to bits that do not depend on the ranks, since its samples
+//! see each other. Synchronised, ranks exchange its sums through `Training::ranks` within a block,
+//! with one lane a rank; otherwise a micro-batch is a batch by itself. Running statistics are
+//! tensors at the end of their unit (`Tensor::average`). Their gradient is the mean of the step's
+//! batches, so reductions, sharding and checkpoints need no special case; the norm leaves them out,
+//! and the update moves them.
 
 use super::layer::{BackwardArgs, Op, Sizes};
 use crate::{Context, Training};
@@ -50,11 +52,14 @@ struct Spread {
 impl Spread {
     /// Of the numbers of both (Chan, Golub and LeVeque, 1983).
     fn and(self, other: Self) -> Self {
-        let (count, apart) = (self.count + other.count, other.mean - self.mean);
+        let count = self.count + other.count;
+        let apart = other.mean - self.mean;
         Self {
             count,
             mean: self.mean + apart * other.count / count,
-            squares: self.squares + other.squares + apart * apart * self.count * other.count / count,
+            squares: self.squares
+                + other.squares
+                + apart * apart * self.count * other.count / count,
         }
     }
 
@@ -62,7 +67,8 @@ impl Spread {
         self.squares.max(0.0) / self.count
     }
 
-    /// The unbiased estimate of the variance of the distribution that the numbers, two or more, are drawn from.
+    /// The unbiased estimate of the variance of the distribution that the numbers, two or more, are
+    /// drawn from.
     fn unbiased(self) -> f64 {
         self.squares.max(0.0) / (self.count - 1.0)
     }
@@ -73,7 +79,12 @@ impl ChannelNorm {
         let Self { places, channels, .. } = *self;
         let samples = cx.micro.samples;
         match self.over {
-            Over::Batch { .. } => ChannelNormShape { samples: 1, places: samples * places, channels, groups: channels },
+            Over::Batch { .. } => ChannelNormShape {
+                samples: 1,
+                places: samples * places,
+                channels,
+                groups: channels,
+            },
             Over::Groups(groups) => ChannelNormShape { samples, places, channels, groups },
         }
     }
@@ -81,24 +92,34 @@ impl ChannelNorm {
     /// Ranks with which this one shares statistics.
     fn ranks<'a, B: Backend>(&self, cx: &Context<'a, B>) -> Option<&'a Group<B>> {
         match self.over {
-            Over::Batch { synchronised: true, .. } => cx.training.as_ref()?.ranks.filter(|ranks| ranks.size() > 1),
+            Over::Batch { synchronised: true, .. } => {
+                cx.training.as_ref()?.ranks.filter(|ranks| ranks.size() > 1)
+            }
             _ => None,
         }
     }
 
     /// The spread of every group of every sample.
-    fn spreads<B: Kernels>(&self, cx: &Context<'_, B>, shape: ChannelNormShape, x: &B::Buf) -> Result<Vec<Spread>> {
-        let (b, width) = (cx.backend, shape.channels);
+    fn spreads<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        shape: ChannelNormShape,
+        x: &B::Buf,
+    ) -> Result<Vec<Spread>> {
+        let b = cx.backend;
+        let width = shape.channels;
         let mut moments = b.alloc_f32(MemoryKind::Activations, shape.samples * 3 * width)?;
         b.channel_moments(shape, B::all(x), B::all_mut(&mut moments))?;
         let moments = host::<B>(b, B::all(&moments), B::len(&moments))?;
         let count = shape.places as f64;
         let of_channel = |sample: &[f32], channel: usize| {
-            let [shift, sum, squares] = [0, 1, 2].map(|row| f64::from(sample[row * width + channel]));
+            let [shift, sum, squares] =
+                [0, 1, 2].map(|row| f64::from(sample[row * width + channel]));
             Spread { count, mean: shift + sum / count, squares: squares - sum * sum / count }
         };
         let groups = moments.chunks(3 * width).flat_map(|sample| {
-            let channels: Vec<Spread> = (0..width).map(|channel| of_channel(sample, channel)).collect();
+            let channels: Vec<Spread> =
+                (0..width).map(|channel| of_channel(sample, channel)).collect();
             channels
                 .chunks(shape.of_group())
                 .filter_map(|group| group.iter().copied().reduce(Spread::and))
@@ -106,55 +127,74 @@ impl ChannelNorm {
         });
         let own: Vec<Spread> = groups.collect();
         let Some(ranks) = self.ranks(cx) else { return Ok(own) };
-        let numbers: Vec<f64> = own.iter().flat_map(|spread| [spread.count, spread.mean, spread.squares]).collect();
+        let numbers: Vec<f64> =
+            own.iter().flat_map(|spread| [spread.count, spread.mean, spread.squares]).collect();
         let of_rank = |numbers: Vec<f64>| {
             let triples = numbers.as_chunks::<3>().0.iter();
-            triples.map(|&[count, mean, squares]| Spread { count, mean, squares }).collect::<Vec<_>>()
+            triples
+                .map(|&[count, mean, squares]| Spread { count, mean, squares })
+                .collect::<Vec<_>>()
         };
         let all = exchange(ranks, &numbers)?.into_iter().map(of_rank);
-        all.reduce(|all, of_rank| all.into_iter().zip(of_rank).map(|(a, b)| a.and(b)).collect()).ok_or_else(unanswered)
+        all.reduce(|all, of_rank| all.into_iter().zip(of_rank).map(|(a, b)| a.and(b)).collect())
+            .ok_or_else(unanswered)
     }
 
-    /// Mean and rstd of every group of every sample: of the numbers at hand, or running ones. With them the values that
-    /// running statistics are to move to: this micro-batch's share of them.
+    /// Mean and rstd of every group of every sample: of the numbers at hand, or running ones. With
+    /// them the values that running statistics are to move to: this micro-batch's share of them.
     fn statistics<B: Kernels>(
         &self,
         cx: &Context<'_, B>,
         params: &[B::View<'_>],
         x: &B::Buf,
     ) -> Result<(B::Buf, B::Buf)> {
-        let (b, shape) = (cx.backend, self.shape(cx));
+        let b = cx.backend;
+        let shape = self.shape(cx);
         let rstd = |variance: f64| (1.0 / (variance + f64::from(self.epsilon)).sqrt()) as f32;
         let (stats, targets): (Vec<f32>, Vec<f32>) = match (self.over, &cx.training) {
             (Over::Batch { .. }, None) => {
-                let (means, variances) =
-                    (host::<B>(b, params[2], self.channels)?, host::<B>(b, params[3], self.channels)?);
+                let means = host::<B>(b, params[2], self.channels)?;
+                let variances = host::<B>(b, params[3], self.channels)?;
                 let pairs = means.into_iter().zip(variances);
-                (pairs.flat_map(|(mean, variance)| [mean, rstd(f64::from(variance))]).collect(), vec![])
+                (
+                    pairs.flat_map(|(mean, variance)| [mean, rstd(f64::from(variance))]).collect(),
+                    vec![],
+                )
             }
             (over, training) => {
                 let spreads = self.spreads(cx, shape, x)?;
-                let stats = spreads.iter().flat_map(|spread| [spread.mean as f32, rstd(spread.variance())]).collect();
+                let stats = spreads
+                    .iter()
+                    .flat_map(|spread| [spread.mean as f32, rstd(spread.variance())])
+                    .collect();
                 let targets = match (over, training) {
                     (Over::Batch { .. }, Some(Training { share, .. })) => {
                         let target = |value: f64| (f64::from(*share) * value) as f32;
                         let means = spreads.iter().map(|spread| target(spread.mean));
-                        means.chain(spreads.iter().map(|spread| target(spread.unbiased()))).collect()
+                        means
+                            .chain(spreads.iter().map(|spread| target(spread.unbiased())))
+                            .collect()
                     }
                     _ => vec![],
                 };
                 (stats, targets)
             }
         };
-        Ok((b.upload_f32(MemoryKind::Activations, &stats)?, b.upload_f32(MemoryKind::Activations, &targets)?))
+        Ok((
+            b.upload_f32(MemoryKind::Activations, &stats)?,
+            b.upload_f32(MemoryKind::Activations, &targets)?,
+        ))
     }
 }
 
 impl Op for ChannelNorm {
     fn tensors(&self) -> Vec<Tensor> {
-        let (name, shape) = (|end: &str| format!("{}.{end}", self.name), [self.channels]);
-        let mut tensors =
-            vec![Tensor::new(name("weight"), &shape, Init::Ones), Tensor::new(name("bias"), &shape, Init::Zeros)];
+        let name = |end: &str| format!("{}.{end}", self.name);
+        let shape = [self.channels];
+        let mut tensors = vec![
+            Tensor::new(name("weight"), &shape, Init::Ones),
+            Tensor::new(name("bias"), &shape, Init::Zeros),
+        ];
         if let Over::Batch { momentum, .. } = self.over {
             tensors.push(Tensor::average(name("running_mean"), &shape, Init::Zeros, momentum));
             tensors.push(Tensor::average(name("running_var"), &shape, Init::Ones, momentum));
@@ -180,18 +220,25 @@ impl Op for ChannelNorm {
         params: &[B::View<'_>],
         x: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (b, shape) = (cx.backend, self.shape(cx));
+        let b = cx.backend;
+        let shape = self.shape(cx);
         let (stats, targets) = self.statistics(cx, params, x)?;
         let mut y = b.alloc(MemoryKind::Activations, shape.elements())?;
         b.channel_norm(shape, B::all(x), B::all(&stats), params[0], params[1], B::all_mut(&mut y))?;
         Ok((y, vec![stats, targets]))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
-        let (b, shape) = (cx.backend, self.shape(cx));
+    fn backward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        back: BackwardArgs<'_, '_, '_, B>,
+    ) -> Result<B::Buf> {
+        let b = cx.backend;
+        let shape = self.shape(cx);
         let BackwardArgs { params, grads, x, kept, dy, wants_input, .. } = back;
         let [stats, targets] = crate::unpack(kept)?;
-        let (width, stats) = (shape.channels, B::all(&stats));
+        let width = shape.channels;
+        let stats = B::all(&stats);
         let mut sums = b.alloc_f32(MemoryKind::Activations, shape.samples * 2 * width)?;
         b.channel_norm_sums(shape, B::all(x), B::all(&dy), stats, B::all_mut(&mut sums))?;
         for sample in 0..shape.samples {
@@ -206,19 +253,28 @@ impl Op for ChannelNorm {
         if !wants_input {
             return b.alloc(MemoryKind::Activations, 0);
         }
-        let (sums, weight) = (host::<B>(b, B::all(&sums), B::len(&sums))?, host::<B>(b, params[0], width)?);
+        let sums = host::<B>(b, B::all(&sums), B::len(&sums))?;
+        let weight = host::<B>(b, params[0], width)?;
         let means = self.means(cx, shape, &sums, &weight)?;
         let means = b.upload_f32(MemoryKind::Activations, &means)?;
         let mut dx = b.alloc(MemoryKind::Activations, shape.elements())?;
         let to = B::all_mut(&mut dx);
-        b.channel_norm_backward(shape, B::all(x), B::all(&dy), stats, params[0], B::all(&means), to)?;
+        b.channel_norm_backward(
+            shape,
+            B::all(x),
+            B::all(&dy),
+            stats,
+            params[0],
+            B::all(&means),
+            to,
+        )?;
         Ok(dx)
     }
 }
 
 impl ChannelNorm {
-    /// The means that come off the gradient ([`ChannelOps::channel_norm_backward`]), of every group of every sample, over all
-    /// that share statistics.
+    /// The means that come off the gradient ([`ChannelOps::channel_norm_backward`]), of every group
+    /// of every sample, over all that share statistics.
     fn means<B: Backend>(
         &self,
         cx: &Context<'_, B>,
@@ -226,20 +282,30 @@ impl ChannelNorm {
         sums: &[f32],
         weight: &[f32],
     ) -> Result<Vec<f32>> {
-        let (width, of_group) = (shape.channels, shape.of_group());
+        let width = shape.channels;
+        let of_group = shape.of_group();
         let group = |at: usize| {
-            let (sample, group) = (at / shape.groups, at % shape.groups);
+            let sample = at / shape.groups;
+            let group = at % shape.groups;
             let channels = group * of_group..(group + 1) * of_group;
             [0, 1].map(|row| {
                 let sums = &sums[(2 * sample + row) * width..][..width];
-                channels.clone().map(|channel| f64::from(weight[channel]) * f64::from(sums[channel])).sum::<f64>()
+                channels
+                    .clone()
+                    .map(|channel| f64::from(weight[channel]) * f64::from(sums[channel]))
+                    .sum::<f64>()
             })
         };
         let own: Vec<f64> = (0..shape.samples * shape.groups).flat_map(group).collect();
         let (totals, ranks) = match self.ranks(cx) {
             Some(ranks) => {
-                let add = |all: Vec<f64>, of_rank: Vec<f64>| all.iter().zip(of_rank).map(|(a, b)| a + b).collect();
-                (exchange(ranks, &own)?.into_iter().reduce(add).ok_or_else(unanswered)?, ranks.size())
+                let add = |all: Vec<f64>, of_rank: Vec<f64>| {
+                    all.iter().zip(of_rank).map(|(a, b)| a + b).collect()
+                };
+                (
+                    exchange(ranks, &own)?.into_iter().reduce(add).ok_or_else(unanswered)?,
+                    ranks.size(),
+                )
             }
             None => (own, 1),
         };
@@ -258,7 +324,9 @@ fn host<B: Backend>(backend: &B, view: B::View<'_>, len: usize) -> Result<Vec<f3
 /// The numbers of every rank, in the order of ranks.
 fn exchange<B: Backend>(ranks: &Group<B>, mine: &[f64]) -> Result<Vec<Vec<f64>>> {
     let bytes = mine.iter().flat_map(|x| x.to_le_bytes()).collect();
-    let numbers = |bytes: Vec<u8>| bytes.as_chunks().0.iter().map(|chunk| f64::from_le_bytes(*chunk)).collect();
+    let numbers = |bytes: Vec<u8>| {
+        bytes.as_chunks().0.iter().map(|chunk| f64::from_le_bytes(*chunk)).collect()
+    };
     let all: Vec<Vec<f64>> = ranks.gather_bytes(bytes).wait()?.into_iter().map(numbers).collect();
     match all.iter().all(|numbers| numbers.len() == mine.len()) {
         true => Ok(all),

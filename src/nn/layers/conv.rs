@@ -35,7 +35,8 @@ impl Conv {
 
     /// The convolution of a group on so many images.
     fn of(&self, group: usize, images: usize) -> Convolution {
-        let (channels, filters) = (self.channels(), self.filters / self.groups);
+        let channels = self.channels();
+        let filters = self.filters / self.groups;
         let window = Im2colShape { batch: images, ..self.window };
         Convolution { window, first: group * channels, channels, filters }
     }
@@ -68,12 +69,15 @@ impl Op for Conv {
         let [rows, columns] = self.window.size;
         let shape = [self.filters, rows, columns, self.channels()];
         let weight = Tensor::new(format!("{}.weight", self.name), &shape, he(self.seen()));
-        let bias = self.bias.then(|| Tensor::new(format!("{}.bias", self.name), &[self.filters], Init::Zeros));
+        let bias = self
+            .bias
+            .then(|| Tensor::new(format!("{}.bias", self.name), &[self.filters], Init::Zeros));
         std::iter::once(weight).chain(bias).collect()
     }
 
     fn sizes(&self) -> Sizes {
-        let grouped = if self.groups > 1 { self.window.rows() * self.filters / self.groups } else { 0 };
+        let grouped =
+            if self.groups > 1 { self.window.rows() * self.filters / self.groups } else { 0 };
         Sizes {
             input: self.window.elements(),
             output: self.window.rows() * self.filters,
@@ -84,7 +88,8 @@ impl Op for Conv {
     }
 
     fn flops(&self) -> u64 {
-        2u64.saturating_mul(self.window.rows() as u64).saturating_mul((self.seen() * self.filters) as u64)
+        2u64.saturating_mul(self.window.rows() as u64)
+            .saturating_mul((self.seen() * self.filters) as u64)
     }
 
     fn forward<B: Kernels>(
@@ -93,14 +98,17 @@ impl Op for Conv {
         params: &[B::View<'_>],
         x: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (b, samples) = (cx.backend, cx.micro.samples);
+        let b = cx.backend;
+        let samples = cx.micro.samples;
         let rows = samples * self.window.rows();
         let mut y = b.alloc(MemoryKind::Activations, rows * self.filters)?;
         let none = B::split_at(params[0], 0).0;
         for group in 0..self.groups {
             let convolution = self.of(group, samples);
             let weight = part::<B>(params[0], self.of_group(group, self.filters * self.seen()));
-            let bias = params.get(1).map_or(none, |bias| part::<B>(*bias, self.of_group(group, self.filters)));
+            let bias = params
+                .get(1)
+                .map_or(none, |bias| part::<B>(*bias, self.of_group(group, self.filters)));
             if self.groups == 1 {
                 b.convolve(convolution, B::all(x), weight, bias, B::all_mut(&mut y))?;
                 continue;
@@ -114,19 +122,28 @@ impl Op for Conv {
         Ok((y, vec![]))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
-        let (b, samples) = (cx.backend, cx.micro.samples);
+    fn backward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        back: BackwardArgs<'_, '_, '_, B>,
+    ) -> Result<B::Buf> {
+        let b = cx.backend;
+        let samples = cx.micro.samples;
         let rows = samples * self.window.rows();
         let BackwardArgs { params, grads, x, dy, wants_input, .. } = back;
-        let mut dx =
-            b.alloc(MemoryKind::Activations, if wants_input { samples * self.window.elements() } else { 0 })?;
+        let mut dx = b.alloc(
+            MemoryKind::Activations,
+            if wants_input { samples * self.window.elements() } else { 0 },
+        )?;
         b.zero(B::all_mut(&mut dx))?;
         let mut none = b.alloc_f32(MemoryKind::Activations, 0)?;
         let (dweight, dbias) = grads.split_at_mut(1);
         for group in 0..self.groups {
             let convolution = self.of(group, samples);
-            let mut own =
-                b.alloc(MemoryKind::Activations, if self.groups > 1 { rows * convolution.filters } else { 0 })?;
+            let mut own = b.alloc(
+                MemoryKind::Activations,
+                if self.groups > 1 { rows * convolution.filters } else { 0 },
+            )?;
             let dy = match self.groups {
                 1 => B::all(&dy),
                 _ => {
@@ -138,7 +155,9 @@ impl Op for Conv {
             };
             let of_weight = self.of_group(group, self.filters * self.seen());
             let dbias = match dbias.first_mut() {
-                Some(dbias) => part_mut::<B>(B::reborrow(dbias), self.of_group(group, self.filters)),
+                Some(dbias) => {
+                    part_mut::<B>(B::reborrow(dbias), self.of_group(group, self.filters))
+                }
                 None => B::all_mut(&mut none),
             };
             let dweight = part_mut::<B>(B::reborrow(&mut dweight[0]), of_weight.clone());

@@ -27,14 +27,24 @@ impl Dense {
 
 impl Op for Dense {
     fn tensors(&self) -> Vec<Tensor> {
-        let weight =
-            Tensor::new(format!("{}.weight", self.name), &[self.outputs, self.inputs], he(self.inputs)).overwritten();
-        let bias = self.bias.then(|| Tensor::new(format!("{}.bias", self.name), &[self.outputs], Init::Zeros));
+        let weight = Tensor::new(
+            format!("{}.weight", self.name),
+            &[self.outputs, self.inputs],
+            he(self.inputs),
+        )
+        .overwritten();
+        let bias = self
+            .bias
+            .then(|| Tensor::new(format!("{}.bias", self.name), &[self.outputs], Init::Zeros));
         std::iter::once(weight).chain(bias).collect()
     }
 
     fn sizes(&self) -> Sizes {
-        Sizes { input: self.rows * self.inputs, output: self.rows * self.outputs, ..Sizes::default() }
+        Sizes {
+            input: self.rows * self.inputs,
+            output: self.rows * self.outputs,
+            ..Sizes::default()
+        }
     }
 
     fn flops(&self) -> u64 {
@@ -54,13 +64,25 @@ impl Op for Dense {
         Ok((y, vec![]))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
-        let (b, shape) = (cx.backend, self.shape(cx));
+    fn backward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        back: BackwardArgs<'_, '_, '_, B>,
+    ) -> Result<B::Buf> {
+        let b = cx.backend;
+        let shape = self.shape(cx);
         let BackwardArgs { params, grads, first, x, dy, wants_input, .. } = back;
         let mut none = b.alloc_f32(MemoryKind::Activations, 0)?;
         let (weight, bias) = grads.split_at_mut(1);
         let bias = bias.first_mut().map_or_else(|| B::all_mut(&mut none), |bias| B::reborrow(bias));
-        b.linear_backward_weight(shape, B::all(&dy), B::all(x), B::reborrow(&mut weight[0]), bias, !first)?;
+        b.linear_backward_weight(
+            shape,
+            B::all(&dy),
+            B::all(x),
+            B::reborrow(&mut weight[0]),
+            bias,
+            !first,
+        )?;
         if !wants_input {
             return Ok(dy);
         }

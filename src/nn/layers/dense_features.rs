@@ -7,8 +7,8 @@ use hpctrain_base::error::Result;
 use hpctrain_base::layout::Tensor;
 use hpctrain_device::{Kernels, MemoryKind, StridedCopy};
 
-/// Layers that make a row of a sample's numbers, and the place of that row before the rows of its categories, which are the
-/// input. The numbers are those of the data.
+/// Layers that make a row of a sample's numbers, and the place of that row before the rows of its
+/// categories, which are the input. The numbers are those of the data.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Numbers {
     /// Rows of categories.
@@ -23,7 +23,8 @@ pub struct Numbers {
 impl Numbers {
     /// Columns by which the categories' part of a row of the output is copied there.
     fn of_tables(&self, samples: usize) -> StridedCopy {
-        let (own, all) = (self.tables * self.width, (1 + self.tables) * self.width);
+        let own = self.tables * self.width;
+        let all = (1 + self.tables) * self.width;
         StridedCopy { rows: samples, count: own, from: [own, 0], to: [all, all - own] }
     }
 
@@ -73,7 +74,8 @@ impl Op for Numbers {
         params: &[B::View<'_>],
         x: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (b, samples) = (cx.backend, cx.micro.samples);
+        let b = cx.backend;
+        let samples = cx.micro.samples;
         let (of_numbers, kept) = self.dense.forward(cx, params, &cx.micro.parts.features)?;
         let mut y = b.alloc(MemoryKind::Activations, samples * (1 + self.tables) * self.width)?;
         b.copy_columns(self.of_numbers(samples), B::all(&of_numbers), B::all_mut(&mut y))?;
@@ -81,16 +83,28 @@ impl Op for Numbers {
         Ok((y, kept))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
-        let (b, samples) = (cx.backend, cx.micro.samples);
+    fn backward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        back: BackwardArgs<'_, '_, '_, B>,
+    ) -> Result<B::Buf> {
+        let b = cx.backend;
+        let samples = cx.micro.samples;
         let BackwardArgs { params, grads, first, kept, dy, .. } = back;
         let mut of_numbers = b.alloc(MemoryKind::Activations, samples * self.width)?;
-        b.copy_columns(reversed(self.of_numbers(samples)), B::all(&dy), B::all_mut(&mut of_numbers))?;
+        b.copy_columns(
+            reversed(self.of_numbers(samples)),
+            B::all(&dy),
+            B::all_mut(&mut of_numbers),
+        )?;
         let mut of_tables = b.alloc(MemoryKind::Activations, samples * self.tables * self.width)?;
         b.copy_columns(reversed(self.of_tables(samples)), B::all(&dy), B::all_mut(&mut of_tables))?;
         drop(dy);
         let x = &cx.micro.parts.features;
-        self.dense.backward(cx, BackwardArgs { params, grads, first, x, kept, dy: of_numbers, wants_input: false })?;
+        self.dense.backward(
+            cx,
+            BackwardArgs { params, grads, first, x, kept, dy: of_numbers, wants_input: false },
+        )?;
         Ok(of_tables)
     }
 }

@@ -5,8 +5,8 @@ use crate::Context;
 use hpctrain_base::error::Result;
 use hpctrain_device::{DotInteraction, Kernels, MemoryKind};
 
-/// The first row of a sample, then the scalar products of all pairs of its rows (Naumov et al., "Deep learning recommendation
-/// model", 2019).
+/// The first row of a sample, then the scalar products of all pairs of its rows (Naumov et al.,
+/// "Deep learning recommendation model", 2019).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Interaction {
     /// Rows of a sample.
@@ -30,14 +30,23 @@ impl Op for Interaction {
         2 * (self.rows * (self.rows - 1) / 2 * self.width) as u64
     }
 
-    fn forward<B: Kernels>(&self, cx: &Context<'_, B>, _: &[B::View<'_>], x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
+    fn forward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        _: &[B::View<'_>],
+        x: &B::Buf,
+    ) -> Result<(B::Buf, Vec<B::Buf>)> {
         let pairs = self.pairs(cx.micro.samples);
         let mut y = cx.backend.alloc(MemoryKind::Activations, pairs.samples * pairs.outputs())?;
         cx.backend.pair_products(pairs, B::all(x), B::all_mut(&mut y))?;
         Ok((y, vec![]))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
+    fn backward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        back: BackwardArgs<'_, '_, '_, B>,
+    ) -> Result<B::Buf> {
         let mut dx = cx.backend.alloc(MemoryKind::Activations, B::len(back.x))?;
         cx.backend.pair_products_backward(
             self.pairs(cx.micro.samples),

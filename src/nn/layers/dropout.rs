@@ -26,14 +26,23 @@ impl Op for DropoutLayer {
         Sizes { input: self.elements, output: self.elements, ..Sizes::default() }
     }
 
-    fn forward<B: Kernels>(&self, cx: &Context<'_, B>, _: &[B::View<'_>], x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
+    fn forward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        _: &[B::View<'_>],
+        x: &B::Buf,
+    ) -> Result<(B::Buf, Vec<B::Buf>)> {
         let mut y = cx.backend.alloc(MemoryKind::Activations, B::len(x))?;
         cx.backend.copy(B::all(x), B::all_mut(&mut y))?;
         self.dropout().apply(cx, self.site, 0, B::all_mut(&mut y))?;
         Ok((y, vec![]))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
+    fn backward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        back: BackwardArgs<'_, '_, '_, B>,
+    ) -> Result<B::Buf> {
         let mut dy = back.dy;
         self.dropout().apply(cx, self.site, 0, B::all_mut(&mut dy))?;
         Ok(dy)

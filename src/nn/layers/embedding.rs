@@ -20,7 +20,11 @@ pub struct Embedding {
 
 impl Op for Embedding {
     fn tensors(&self) -> Vec<Tensor> {
-        vec![Tensor::new(format!("{}.weight", self.name), &[self.ids, self.width], Init::Normal(INIT))]
+        vec![Tensor::new(
+            format!("{}.weight", self.name),
+            &[self.ids, self.width],
+            Init::Normal(INIT),
+        )]
     }
 
     fn sizes(&self) -> Sizes {
@@ -33,15 +37,32 @@ impl Op for Embedding {
         params: &[B::View<'_>],
         _: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let mut y = cx.backend.alloc(MemoryKind::Activations, cx.micro.samples * self.time * self.width)?;
-        cx.backend.embedding(&cx.micro.parts.ids, 0, params[0], B::split_at(params[0], 0).0, B::all_mut(&mut y))?;
+        let mut y =
+            cx.backend.alloc(MemoryKind::Activations, cx.micro.samples * self.time * self.width)?;
+        cx.backend.embedding(
+            &cx.micro.parts.ids,
+            0,
+            params[0],
+            B::split_at(params[0], 0).0,
+            B::all_mut(&mut y),
+        )?;
         Ok((y, vec![]))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
+    fn backward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        back: BackwardArgs<'_, '_, '_, B>,
+    ) -> Result<B::Buf> {
         let mut none = cx.backend.alloc_f32(MemoryKind::Activations, 0)?;
         let table = B::reborrow(&mut back.grads[0]);
-        cx.backend.embedding_backward(&cx.micro.parts.ids, 0, B::all(&back.dy), table, B::all_mut(&mut none))?;
+        cx.backend.embedding_backward(
+            &cx.micro.parts.ids,
+            0,
+            B::all(&back.dy),
+            table,
+            B::all_mut(&mut none),
+        )?;
         cx.backend.alloc(MemoryKind::Activations, 0)
     }
 }

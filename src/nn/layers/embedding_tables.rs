@@ -7,8 +7,8 @@ use hpctrain_base::error::Result;
 use hpctrain_base::layout::{Init, Tensor};
 use hpctrain_device::{Kernels, MemoryKind};
 
-/// The first layer, where samples have an id of each category: a row of the category's own table for each, and before them
-/// a row that layers make of the sample's numbers.
+/// The first layer, where samples have an id of each category: a row of the category's own table
+/// for each, and before them a row that layers make of the sample's numbers.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tables {
     /// Before `.tables.0.weight` and so on.
@@ -29,7 +29,8 @@ impl Tables {
 
 impl Op for Tables {
     fn tensors(&self) -> Vec<Tensor> {
-        // As the tables of the paper's reference, but normal: of the variance of its uniform numbers.
+        // As the tables of the paper's reference, but normal: of the variance of its uniform
+        // numbers.
         let table = |(i, &ids): (usize, &usize)| {
             let init = Init::Normal((1.0 / (3.0 * ids as f32)).sqrt());
             Tensor::new(format!("{}.tables.{i}.weight", self.name), &[ids, self.width], init)
@@ -41,7 +42,9 @@ impl Op for Tables {
     /// All tables as one: they stand one after the other, and so do their ids.
     fn slices(&self) -> Vec<Slice> {
         let tables = (0, self.ids.iter().sum::<usize>() * self.width);
-        std::iter::once(tables).chain(self.numbers.as_ref().map_or(vec![], Numbers::slices)).collect()
+        std::iter::once(tables)
+            .chain(self.numbers.as_ref().map_or(vec![], Numbers::slices))
+            .collect()
     }
 
     fn kept(&self) -> usize {
@@ -69,16 +72,27 @@ impl Op for Tables {
         params: &[B::View<'_>],
         _: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (b, samples) = (cx.backend, cx.micro.samples);
+        let b = cx.backend;
+        let samples = cx.micro.samples;
         let mut rows = b.alloc(MemoryKind::Activations, samples * self.ids.len() * self.width)?;
-        b.embedding(&cx.micro.parts.ids, 0, params[0], B::split_at(params[0], 0).0, B::all_mut(&mut rows))?;
+        b.embedding(
+            &cx.micro.parts.ids,
+            0,
+            params[0],
+            B::split_at(params[0], 0).0,
+            B::all_mut(&mut rows),
+        )?;
         match &self.numbers {
             None => Ok((rows, vec![])),
             Some(numbers) => numbers.forward(cx, &params[1..], &rows),
         }
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
+    fn backward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        back: BackwardArgs<'_, '_, '_, B>,
+    ) -> Result<B::Buf> {
         let b = cx.backend;
         let BackwardArgs { params, grads, first, x, kept, dy, .. } = back;
         let (table, grads) = grads.split_at_mut(1);
@@ -86,11 +100,20 @@ impl Op for Tables {
             None => dy,
             Some(numbers) => {
                 let params = &params[1..];
-                numbers.backward(cx, BackwardArgs { params, grads, first, x, kept, dy, wants_input: true })?
+                numbers.backward(
+                    cx,
+                    BackwardArgs { params, grads, first, x, kept, dy, wants_input: true },
+                )?
             }
         };
         let mut none = b.alloc_f32(MemoryKind::Activations, 0)?;
-        b.embedding_backward(&cx.micro.parts.ids, 0, B::all(&rows), B::reborrow(&mut table[0]), B::all_mut(&mut none))?;
+        b.embedding_backward(
+            &cx.micro.parts.ids,
+            0,
+            B::all(&rows),
+            B::reborrow(&mut table[0]),
+            B::all_mut(&mut none),
+        )?;
         b.alloc(MemoryKind::Activations, 0)
     }
 }

@@ -1,8 +1,9 @@
 //! The computations of layers whose shapes are known.
 
 use super::{
-    activation::Function, channel_norm::ChannelNorm, conv::Conv, dense::Dense, dense_features::Numbers,
-    dot_interaction::Interaction, dropout::DropoutLayer, embedding::Embedding, norm::LayerNorm,
+    activation::Function, channel_norm::ChannelNorm, conv::Conv, dense::Dense,
+    dense_features::Numbers, dot_interaction::Interaction, dropout::DropoutLayer,
+    embedding::Embedding, norm::LayerNorm,
 };
 use super::{embedding_tables::Tables, pool::Pool, residual::Residual, softmax::Softmax};
 use crate::Context;
@@ -28,14 +29,16 @@ pub struct Sizes {
 /// A window of a unit: its tensors' place among all ([`Tensor::order`]), and its elements.
 pub type Slice = (u8, usize);
 
-/// The computation of a layer. Parameters and their gradients come as one window for each of its [`Op::slices`].
+/// The computation of a layer. Parameters and their gradients come as one window for each of its
+/// [`Op::slices`].
 pub trait Op {
     /// Parameters.
     fn tensors(&self) -> Vec<Tensor> {
         vec![]
     }
 
-    /// Windows of its parameters: one for each tensor, unless it takes some that stand side by side as one.
+    /// Windows of its parameters: one for each tensor, unless it takes some that stand side by side
+    /// as one.
     fn slices(&self) -> Vec<Slice> {
         self.tensors().iter().map(|tensor| (tensor.order(), tensor.len())).collect()
     }
@@ -61,8 +64,13 @@ pub trait Op {
         x: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)>;
 
-    /// Adds to the gradients of the parameters. Returns that of the input, or anything if nobody `wants_input`.
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf>;
+    /// Adds to the gradients of the parameters. Returns that of the input, or anything if nobody
+    /// `wants_input`.
+    fn backward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        back: BackwardArgs<'_, '_, '_, B>,
+    ) -> Result<B::Buf>;
 }
 
 /// Arguments of a backward.
@@ -151,7 +159,11 @@ impl Op for LayerOp {
         each!(self, op => op.forward(cx, params, x))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
+    fn backward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        back: BackwardArgs<'_, '_, '_, B>,
+    ) -> Result<B::Buf> {
         each!(self, op => op.backward(cx, back))
     }
 }

@@ -1,8 +1,9 @@
 //! Networks by layers, as a configuration lists them.
 //!
-//! A network by layers is checked and given its shapes when the configuration is resolved: `spec` is the configuration,
-//! `shape` follows from it, `op` computes. Layers are grouped into blocks (`block`) that begin at a layer with
-//! parameters. Tensors lie in a unit with the decayed ones first, in any order of their layers.
+//! A network by layers is checked and given its shapes when the configuration is resolved: `spec`
+//! is the configuration, `shape` follows from it, `op` computes. Layers are grouped into blocks
+//! (`block`) that begin at a layer with parameters. Tensors lie in a unit with the decayed ones
+//! first, in any order of their layers.
 
 mod activation;
 mod block;
@@ -82,7 +83,8 @@ impl Layers {
             Some(Layer::EmbeddingTables { ids, .. }) => Ids::Tables(ids.as_slice().into()),
             _ => Ids::None,
         };
-        let mut compiler = Compiler { shape: input.to_vec(), sites: 0, summary: vec![], single: None };
+        let mut compiler =
+            Compiler { shape: input.to_vec(), sites: 0, summary: vec![], single: None };
         let mut steps = compiler.compile(layers, "layers", PLACE)?.into_iter();
         let mut blocks: Vec<(String, Sequence)> = Vec::new();
         let mut waiting = Vec::new();
@@ -97,14 +99,16 @@ impl Layers {
             }
         }
         if blocks.is_empty() {
-            return Err(Error::input("model.layers has no layer with parameters").hint("add a dense or conv2d layer"));
+            return Err(Error::input("model.layers has no layer with parameters")
+                .hint("add a dense or conv2d layer"));
         }
         let Compiler { summary, single, .. } = compiler;
         Ok(Self { input: input.to_vec(), output, blocks, ids, summary, single })
     }
 
-    /// The same network, whose first block is tables of ids and nothing else: all that follows them is of the blocks behind. None
-    /// if the first layer is no table, or no other layer has parameters. Names of tensors, and their values, stay.
+    /// The same network, whose first block is tables of ids and nothing else: all that follows them
+    /// is of the blocks behind. None if the first layer is no table, or no other layer has
+    /// parameters. Names of tensors, and their values, stay.
     #[must_use]
     pub fn with_tables_apart(&self) -> Option<Self> {
         let ((name, Sequence(steps)), behind) = self.blocks.split_first()?;
@@ -126,14 +130,19 @@ impl Layers {
             (None, Some((_, next))) => drop(next.0.splice(0..0, rest.iter().cloned())),
             (None, None) => return None,
         }
-        let blocks = std::iter::once((name.clone(), Sequence(vec![tables]))).chain(behind).collect();
+        let blocks =
+            std::iter::once((name.clone(), Sequence(vec![tables]))).chain(behind).collect();
         Some(Self { blocks, ..self.clone() })
     }
 
     /// The network as blocks.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
         let blocks = self.blocks.iter().enumerate();
-        blocks.map(|(i, (name, layers))| Box::new(LayerBlock::new(name.clone(), layers.clone(), i == 0)) as _).collect()
+        blocks
+            .map(|(i, (name, layers))| {
+                Box::new(LayerBlock::new(name.clone(), layers.clone(), i == 0)) as _
+            })
+            .collect()
     }
 
     /// Shape of a sample's input.
@@ -171,8 +180,8 @@ impl Layers {
         &self.ids
     }
 
-    /// Place of a batch normalisation that has one number a channel from each sample, so that one sample has no
-    /// variance, and whether it is synchronised.
+    /// Place of a batch normalisation that has one number a channel from each sample, so that one
+    /// sample has no variance, and whether it is synchronised.
     pub fn single(&self) -> Option<(&str, bool)> {
         self.single.as_ref().map(|(place, synchronised)| (place.as_str(), *synchronised))
     }
@@ -203,15 +212,22 @@ struct Compiler {
 
 impl Compiler {
     /// The layers that compute something, with their names.
-    fn compile(&mut self, layers: &[Layer], name: &str, place: &str) -> Result<Vec<(String, LayerOp)>> {
+    fn compile(
+        &mut self,
+        layers: &[Layer],
+        name: &str,
+        place: &str,
+    ) -> Result<Vec<(String, LayerOp)>> {
         let mut steps = Vec::new();
         for (i, layer) in layers.iter().enumerate() {
-            let (name, place) = (format!("{name}.{i}"), format!("{place}[{i}]"));
+            let name = format!("{name}.{i}");
+            let place = format!("{place}[{i}]");
             let after = shape::after(layer, &place, &self.shape)?;
             let step = self.step(layer, &name, &place)?;
             if place.matches('[').count() == 1 {
                 let (kept, parameters, flops) = step.as_ref().map_or((0, 0, 0), |step| {
-                    let (sizes, tensors) = (step.sizes(), step.tensors());
+                    let sizes = step.sizes();
+                    let tensors = step.tensors();
                     // The next layer's input is kept as well.
                     (sizes.kept + sizes.exact + sizes.output, trained(&tensors), step.flops())
                 });
@@ -245,33 +261,63 @@ impl Compiler {
             }
             Layer::Conv2d { filters, groups, bias, .. } => {
                 let window = shape::placed(layer, place, &self.shape)?;
-                LayerOp::Conv(Conv { name, window, filters: *filters, groups: *groups, bias: *bias })
+                LayerOp::Conv(Conv {
+                    name,
+                    window,
+                    filters: *filters,
+                    groups: *groups,
+                    bias: *bias,
+                })
             }
-            Layer::MaxPool2d { .. } => {
-                LayerOp::Pool(Pool { window: shape::placed(layer, place, &self.shape)?, by: By::Largest })
-            }
-            Layer::AvgPool2d { .. } => {
-                LayerOp::Pool(Pool { window: shape::placed(layer, place, &self.shape)?, by: By::Mean })
-            }
+            Layer::MaxPool2d { .. } => LayerOp::Pool(Pool {
+                window: shape::placed(layer, place, &self.shape)?,
+                by: By::Largest,
+            }),
+            Layer::AvgPool2d { .. } => LayerOp::Pool(Pool {
+                window: shape::placed(layer, place, &self.shape)?,
+                by: By::Mean,
+            }),
             Layer::GlobalAvgPool => {
                 let &[height, width, channels] = &self.shape[..] else {
                     return Err(Error::internal(format!("{place} is on {}", shown(&self.shape))));
                 };
                 let size = [height, width];
-                let window = Im2colShape { batch: 1, height, width, channels, size, stride: size, padding: [0, 0] };
+                let window = Im2colShape {
+                    batch: 1,
+                    height,
+                    width,
+                    channels,
+                    size,
+                    stride: size,
+                    padding: [0, 0],
+                };
                 LayerOp::Pool(Pool { window, by: By::Mean })
             }
-            Layer::LayerNorm { epsilon } => LayerOp::Norm(LayerNorm { name, rows, width, epsilon: *epsilon }),
+            Layer::LayerNorm { epsilon } => {
+                LayerOp::Norm(LayerNorm { name, rows, width, epsilon: *epsilon })
+            }
             Layer::BatchNorm { epsilon, momentum, synchronised } => {
                 let over = Over::Batch { momentum: *momentum, synchronised: *synchronised };
                 if rows == 1 && self.single.as_ref().is_none_or(|(_, synchronised)| *synchronised) {
                     self.single = Some((place.to_string(), *synchronised));
                 }
-                LayerOp::Channels(ChannelNorm { name, places: rows, channels: width, epsilon: *epsilon, over })
+                LayerOp::Channels(ChannelNorm {
+                    name,
+                    places: rows,
+                    channels: width,
+                    epsilon: *epsilon,
+                    over,
+                })
             }
             Layer::GroupNorm { groups, epsilon } => {
                 let over = Over::Groups(*groups);
-                LayerOp::Channels(ChannelNorm { name, places: rows, channels: width, epsilon: *epsilon, over })
+                LayerOp::Channels(ChannelNorm {
+                    name,
+                    places: rows,
+                    channels: width,
+                    epsilon: *epsilon,
+                    over,
+                })
             }
             Layer::Dropout { rate } => {
                 self.sites += 1;
@@ -281,22 +327,37 @@ impl Compiler {
                 LayerOp::Embedding(Embedding { name, ids: *ids, time: elements, width: *width })
             }
             Layer::EmbeddingTables { ids, width, dense } => {
-                let dense = self.compile(dense, &format!("{name}.dense"), &format!("{place}.dense"))?;
-                let (tables, width, features) = (ids.len(), *width, elements);
-                let numbers = (!dense.is_empty()).then(|| Numbers { tables, width, features, dense: sequence(dense) });
+                let dense =
+                    self.compile(dense, &format!("{name}.dense"), &format!("{place}.dense"))?;
+                let tables = ids.len();
+                let width = *width;
+                let features = elements;
+                let numbers = (!dense.is_empty()).then(|| Numbers {
+                    tables,
+                    width,
+                    features,
+                    dense: sequence(dense),
+                });
                 LayerOp::Tables(Tables { name, ids: ids.clone(), width, numbers })
             }
             Layer::DotInteraction => LayerOp::Interaction(Interaction { rows, width }),
             Layer::Softmax => LayerOp::Softmax(Softmax { width, elements }),
             Layer::Residual { layers, shortcut } => {
                 let before = self.shape.clone();
-                let body = self.compile(layers, &format!("{name}.layers"), &format!("{place}.layers"))?;
+                let body =
+                    self.compile(layers, &format!("{name}.layers"), &format!("{place}.layers"))?;
                 self.shape = before.clone();
-                let around = self.compile(shortcut, &format!("{name}.shortcut"), &format!("{place}.shortcut"))?;
+                let around = self.compile(
+                    shortcut,
+                    &format!("{name}.shortcut"),
+                    &format!("{place}.shortcut"),
+                )?;
                 self.shape = before;
                 if body.is_empty() {
-                    return Err(Error::input(format!("{place} (residual) has a branch that computes nothing"))
-                        .hint("put layers into it, or leave it out"));
+                    return Err(Error::input(format!(
+                        "{place} (residual) has a branch that computes nothing"
+                    ))
+                    .hint("put layers into it, or leave it out"));
                 }
                 let shortcut = (!around.is_empty()).then(|| sequence(around));
                 LayerOp::Residual(Residual { body: sequence(body), shortcut })

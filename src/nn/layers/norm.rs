@@ -19,13 +19,19 @@ pub struct LayerNorm {
 
 impl LayerNorm {
     fn shape<B: Backend>(&self, cx: &Context<'_, B>) -> Norm {
-        Norm { rows: cx.micro.samples * self.rows, width: self.width, epsilon: self.epsilon, centred: true }
+        Norm {
+            rows: cx.micro.samples * self.rows,
+            width: self.width,
+            epsilon: self.epsilon,
+            centred: true,
+        }
     }
 }
 
 impl Op for LayerNorm {
     fn tensors(&self) -> Vec<Tensor> {
-        let tensor = |end: &str, init| Tensor::new(format!("{}.{end}", self.name), &[self.width], init);
+        let tensor =
+            |end: &str, init| Tensor::new(format!("{}.{end}", self.name), &[self.width], init);
         vec![tensor("weight", Init::Ones), tensor("bias", Init::Zeros)]
     }
 
@@ -44,22 +50,41 @@ impl Op for LayerNorm {
         params: &[B::View<'_>],
         x: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (b, shape) = (cx.backend, self.shape(cx));
+        let b = cx.backend;
+        let shape = self.shape(cx);
         let mut y = b.alloc(MemoryKind::Activations, shape.rows * shape.width)?;
         let mut stats = b.alloc_f32(MemoryKind::Activations, shape.rows * 2)?;
         b.norm(shape, B::all(x), params[0], params[1], B::all_mut(&mut y), B::all_mut(&mut stats))?;
         Ok((y, vec![stats]))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
-        let (b, shape) = (cx.backend, self.shape(cx));
+    fn backward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        back: BackwardArgs<'_, '_, '_, B>,
+    ) -> Result<B::Buf> {
+        let b = cx.backend;
+        let shape = self.shape(cx);
         let BackwardArgs { params, grads, x, kept, dy, .. } = back;
         let [stats] = crate::unpack(kept)?;
-        let [dweight, dbias] = grads else { return Err(Error::internal("a norm has two parameters")) };
+        let [dweight, dbias] = grads else {
+            return Err(Error::internal("a norm has two parameters"));
+        };
         let mut dx = b.alloc(MemoryKind::Activations, shape.rows * shape.width)?;
         b.zero(B::all_mut(&mut dx))?;
-        let (g, dweight, dbias) = (B::all(&dy), B::reborrow(dweight), B::reborrow(dbias));
-        b.norm_backward(shape, g, B::all(x), params[0], B::all(&stats), B::all_mut(&mut dx), dweight, dbias)?;
+        let g = B::all(&dy);
+        let dweight = B::reborrow(dweight);
+        let dbias = B::reborrow(dbias);
+        b.norm_backward(
+            shape,
+            g,
+            B::all(x),
+            params[0],
+            B::all(&stats),
+            B::all_mut(&mut dx),
+            dweight,
+            dbias,
+        )?;
         Ok(dx)
     }
 }

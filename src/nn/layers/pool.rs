@@ -32,7 +32,12 @@ impl Op for Pool {
         Sizes { input: self.window.elements(), output, ..Sizes::default() }
     }
 
-    fn forward<B: Kernels>(&self, cx: &Context<'_, B>, _: &[B::View<'_>], x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
+    fn forward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        _: &[B::View<'_>],
+        x: &B::Buf,
+    ) -> Result<(B::Buf, Vec<B::Buf>)> {
         let window = self.on(cx);
         let mut y = cx.backend.alloc(MemoryKind::Activations, window.rows() * window.channels)?;
         match self.by {
@@ -42,10 +47,15 @@ impl Op for Pool {
         Ok((y, vec![]))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
+    fn backward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        back: BackwardArgs<'_, '_, '_, B>,
+    ) -> Result<B::Buf> {
         let window = self.on(cx);
         let mut dx = cx.backend.alloc(MemoryKind::Activations, window.elements())?;
-        let (x, dy) = (B::all(back.x), B::all(&back.dy));
+        let x = B::all(back.x);
+        let dy = B::all(&back.dy);
         match self.by {
             By::Largest => cx.backend.max_pool_backward(window, x, dy, B::all_mut(&mut dx))?,
             By::Mean => cx.backend.average_pool_backward(window, dy, B::all_mut(&mut dx))?,

@@ -71,21 +71,43 @@ impl Op for Residual {
         Ok((y, kept))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
+    fn backward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        back: BackwardArgs<'_, '_, '_, B>,
+    ) -> Result<B::Buf> {
         let BackwardArgs { params, grads, first, x, mut kept, dy, .. } = back;
         let (own_params, around_params) = params.split_at(self.of_body());
         let (own_grads, around_grads) = grads.split_at_mut(self.of_body());
         let of_shortcut = kept.split_off(self.body.kept());
         let mut copy = cx.backend.alloc(MemoryKind::Activations, B::len(&dy))?;
         cx.backend.copy(B::all(&dy), B::all_mut(&mut copy))?;
-        let of_body =
-            BackwardArgs { params: own_params, grads: own_grads, first, x, kept, dy: copy, wants_input: true };
+        let of_body = BackwardArgs {
+            params: own_params,
+            grads: own_grads,
+            first,
+            x,
+            kept,
+            dy: copy,
+            wants_input: true,
+        };
         let mut dx = self.body.backward(cx, of_body)?;
         let around = match &self.shortcut {
             Some(shortcut) => {
-                let (params, grads) = (around_params, around_grads);
-                shortcut
-                    .backward(cx, BackwardArgs { params, grads, first, x, kept: of_shortcut, dy, wants_input: true })?
+                let params = around_params;
+                let grads = around_grads;
+                shortcut.backward(
+                    cx,
+                    BackwardArgs {
+                        params,
+                        grads,
+                        first,
+                        x,
+                        kept: of_shortcut,
+                        dy,
+                        wants_input: true,
+                    },
+                )?
             }
             None => dy,
         };

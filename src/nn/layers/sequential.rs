@@ -33,7 +33,11 @@ impl Op for Sequence {
             kept: all.iter().map(|sizes| sizes.kept).sum::<usize>() + between,
             exact: all.iter().map(|sizes| sizes.exact).sum(),
             // A backward has the gradients of output and input at hand.
-            scratch: all.iter().map(|sizes| sizes.scratch + sizes.input + sizes.output).max().unwrap_or(0),
+            scratch: all
+                .iter()
+                .map(|sizes| sizes.scratch + sizes.input + sizes.output)
+                .max()
+                .unwrap_or(0),
         }
     }
 
@@ -47,7 +51,8 @@ impl Op for Sequence {
         params: &[B::View<'_>],
         x: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (mut kept, mut rest) = (Vec::with_capacity(self.kept()), params);
+        let mut kept = Vec::with_capacity(self.kept());
+        let mut rest = params;
         let mut last: Option<B::Buf> = None;
         for step in &self.0 {
             let (own, others) = rest.split_at(step.slices().len());
@@ -59,7 +64,11 @@ impl Op for Sequence {
         Ok((last.ok_or_else(|| Error::internal("a sequence of no layers"))?, kept))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
+    fn backward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        back: BackwardArgs<'_, '_, '_, B>,
+    ) -> Result<B::Buf> {
         let BackwardArgs { mut params, mut grads, first, x, mut kept, mut dy, wants_input } = back;
         for (i, step) in self.0.iter().enumerate().rev() {
             // In the order of the forward: the layer's kept buffers, then its input.

@@ -4,7 +4,8 @@ use super::spec::Layer;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::Im2colShape;
 
-/// Elements that a layer takes of a sample, gives, or has as weights, at most: more are a mistake, and sums of them overflow.
+/// Elements that a layer takes of a sample, gives, or has as weights, at most: more are a mistake,
+/// and sums of them overflow.
 const LARGEST: [usize; 2] = [1 << 31, 1 << 40];
 
 /// The product of extents, unless it is larger than any of use.
@@ -19,8 +20,12 @@ fn elements(of: &[usize], largest: usize) -> Option<usize> {
 pub fn after(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
     let check = |shape: &[usize], verb: &str| match elements(shape, LARGEST[0]) {
         Some(_) => Ok(()),
-        None => Err(Error::input(format!("{place} ({}) {verb} {}: too many elements", layer.kind(), shown(shape)))
-            .hint("a sample has 2147483648 at most, before and after every layer")),
+        None => Err(Error::input(format!(
+            "{place} ({}) {verb} {}: too many elements",
+            layer.kind(),
+            shown(shape)
+        ))
+        .hint("a sample has 2147483648 at most, before and after every layer")),
     };
     check(input, "gets")?;
     let after = result(layer, place, input)?;
@@ -32,16 +37,20 @@ pub fn after(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> 
 fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
     let refused = |wants: &str, hint: String| {
         let kind = layer.kind();
-        Err(Error::input(format!("{place} ({kind}) gets {}, but wants {wants}", shown(input))).hint(hint))
+        Err(Error::input(format!("{place} ({kind}) gets {}, but wants {wants}", shown(input)))
+            .hint(hint))
     };
     let image = |wants: &str| match *input {
         [height, width, channels] => Ok([height, width, channels]),
-        _ => refused(wants, "images are height × width × channels: reshape before".into()).map(|_: Vec<usize>| [0; 3]),
+        _ => refused(wants, "images are height × width × channels: reshape before".into())
+            .map(|_: Vec<usize>| [0; 3]),
     };
-    let positive = |name: &str, value: usize| match value {
-        0 => Err(Error::input(format!("{place} ({}): {name} = 0", layer.kind())).hint("give 1 or more")),
-        _ => Ok(()),
-    };
+    let positive =
+        |name: &str, value: usize| match value {
+            0 => Err(Error::input(format!("{place} ({}): {name} = 0", layer.kind()))
+                .hint("give 1 or more")),
+            _ => Ok(()),
+        };
     match layer {
         Layer::Dense { units, .. } => {
             positive("units", *units)?;
@@ -61,7 +70,10 @@ fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
             }
             let [rows, columns] = kernel.get();
             if elements(&[rows, columns, channels, *filters], LARGEST[1]).is_none() {
-                return refused("a kernel of a size that can be", "choose a smaller kernel, or fewer filters".into());
+                return refused(
+                    "a kernel of a size that can be",
+                    "choose a smaller kernel, or fewer filters".into(),
+                );
             }
             let [high, wide] = placed(layer, place, input)?.places();
             Ok(vec![high, wide, *filters])
@@ -74,14 +86,20 @@ fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
         }
         Layer::GlobalAvgPool => Ok(vec![image("an image")?[2]]),
         Layer::Dropout { rate } if !(0.0..1.0).contains(rate) => {
-            Err(Error::input(format!("{place} (dropout): rate = {rate}")).hint("give at least 0 and less than 1"))
+            Err(Error::input(format!("{place} (dropout): rate = {rate}"))
+                .hint("give at least 0 and less than 1"))
         }
         Layer::Reshape { shape } => {
             let there: usize = input.iter().product();
             match elements(shape, LARGEST[0]) {
                 Some(here) if here == there => Ok(shape.clone()),
-                Some(here) => refused(&format!("the {here} elements of {}", shown(shape)), format!("it has {there}")),
-                None => refused(&format!("the elements of {}", shown(shape)), format!("it has {there}")),
+                Some(here) => refused(
+                    &format!("the {here} elements of {}", shown(shape)),
+                    format!("it has {there}"),
+                ),
+                None => {
+                    refused(&format!("the elements of {}", shown(shape)), format!("it has {there}"))
+                }
             }
         }
         Layer::Flatten => Ok(vec![input.iter().product()]),
@@ -90,7 +108,10 @@ fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
             positive("width", *width)?;
             match *input {
                 [time] => Ok(vec![time, *width]),
-                _ => refused("one axis of ids", "set model.input to the number of ids a sample".into()),
+                _ => refused(
+                    "one axis of ids",
+                    "set model.input to the number of ids a sample".into(),
+                ),
             }
         }
         Layer::EmbeddingTables { ids, width, dense } => {
@@ -104,19 +125,35 @@ fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
             let features: usize = input.iter().product();
             match (dense.is_empty(), features) {
                 (true, 0) => return Ok(vec![ids.len(), *width]),
-                (true, _) => return refused("0 numbers", "give it `dense` layers, or set model.input=[0]".into()),
-                (false, 0) => return refused("numbers", "set model.input to how many, or leave `dense` out".into()),
+                (true, _) => {
+                    return refused(
+                        "0 numbers",
+                        "give it `dense` layers, or set model.input=[0]".into(),
+                    );
+                }
+                (false, 0) => {
+                    return refused(
+                        "numbers",
+                        "set model.input to how many, or leave `dense` out".into(),
+                    );
+                }
                 (false, _) => {}
             }
             match through(dense, &format!("{place}.dense"), input)? {
                 row if row == [*width] => Ok(vec![1 + ids.len(), *width]),
-                row => Err(Error::input(format!("{place} (embedding_tables): dense gives {}", shown(&row)))
-                    .hint(format!("end it with {width} units, the width of the tables"))),
+                row => Err(Error::input(format!(
+                    "{place} (embedding_tables): dense gives {}",
+                    shown(&row)
+                ))
+                .hint(format!("end it with {width} units, the width of the tables"))),
             }
         }
         Layer::DotInteraction => match *input {
             [rows, width] if rows > 1 => Ok(vec![width + rows * (rows - 1) / 2]),
-            _ => refused("two rows or more", "put it behind embedding_tables, or reshape before".into()),
+            _ => refused(
+                "two rows or more",
+                "put it behind embedding_tables, or reshape before".into(),
+            ),
         },
         Layer::Residual { layers, shortcut } => {
             let body = through(layers, &format!("{place}.layers"), input)?;
@@ -128,17 +165,23 @@ fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
                     shown(&body),
                     shown(&around)
                 ))
-                .hint("give both the same shape, for example by a conv2d of kernel 1 in the shortcut")),
+                .hint(
+                    "give both the same shape, for example by a conv2d of kernel 1 in the shortcut",
+                )),
             }
         }
         Layer::BatchNorm { momentum, .. } if !(0.0..=1.0).contains(momentum) => {
-            Err(Error::input(format!("{place} (batch_norm): momentum = {momentum}")).hint("give from 0 to 1"))
+            Err(Error::input(format!("{place} (batch_norm): momentum = {momentum}"))
+                .hint("give from 0 to 1"))
         }
         Layer::GroupNorm { groups, .. } => {
             positive("groups", *groups)?;
             match input.last() {
                 Some(channels) if channels.is_multiple_of(*groups) => Ok(input.to_vec()),
-                _ => refused(&format!("channels in {groups} equal groups"), "choose groups that divide them".into()),
+                _ => refused(
+                    &format!("channels in {groups} equal groups"),
+                    "choose groups that divide them".into(),
+                ),
             }
         }
         Layer::LayerNorm { .. } | Layer::BatchNorm { .. } | Layer::Softmax if input.is_empty() => {
@@ -157,8 +200,11 @@ pub fn through(layers: &[Layer], place: &str, input: &[usize]) -> Result<Vec<usi
     for (i, layer) in layers.iter().enumerate() {
         let of_ids = matches!(layer, Layer::Embedding { .. } | Layer::EmbeddingTables { .. });
         if of_ids && (i > 0 || place != super::PLACE) {
-            return Err(Error::input(format!("{place}[{i}] ({}) is not the first layer", layer.kind()))
-                .hint("its input is the ids of the data: put it first"));
+            return Err(Error::input(format!(
+                "{place}[{i}] ({}) is not the first layer",
+                layer.kind()
+            ))
+            .hint("its input is the ids of the data: put it first"));
         }
         shape = after(layer, &format!("{place}[{i}]"), &shape)?;
     }
@@ -172,7 +218,8 @@ pub fn through(layers: &[Layer], place: &str, input: &[usize]) -> Result<Vec<usi
 pub fn placed(layer: &Layer, place: &str, input: &[usize]) -> Result<Im2colShape> {
     let (kernel, stride, padding) = match layer {
         Layer::Conv2d { kernel, stride, padding, .. } => (kernel, *stride, padding),
-        Layer::MaxPool2d { kernel, stride, padding } | Layer::AvgPool2d { kernel, stride, padding } => {
+        Layer::MaxPool2d { kernel, stride, padding }
+        | Layer::AvgPool2d { kernel, stride, padding } => {
             (kernel, stride.unwrap_or(*kernel), padding)
         }
         _ => return Err(Error::internal(format!("{place} has no window"))),
@@ -180,7 +227,8 @@ pub fn placed(layer: &Layer, place: &str, input: &[usize]) -> Result<Im2colShape
     let &[height, width, channels] = input else {
         return Err(Error::internal(format!("{place} is on {}", shown(input))));
     };
-    let (size, stride) = (kernel.get(), stride.get());
+    let size = kernel.get();
+    let stride = stride.get();
     let padding = padding.get(size);
     let kind = layer.kind();
     if stride.contains(&0) {
@@ -219,7 +267,8 @@ mod tests {
         struct Model {
             layers: Vec<Layer>,
         }
-        let model: Model = toml::from_str(&format!("layers = [{layers}]")).map_err(|e| e.to_string())?;
+        let model: Model =
+            toml::from_str(&format!("layers = [{layers}]")).map_err(|e| e.to_string())?;
         through(&model.layers, super::super::PLACE, input).map_err(|e| e.to_string())
     }
 
@@ -227,12 +276,22 @@ mod tests {
     fn shapes_follow() {
         let image = |layers: &str| shape(layers, &[28, 28, 3]).unwrap();
         assert_eq!(image("{kind='conv2d', filters=8, kernel=3, padding='same'}"), [28, 28, 8]);
-        assert_eq!(image("{kind='conv2d', filters=6, kernel=[3, 5], stride=2, groups=3}"), [13, 12, 6]);
-        assert_eq!(image("{kind='max_pool2d', kernel=2}, {kind='flatten'}, {kind='dense', units=5}"), [5]);
+        assert_eq!(
+            image("{kind='conv2d', filters=6, kernel=[3, 5], stride=2, groups=3}"),
+            [13, 12, 6]
+        );
+        assert_eq!(
+            image("{kind='max_pool2d', kernel=2}, {kind='flatten'}, {kind='dense', units=5}"),
+            [5]
+        );
         assert_eq!(image("{kind='avg_pool2d', kernel=3, stride=2, padding=1}"), [14, 14, 3]);
         assert_eq!(image("{kind='global_avg_pool'}, {kind='relu'}"), [3]);
-        assert_eq!(shape("{kind='embedding', ids=9, width=4}, {kind='layer_norm'}", &[7]).unwrap(), [7, 4]);
-        let tables = "{kind='embedding_tables', ids=[5, 6], width=3, dense=[{kind='dense', units=3}]}";
+        assert_eq!(
+            shape("{kind='embedding', ids=9, width=4}, {kind='layer_norm'}", &[7]).unwrap(),
+            [7, 4]
+        );
+        let tables =
+            "{kind='embedding_tables', ids=[5, 6], width=3, dense=[{kind='dense', units=3}]}";
         assert_eq!(shape(tables, &[7]).unwrap(), [3, 3]);
         assert_eq!(shape(&format!("{tables}, {{kind='dot_interaction'}}"), &[7]).unwrap(), [6]);
         assert_eq!(shape("{kind='embedding_tables', ids=[5, 6], width=3}", &[0]).unwrap(), [2, 3]);
@@ -255,9 +314,18 @@ mod tests {
                 "{kind='conv2d', filters=8, kernel=3, groups=2}",
                 "model.layers[0] (conv2d) gets 4 × 4 × 3, but wants channels",
             ),
-            ("{kind='reshape', shape=[5]}", "model.layers[0] (reshape) gets 4 × 4 × 3, but wants the 5 elements of 5"),
-            ("{kind='conv2d', filters=8, kernel=1, stride=0}", "model.layers[0] (conv2d): stride = 0"),
-            ("{kind='max_pool2d', kernel=2, padding=2}", "a padding of 2 × 2 for a kernel of 2 × 2"),
+            (
+                "{kind='reshape', shape=[5]}",
+                "model.layers[0] (reshape) gets 4 × 4 × 3, but wants the 5 elements of 5",
+            ),
+            (
+                "{kind='conv2d', filters=8, kernel=1, stride=0}",
+                "model.layers[0] (conv2d): stride = 0",
+            ),
+            (
+                "{kind='max_pool2d', kernel=2, padding=2}",
+                "a padding of 2 × 2 for a kernel of 2 × 2",
+            ),
             ("{kind='dense', units=0}", "model.layers[0] (dense): units = 0"),
             (
                 "{kind='group_norm', groups=2}",
@@ -265,14 +333,26 @@ mod tests {
             ),
             ("{kind='batch_norm', momentum=2.0}", "model.layers[0] (batch_norm): momentum = 2"),
             ("{kind='dropout', rate=1.0}", "model.layers[0] (dropout): rate = 1"),
-            ("{kind='relu'}, {kind='embedding', ids=2, width=2}", "model.layers[1] (embedding) is not the first layer"),
+            (
+                "{kind='relu'}, {kind='embedding', ids=2, width=2}",
+                "model.layers[1] (embedding) is not the first layer",
+            ),
             (
                 "{kind='residual', layers=[{kind='embedding_tables', ids=[2], width=2}]}",
                 "model.layers[0].layers[0] (embedding_tables) is not the first layer",
             ),
-            ("{kind='embedding_tables', ids=[], width=2}", "model.layers[0] (embedding_tables): ids = 0"),
-            ("{kind='embedding_tables', ids=[5, 0], width=2}", "model.layers[0] (embedding_tables): ids = 0"),
-            ("{kind='embedding_tables', ids=[5], width=2}", "(embedding_tables) gets 4 × 4 × 3, but wants 0 numbers"),
+            (
+                "{kind='embedding_tables', ids=[], width=2}",
+                "model.layers[0] (embedding_tables): ids = 0",
+            ),
+            (
+                "{kind='embedding_tables', ids=[5, 0], width=2}",
+                "model.layers[0] (embedding_tables): ids = 0",
+            ),
+            (
+                "{kind='embedding_tables', ids=[5], width=2}",
+                "(embedding_tables) gets 4 × 4 × 3, but wants 0 numbers",
+            ),
             (
                 "{kind='embedding_tables', ids=[2000000000, 2000000000], width=2}",
                 "model.layers[0] (embedding_tables): 4000000000 ids in all",

@@ -24,16 +24,31 @@ impl Softmax {
 
 impl Op for Softmax {
     fn sizes(&self) -> Sizes {
-        Sizes { input: self.elements, output: self.elements, scratch: self.elements, ..Sizes::default() }
+        Sizes {
+            input: self.elements,
+            output: self.elements,
+            scratch: self.elements,
+            ..Sizes::default()
+        }
     }
 
-    fn forward<B: Kernels>(&self, cx: &Context<'_, B>, _: &[B::View<'_>], x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
+    fn forward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        _: &[B::View<'_>],
+        x: &B::Buf,
+    ) -> Result<(B::Buf, Vec<B::Buf>)> {
         Ok((self.of(cx, x)?, vec![]))
     }
 
-    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: BackwardArgs<'_, '_, '_, B>) -> Result<B::Buf> {
+    fn backward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        back: BackwardArgs<'_, '_, '_, B>,
+    ) -> Result<B::Buf> {
         // Computed again rather than kept.
-        let (y, mut dy) = (self.of(cx, back.x)?, back.dy);
+        let y = self.of(cx, back.x)?;
+        let mut dy = back.dy;
         cx.backend.softmax_backward(self.width, B::all(&y), B::all_mut(&mut dy))?;
         Ok(dy)
     }

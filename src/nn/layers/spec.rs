@@ -92,7 +92,11 @@ fn finite<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f32, D::Error> {
 
 fn not_negative<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f32, D::Error> {
     let number = finite(from)?;
-    if number >= 0.0 { Ok(number) } else { Err(serde::de::Error::custom(format!("0 or more, not {number}"))) }
+    if number >= 0.0 {
+        Ok(number)
+    } else {
+        Err(serde::de::Error::custom(format!("0 or more, not {number}")))
+    }
 }
 
 fn momentum() -> f32 {
@@ -199,18 +203,20 @@ pub enum Layer {
         /// Elements of a row.
         width: usize,
     },
-    /// A row of a table for each of a sample's categories, every category with a table of its own, and before them a row that
-    /// layers make of the sample's numbers; only as the first layer.
+    /// A row of a table for each of a sample's categories, every category with a table of its own,
+    /// and before them a row that layers make of the sample's numbers; only as the first layer.
     EmbeddingTables {
         /// Ids of each category: rows of its table.
         ids: Vec<usize>,
         /// Elements of a row.
         width: usize,
-        /// Layers on the sample's numbers, which end with `width` elements; without any, samples have no numbers.
+        /// Layers on the sample's numbers, which end with `width` elements; without any, samples
+        /// have no numbers.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         dense: Vec<Layer>,
     },
-    /// The first row, then the scalar products of all pairs of rows (Naumov et al., "Deep learning recommendation model", 2019).
+    /// The first row, then the scalar products of all pairs of rows (Naumov et al., "Deep learning
+    /// recommendation model", 2019).
     DotInteraction,
     /// max(x, 0).
     Relu,
@@ -269,13 +275,18 @@ impl Layer {
         }
     }
 
-    /// Place of the first batch normalisation that all ranks share in `layers`, which stand at `place`.
+    /// Place of the first batch normalisation that all ranks share in `layers`, which stand at
+    /// `place`.
     pub fn synchronised(layers: &[Layer], place: &str) -> Option<String> {
         layers.iter().enumerate().find_map(|(i, layer)| match layer {
             Layer::BatchNorm { synchronised: true, .. } => Some(format!("{place}[{i}]")),
-            Layer::Residual { layers, shortcut } => Layer::synchronised(layers, &format!("{place}[{i}].layers"))
-                .or_else(|| Layer::synchronised(shortcut, &format!("{place}[{i}].shortcut"))),
-            Layer::EmbeddingTables { dense, .. } => Layer::synchronised(dense, &format!("{place}[{i}].dense")),
+            Layer::Residual { layers, shortcut } => {
+                Layer::synchronised(layers, &format!("{place}[{i}].layers"))
+                    .or_else(|| Layer::synchronised(shortcut, &format!("{place}[{i}].shortcut")))
+            }
+            Layer::EmbeddingTables { dense, .. } => {
+                Layer::synchronised(dense, &format!("{place}[{i}].dense"))
+            }
             _ => None,
         })
     }

@@ -50,8 +50,14 @@ pub struct Part {
 }
 
 impl Part {
-    const PADDING: Self =
-        Self { len: 0, lr_factor: 1.0, weight_decay: None, decays: false, scaled_by: None, average: None };
+    const PADDING: Self = Self {
+        len: 0,
+        lr_factor: 1.0,
+        weight_decay: None,
+        decays: false,
+        scaled_by: None,
+        average: None,
+    };
 
     /// A whole tensor, its step not scaled.
     pub fn of(tensor: &Tensor, groups: &[Group]) -> Self {
@@ -76,9 +82,15 @@ impl Part {
     }
 }
 
-/// The parts of a range of a unit, in order; padding behind tensors that do not decay is of their part. `layerwise`: each matrix is a part of its own
+/// The parts of a range of a unit, in order; padding behind tensors that do not decay is of their
+/// part. `layerwise`: each matrix is a part of its own
 /// ([`UpdateRule::is_layerwise`](super::UpdateRule::is_layerwise)).
-pub fn parts(layout: &UnitLayout, range: Range<usize>, groups: &[Group], layerwise: bool) -> Vec<Part> {
+pub fn parts(
+    layout: &UnitLayout,
+    range: Range<usize>,
+    groups: &[Group],
+    layerwise: bool,
+) -> Vec<Part> {
     let mut parts: Vec<Part> = Vec::new();
     let mut add = |part: Part| match parts.last_mut() {
         _ if part.len == 0 => {}
@@ -124,8 +136,13 @@ mod tests {
         assert_eq!(parts(&layout, 0..16, &[], false), plain);
         let scaled = |len, tensor| Part { scaled_by: Some(tensor), ..part(len, 1.0, None, true) };
         assert_eq!(parts(&layout, 2..16, &[], true), [scaled(4, 0), scaled(4, 1), plain[1]]);
-        let group = |names: &str, lr_factor, weight_decay| Group { names: names.into(), lr_factor, weight_decay };
-        let groups = [group("a.*", 0.5, None), group("*.bias", 2.0, Some(0.1)), group("b.*", 9.0, None)];
+        let group = |names: &str, lr_factor, weight_decay| Group {
+            names: names.into(),
+            lr_factor,
+            weight_decay,
+        };
+        let groups =
+            [group("a.*", 0.5, None), group("*.bias", 2.0, Some(0.1)), group("b.*", 9.0, None)];
         let expected = [
             part(6, 0.5, None, true),
             part(4, 9.0, None, true),
@@ -134,7 +151,10 @@ mod tests {
             part(1, 1.0, None, false),
         ];
         assert_eq!(parts(&layout, 0..16, &groups, false), expected);
-        assert_eq!(parts(&layout, 8..12, &groups, false), [part(2, 9.0, None, true), part(2, 0.5, None, false)]);
+        assert_eq!(
+            parts(&layout, 8..12, &groups, false),
+            [part(2, 9.0, None, true), part(2, 0.5, None, false)]
+        );
         assert_eq!(expected.map(|part| part.decay(0.3)), [0.3, 0.3, 0.0, 0.1, 0.0]);
     }
 }

@@ -14,7 +14,8 @@ pub use trust::Pair;
 /// Name of the running average of the parameters, where one is kept, among the buffers of state.
 pub const AVERAGE: &str = "ema";
 
-/// Name of the momentum of the outer step, where replicas train apart and have one, among the buffers of state.
+/// Name of the momentum of the outer step, where replicas train apart and have one, among the
+/// buffers of state.
 pub const OUTER_MOMENTUM: &str = "outer_momentum";
 
 /// The update rule with its constants.
@@ -38,8 +39,8 @@ pub enum UpdateRule {
     },
     /// One that looks at an element at a time.
     Elementwise(Elementwise),
-    /// LAMB (You et al., "Large batch optimization for deep learning", 2020): AdamW whose step of each matrix is scaled to the
-    /// matrix's own norm.
+    /// LAMB (You et al., "Large batch optimization for deep learning", 2020): AdamW whose step of
+    /// each matrix is scaled to the matrix's own norm.
     Lamb {
         /// Decay of the first moment.
         beta1: f32,
@@ -48,8 +49,8 @@ pub enum UpdateRule {
         /// Added to the root of the second moment.
         eps: f32,
     },
-    /// LARS (You, Gitman and Ginsburg, "Large batch training of convolutional networks", 2017): SGD whose gradient of each
-    /// matrix is scaled to a part of the matrix's own norm.
+    /// LARS (You, Gitman and Ginsburg, "Large batch training of convolutional networks", 2017): SGD
+    /// whose gradient of each matrix is scaled to a part of the matrix's own norm.
     Lars {
         /// Decay of the momentum buffer.
         momentum: f32,
@@ -64,9 +65,9 @@ impl UpdateRule {
     /// Names of the state buffers, each as long as the parameters.
     pub fn state(&self) -> &'static [&'static str] {
         match self {
-            UpdateRule::AdamW { .. } | UpdateRule::Lamb { .. } | UpdateRule::Elementwise(Elementwise::Adam { .. }) => {
-                &["m", "v"]
-            }
+            UpdateRule::AdamW { .. }
+            | UpdateRule::Lamb { .. }
+            | UpdateRule::Elementwise(Elementwise::Adam { .. }) => &["m", "v"],
             UpdateRule::Sgd { .. } | UpdateRule::Lars { .. } => &["momentum"],
             UpdateRule::Elementwise(Elementwise::Adagrad { .. }) => &["sum"],
             UpdateRule::Elementwise(Elementwise::RmsProp { .. }) => &["v", "momentum"],
@@ -91,8 +92,9 @@ pub struct Update {
 }
 
 impl UpdateRule {
-    /// Updates the window `params` and the same window of every state buffer from the gradient. The new parameters go
-    /// to `copy` as well, if there is one; digests of all that changes go to `audit`, if there is one.
+    /// Updates the window `params` and the same window of every state buffer from the gradient. The
+    /// new parameters go to `copy` as well, if there is one; digests of all that changes go to
+    /// `audit`, if there is one.
     ///
     /// # Errors
     /// The device failed.
@@ -116,15 +118,29 @@ impl UpdateRule {
                 backend.adamw(constants, grad, next(), next(), params, copy, audit)
             }
             UpdateRule::Lamb { beta1, beta2, eps } => {
-                let constants = AdamW { lr: lr * trust, beta1, beta2, eps, weight_decay, step, grad_scale };
+                let constants =
+                    AdamW { lr: lr * trust, beta1, beta2, eps, weight_decay, step, grad_scale };
                 backend.adamw(constants, grad, next(), next(), params, copy, audit)
             }
-            UpdateRule::Sgd { momentum, nesterov } => {
-                backend.sgd(Sgd { lr, momentum, nesterov, weight_decay, grad_scale }, grad, next(), params, copy, audit)
-            }
+            UpdateRule::Sgd { momentum, nesterov } => backend.sgd(
+                Sgd { lr, momentum, nesterov, weight_decay, grad_scale },
+                grad,
+                next(),
+                params,
+                copy,
+                audit,
+            ),
             UpdateRule::Lars { momentum, nesterov, .. } => {
-                let (weight_decay, grad_scale) = (trust * weight_decay, trust * grad_scale);
-                backend.sgd(Sgd { lr, momentum, nesterov, weight_decay, grad_scale }, grad, next(), params, copy, audit)
+                let weight_decay = trust * weight_decay;
+                let grad_scale = trust * grad_scale;
+                backend.sgd(
+                    Sgd { lr, momentum, nesterov, weight_decay, grad_scale },
+                    grad,
+                    next(),
+                    params,
+                    copy,
+                    audit,
+                )
             }
             UpdateRule::Elementwise(rule) => {
                 let update = Elements { rule, lr, weight_decay, step, grad_scale };

@@ -12,7 +12,8 @@ pub enum Shape {
     Linear,
     /// Along half a cosine to the minimum (Loshchilov and Hutter, "SGDR", 2017, without restarts).
     Cosine,
-    /// Warm-up, stable, decay: constant, then a straight line over the last steps (Hu et al., "MiniCPM", 2024).
+    /// Warm-up, stable, decay: constant, then a straight line over the last steps (Hu et al.,
+    /// "MiniCPM", 2024).
     Wsd,
 }
 
@@ -34,8 +35,8 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// The rate of step `step`, counted from 0. A decay reaches the minimum with the last step of the run, unless that belongs to the
-    /// warm-up.
+    /// The rate of step `step`, counted from 0. A decay reaches the minimum with the last step of
+    /// the run, unless that belongs to the warm-up.
     pub fn rate(&self, step: u64) -> f64 {
         if step < self.warmup {
             return self.peak * (step + 1) as f64 / self.warmup as f64;
@@ -96,7 +97,8 @@ mod tests {
     fn the_last_step_has_the_minimum() {
         for shape in [Shape::Linear, Shape::Cosine, Shape::Wsd] {
             for total in (11..400).chain([1 << 20, (1 << 40) + 7]) {
-                let s = Schedule { total, decay: total / 10, min: 0.1, peak: 0.3, ..schedule(shape) };
+                let s =
+                    Schedule { total, decay: total / 10, min: 0.1, peak: 0.3, ..schedule(shape) };
                 assert_eq!(s.rate(total - 1), s.min, "{shape:?} over {total} steps");
                 let falls = (11..total.min(500)).all(|step| s.rate(step) <= s.rate(step - 1));
                 assert!(falls, "{shape:?} over {total} steps");

@@ -1,11 +1,12 @@
-//! Scaling of a tensor's step in LAMB and LARS: by norms of the whole tensor, whose parts ranks may share.
+//! Scaling of a tensor's step in LAMB and LARS: by norms of the whole tensor, whose parts ranks may
+//! share.
 
 use super::{Update, UpdateRule};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{AdamW, Kernels};
 
-/// Two numbers of a tensor, or of a part of it: the square of the norm of its parameters, and of the norm that is compared
-/// with: LAMB's of the step, LARS' of the gradient.
+/// Two numbers of a tensor, or of a part of it: the square of the norm of its parameters, and of
+/// the norm that is compared with: LAMB's of the step, LARS' of the gradient.
 pub type Pair<T> = [T; 2];
 
 impl UpdateRule {
@@ -14,7 +15,8 @@ impl UpdateRule {
         matches!(self, UpdateRule::Lamb { .. } | UpdateRule::Lars { .. })
     }
 
-    /// The squares of a part of a tensor, from the same windows as [`UpdateRule::update`] has, which stay as they are.
+    /// The squares of a part of a tensor, from the same windows as [`UpdateRule::update`] has,
+    /// which stay as they are.
     ///
     /// # Errors
     /// The device failed, or the rule is none of these two.
@@ -46,7 +48,8 @@ impl UpdateRule {
         }
         let factor = match *self {
             UpdateRule::Lars { trust, .. } => {
-                f64::from(trust) * norm / (compared * f64::from(grad_scale) + f64::from(weight_decay) * norm)
+                f64::from(trust) * norm
+                    / (compared * f64::from(grad_scale) + f64::from(weight_decay) * norm)
             }
             _ => norm / compared,
         };

@@ -37,7 +37,8 @@ pub struct Reduced<'a, B: Kernels> {
 }
 
 impl<B: Kernels> Sharded<B> {
-    /// The last backward of a lane begins: gets ready for the gradients that other stages have of this stage's units.
+    /// The last backward of a lane begins: gets ready for the gradients that other stages have of
+    /// this stage's units.
     ///
     /// # Errors
     /// Out of memory.
@@ -56,17 +57,21 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// A message between stages failed.
     pub fn lane_done(&mut self, unit: usize, last: bool) -> Result<()> {
-        if let (Some(loan), Some(part)) = (self.stage.borrowed[unit], self.units[unit].borrowed.take()) {
+        if let (Some(loan), Some(part)) =
+            (self.stage.borrowed[unit], self.units[unit].borrowed.take())
+        {
             match loan.from {
                 None => self.units[loan.slot].returned.push(part),
-                // The communication thread gives the buffer back to its pool; an error of it fails the next request.
+                // The communication thread gives the buffer back to its pool; an error of it fails
+                // the next request.
                 Some(from) => {
                     let name = &self.guests[loan.slot - self.units.len()].layout.name;
                     drop(self.groups.ties.with_label(name).send(from, part));
                 }
             }
         }
-        let (of_unit, others) = std::mem::take(&mut self.expected).into_iter().partition(|(slot, _)| *slot == unit);
+        let (of_unit, others) =
+            std::mem::take(&mut self.expected).into_iter().partition(|(slot, _)| *slot == unit);
         self.expected = others;
         let of_unit: Vec<(usize, Pending<B::Buf>)> = of_unit;
         for (_, part) in of_unit {
@@ -98,32 +103,48 @@ impl<B: Kernels> Sharded<B> {
                 Storage::Central => replicas.reduce_after(scattered, range),
             }));
             if self.keep.grads == Lifetime::Use {
-                // Full gradients live for their use: those of the unit before have had this block's time to be reduced.
-                std::mem::take(&mut self.started).into_iter().try_for_each(|before| self.land(before))?;
+                // Full gradients live for their use: those of the unit before have had this block's
+                // time to be reduced.
+                std::mem::take(&mut self.started)
+                    .into_iter()
+                    .try_for_each(|before| self.land(before))?;
             }
             self.started.push(unit);
             if self.host.is_some() {
                 // Gradients go down as soon as they can, beside the backwards that are left.
-                let arrived = self.started.iter().take_while(|&&unit| self.units[unit].has_arrived()).count();
-                self.started.drain(..arrived).collect::<Vec<_>>().into_iter().try_for_each(|unit| self.land(unit))?;
+                let arrived =
+                    self.started.iter().take_while(|&&unit| self.units[unit].has_arrived()).count();
+                self.started
+                    .drain(..arrived)
+                    .collect::<Vec<_>>()
+                    .into_iter()
+                    .try_for_each(|unit| self.land(unit))?;
             }
         }
         Ok(())
     }
 
-    /// Waits for all reductions and agrees on the sum of the lanes' losses and the global gradient norm: with all ranks,
-    /// or where replicas train apart, with those of its own.
-    /// `losses` are those of this rank's lanes, in order, where it tells them: the last stage does, the first of each tensor group; `compute` is the seconds it has computed in this step. All
-    /// ranks receive the `flags` of each.
+    /// Waits for all reductions and agrees on the sum of the lanes' losses and the global gradient
+    /// norm: with all ranks, or where replicas train apart, with those of its own. `losses` are
+    /// those of this rank's lanes, in order, where it tells them: the last stage does, the first of
+    /// each tensor group; `compute` is the seconds it has computed in this step. All ranks receive
+    /// the `flags` of each.
     ///
     /// # Errors
     /// A reduction failed.
-    pub fn reduce(&mut self, losses: &[f64], compute: f64, flags: ControlFlags) -> Result<ReducedStep> {
-        // Every rank gets every lane's loss and the squares of every unit's virtual shards, and adds them in the same order.
+    pub fn reduce(
+        &mut self,
+        losses: &[f64],
+        compute: f64,
+        flags: ControlFlags,
+    ) -> Result<ReducedStep> {
+        // Every rank gets every lane's loss and the squares of every unit's virtual shards, and
+        // adds them in the same order.
         let squares = self.squares()?;
         let mine = StepSummary { compute, flags, losses: losses.to_vec(), squares };
         let messages = self.groups.step.world.gather_bytes(mine.encode()).wait()?;
-        let told: Vec<StepSummary> = messages.iter().map(|one| StepSummary::decode(one)).collect::<Result<_>>()?;
+        let told: Vec<StepSummary> =
+            messages.iter().map(|one| StepSummary::decode(one)).collect::<Result<_>>()?;
         let losses: Vec<f64> = told.iter().flat_map(|one| one.losses.iter().copied()).collect();
         let squares = sum_of_squares(
             told.iter().map(|one| &one.squares),
@@ -138,10 +159,14 @@ impl<B: Kernels> Sharded<B> {
         })
     }
 
-    /// Waits for all reductions; the squares of this rank's virtual shards of every unit, those on the host first.
+    /// Waits for all reductions; the squares of this rank's virtual shards of every unit, those on
+    /// the host first.
     fn squares(&mut self) -> Result<Squares> {
         self.backend.end_weight_reuse();
-        let mut values = self.tables.as_mut().map_or(Ok(vec![]), |tables| tables.squares().map(|told| told.values))?;
+        let mut values = self
+            .tables
+            .as_mut()
+            .map_or(Ok(vec![]), |tables| tables.squares().map(|told| told.values))?;
         std::mem::take(&mut self.started).into_iter().try_for_each(|unit| self.land(unit))?;
         for unit in &mut self.units {
             let Some(Reduction::Done(sum)) = &mut unit.reduction else {
@@ -183,16 +208,19 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Waits for a reduction's end. Of a full buffer that lives for its use the owned part is kept, or goes to the host alone.
+    /// Waits for a reduction's end. Of a full buffer that lives for its use the owned part is kept,
+    /// or goes to the host alone.
     fn land(&mut self, index: usize) -> Result<()> {
         // Its copy has had the time of a block's backward.
         self.let_go()?;
-        let (shards, parts) = (self.virtual_shards(&self.groups.step.replica), self.parts());
+        let shards = self.virtual_shards(&self.groups.step.replica);
+        let parts = self.parts();
         let unit = &mut self.units[index];
         let Some(Reduction::InFlight(pending)) = unit.reduction.take() else {
             return Err(Error::internal("no reduction to wait for"));
         };
-        let (full, owned) = (pending.wait()?, unit.owner.range());
+        let full = pending.wait()?;
+        let owned = unit.owner.range();
         // Read while it is on its way through the caches, and while the next units are reduced.
         let square = |shard| {
             let counted = unit.layout.counted(unit.layout.part(shard, parts));
@@ -220,7 +248,8 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Virtual shards of this rank's part of a unit: [`VirtualRanks::total`](crate::VirtualRanks) for each tensor lane.
+    /// Virtual shards of this rank's part of a unit: [`VirtualRanks::total`](crate::VirtualRanks)
+    /// for each tensor lane.
     pub(super) fn parts(&self) -> usize {
         self.slices.held.len() * self.lanes.total
     }
@@ -230,8 +259,8 @@ impl<B: Kernels> Sharded<B> {
         self.slices.held.start * self.lanes.total
     }
 
-    /// Those that lie in this rank's owned range and fall to it, where the ranks of `copies`, which own the same range, divide them
-    /// among themselves. None on a rank that owns nothing.
+    /// Those that lie in this rank's owned range and fall to it, where the ranks of `copies`, which
+    /// own the same range, divide them among themselves. None on a rank that owns nothing.
     pub(super) fn virtual_shards(&self, copies: &Group<B>) -> Range<usize> {
         let of_shard = part(self.parts(), self.groups.shard.rank(), self.groups.shard.size());
         let mine = match self.storage {

@@ -12,8 +12,8 @@ use hpctrain_device::Kernels;
 pub type Histograms = BTreeMap<String, Histogram>;
 
 impl<B: Kernels> Sharded<B> {
-    /// The gradients of step `step`, counted from 1, are to be counted once they are reduced. Where replicas train apart it is those
-    /// of the first one.
+    /// The gradients of step `step`, counted from 1, are to be counted once they are reduced. Where
+    /// replicas train apart it is those of the first one.
     pub fn count_gradients_of(&mut self, step: u64) {
         if let Some(tables) = &mut self.tables {
             tables.count_gradients_of(step);
@@ -21,14 +21,17 @@ impl<B: Kernels> Sharded<B> {
         self.counts = Some((step, Histograms::new()));
     }
 
-    /// This rank's part of the histograms that were asked for; empty where it owns nothing, or where that step was not taken.
+    /// This rank's part of the histograms that were asked for; empty where it owns nothing, or
+    /// where that step was not taken.
     pub fn counted_gradients(&mut self) -> Histograms {
-        let mut found = self.tables.as_mut().map_or_else(Histograms::new, |tables| tables.counted_gradients());
+        let mut found =
+            self.tables.as_mut().map_or_else(Histograms::new, |tables| tables.counted_gradients());
         found.extend(self.counts.take().into_iter().flat_map(|(_, found)| found));
         found
     }
 
-    /// Between [`Sharded::reduce`] and the update of step `step`: counts the gradients if they were asked for.
+    /// Between [`Sharded::reduce`] and the update of step `step`: counts the gradients if they were
+    /// asked for.
     ///
     /// # Errors
     /// The device failed.
@@ -47,11 +50,15 @@ impl<B: Kernels> Sharded<B> {
         if !shards.is_empty() {
             let parts = self.parts();
             for reduced in self.gradients()? {
-                let (layout, owned) = (reduced.layout, reduced.range);
-                let mine = layout.part(shards.start, parts).start..layout.part(shards.end - 1, parts).end;
-                let (until, from) = (mine.end - owned.start, mine.start - owned.start);
+                let layout = reduced.layout;
+                let owned = reduced.range;
+                let mine =
+                    layout.part(shards.start, parts).start..layout.part(shards.end - 1, parts).end;
+                let until = mine.end - owned.start;
+                let from = mine.start - owned.start;
                 let mut host = vec![0.0; mine.len()];
-                self.backend.download(B::split_at(B::split_at(reduced.grad, until).0, from).1, &mut host)?;
+                self.backend
+                    .download(B::split_at(B::split_at(reduced.grad, until).0, from).1, &mut host)?;
                 for piece in layout.pieces(mine).filter(|piece| piece.tensor.average.is_none()) {
                     found.entry(piece.tensor.name.clone()).or_default().add(&host[piece.of_owned]);
                 }
@@ -61,8 +68,8 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// This rank's part of the histograms of all parameters; empty where it owns nothing. Of replicas that train apart it is the
-    /// one whose turn it is; after an average all are equal.
+    /// This rank's part of the histograms of all parameters; empty where it owns nothing. Of
+    /// replicas that train apart it is the one whose turn it is; after an average all are equal.
     ///
     /// # Errors
     /// A gather under way or the device failed.
@@ -79,7 +86,8 @@ impl<B: Kernels> Sharded<B> {
     }
 }
 
-/// The histograms of whole tensors, from the parts that the ranks of a group have of them. Collective.
+/// The histograms of whole tensors, from the parts that the ranks of a group have of them.
+/// Collective.
 ///
 /// # Errors
 /// A message failed.

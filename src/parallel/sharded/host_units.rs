@@ -1,7 +1,8 @@
 //! Units on the host: tables whose rows it looks up for a device.
 //!
-//! They are a [`Sharded`] of their own, of the host's backend, over groups of the same ranks. The engine computes with it; all that
-//! is done to every unit between two steps - norm, update, audit, checkpoint - passes through the device's one.
+//! They are a [`Sharded`] of their own, of the host's backend, over groups of the same ranks. The
+//! engine computes with it; all that is done to every unit between two steps - norm, update, audit,
+//! checkpoint - passes through the device's one.
 
 use super::{Owned, Sharded};
 use crate::optimizer_shard::Values;

@@ -19,14 +19,16 @@ impl<B: Kernels> Sharded<B> {
         self.replicas_here() * self.groups.replica.rank()
     }
 
-    /// The next replica of this rank takes its turn. After as many turns as there are it is the first one's again.
+    /// The next replica of this rank takes its turn. After as many turns as there are it is the
+    /// first one's again.
     pub fn next_replica(&mut self) {
         self.units.iter_mut().for_each(|unit| unit.next_replica());
         self.guests.iter_mut().for_each(|guest| guest.next_replica());
     }
 
-    /// Averages parameters and optimizer state over the replicas, on all ranks, and takes the outer step, if there is one: after it
-    /// all replicas are equal. One message a unit, on the replica axis. It is the first replica's turn, before and after.
+    /// Averages parameters and optimizer state over the replicas, on all ranks, and takes the outer
+    /// step, if there is one: after it all replicas are equal. One message a unit, on the replica
+    /// axis. It is the first replica's turn, before and after.
     ///
     /// # Errors
     /// The device, or a message between ranks, failed.
@@ -55,16 +57,22 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Starts the sum of the replicas' shares of a unit: over those of this rank, then over all ranks.
+    /// Starts the sum of the replicas' shares of a unit: over those of this rank, then over all
+    /// ranks.
     fn sum_of_replicas(&mut self, index: usize) -> Result<Pending<B::Buf>> {
-        let replicas = self.averaging.ok_or_else(|| Error::internal("an average of one replica"))?.replicas;
-        let (backend, here) = (&self.backend, self.replicas_here());
+        let replicas =
+            self.averaging.ok_or_else(|| Error::internal("an average of one replica"))?.replicas;
+        let backend = &self.backend;
+        let here = self.replicas_here();
         let unit = &mut self.units[index];
         let add = |into: &mut B::Buf, from: B::Buf| backend.add(B::all(&from), B::all_mut(into));
         let mut tree = Tree::default();
         for _ in 0..here {
             unit.params.wait()?;
-            tree.push(unit.owner.scaled_state(backend, 1.0 / replicas as f32, unit.params.here())?, add)?;
+            tree.push(
+                unit.owner.scaled_state(backend, 1.0 / replicas as f32, unit.params.here())?,
+                add,
+            )?;
             unit.next_replica();
         }
         let sum = tree.finish(add)?.ok_or_else(|| Error::internal("a rank without replica"))?;
@@ -74,10 +82,12 @@ impl<B: Kernels> Sharded<B> {
 
     /// Gives the mean of a unit to all replicas of this rank.
     fn apply_average(&mut self, index: usize, mean: Pending<B::Buf>) -> Result<()> {
-        let (mean, here) = (mean.wait()?, self.replicas_here());
+        let mean = mean.wait()?;
+        let here = self.replicas_here();
         let unit = &mut self.units[index];
         for _ in 0..here {
-            // Where full parameters live for their use, those that were gathered ahead are the old ones.
+            // Where full parameters live for their use, those that were gathered ahead are the old
+            // ones.
             match self.keep.params {
                 Lifetime::Step => unit.owner.apply_average(&mean, unit.params.wait()?)?,
                 Lifetime::Use => {

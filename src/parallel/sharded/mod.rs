@@ -1,21 +1,23 @@
-//! Storage of a stage's units over its shard × replica mesh: DDP, ZeRO-1, -2, -3 and hybrid sharding are one mesh shape
-//! and one [`ShardingPolicy`] each.
+//! Storage of a stage's units over its shard × replica mesh: DDP, ZeRO-1, -2, -3 and hybrid
+//! sharding are one mesh shape and one [`ShardingPolicy`] each.
 //!
-//! A gradient's journey: blocks add into a unit's flat buffer; at the end of a lane the buffer joins the rank's
-//! tree of lanes; after the last lane the sum moves to the communication thread, which reduces it while the
-//! next block computes; [`Sharded::reduce`] waits for all and agrees on loss and norm; [`Sharded::update`] lets
-//! each [`OptimizerShard`] update its range and gathers the parameters again.
+//! A gradient's journey: blocks add into a unit's flat buffer; at the end of a lane the buffer
+//! joins the rank's tree of lanes; after the last lane the sum moves to the communication thread,
+//! which reduces it while the next block computes; [`Sharded::reduce`] waits for all and agrees on
+//! loss and norm; [`Sharded::update`] lets each [`OptimizerShard`] update its range and gathers the
+//! parameters again.
 //!
-//! A block that borrows another block's parameters adds its gradient into a buffer of its own. At the end of a lane it is
-//! added to the lender's, so that the order of additions does not depend on the place of the two blocks: in one stage of
-//! the pipeline, or in two, between which the buffer is sent.
+//! A block that borrows another block's parameters adds its gradient into a buffer of its own. At
+//! the end of a lane it is added to the lender's, so that the order of additions does not depend on
+//! the place of the two blocks: in one stage of the pipeline, or in two, between which the buffer
+//! is sent.
 //!
-//! Parameters that do not live always are gathered ahead of their use: a pass states its order of blocks
-//! ([`Sharded::begin_step`]), and a window slides along it ([`Prefetch`]).
+//! Parameters that do not live always are gathered ahead of their use: a pass states its order of
+//! blocks ([`Sharded::begin_step`]), and a window slides along it ([`Prefetch`]).
 //!
-//! Where full gradients live for their use only, the reduction of one block is waited for once the reduction of the
-//! next one has been requested: two of them are whole at once, besides a lent one. Otherwise nothing is waited for
-//! before the end of the step.
+//! Where full gradients live for their use only, the reduction of one block is waited for once the
+//! reduction of the next one has been requested: two of them are whole at once, besides a lent one.
+//! Otherwise nothing is waited for before the end of the step.
 
 mod gradients;
 mod histograms;
@@ -100,8 +102,9 @@ pub struct Sharded<B: Kernels> {
 }
 
 impl<B: Kernels> Sharded<B> {
-    /// Storage for the units of `stage`, of a network of `blocks` that were made for `slices`, initialised from `seed`: the same values for any mesh.
-    /// Without a seed it is zero, to be restored; without updates there is no optimizer state.
+    /// Storage for the units of `stage`, of a network of `blocks` that were made for `slices`,
+    /// initialised from `seed`: the same values for any mesh. Without a seed it is zero, to be
+    /// restored; without updates there is no optimizer state.
     ///
     /// # Errors
     /// Out of memory, or the first gather failed.
@@ -117,7 +120,8 @@ impl<B: Kernels> Sharded<B> {
         stage: Stage,
         seed: Option<u64>,
     ) -> Result<Self> {
-        let (shards, shard) = (groups.shard.size(), groups.shard.rank());
+        let shards = groups.shard.size();
+        let shard = groups.shard.rank();
         let keep = keep.over(shards);
         let averaging = updates.as_ref().and_then(|updates| updates.averaging);
         let storage = updates.as_ref().map_or(Storage::Ranks, |updates| updates.storage);
@@ -126,20 +130,35 @@ impl<B: Kernels> Sharded<B> {
         let host = updates.as_ref().and_then(|updates| updates.host.clone());
         let host = host.map(|cpu| Host::new(&backend, cpu)).transpose()?;
         let groups_of = updates.as_ref().map_or(&[][..], |updates| &updates.groups);
-        let network: Vec<UnitLayout> =
-            blocks.iter().map(|block| UnitLayout::sliced(block.name(), block.tensors(), lanes.total, slices)).collect();
+        let network: Vec<UnitLayout> = blocks
+            .iter()
+            .map(|block| UnitLayout::sliced(block.name(), block.tensors(), lanes.total, slices))
+            .collect();
         let mut units = Vec::with_capacity(stage.units.len());
         for layout in &network[stage.units.clone()] {
-            let owned = if storage.owns(groups.replica.rank()) { layout.part(shard, shards) } else { 0..0 };
+            let owned =
+                if storage.owns(groups.replica.rank()) { layout.part(shard, shards) } else { 0..0 };
             let full = initial(layout, seed);
-            let (values, are_full_here) = (&full[owned.clone()], keep.params == Lifetime::Step);
-            let (host, updates) = (host.as_ref(), updates.as_ref());
+            let values = &full[owned.clone()];
+            let are_full_here = keep.params == Lifetime::Step;
+            let host = host.as_ref();
+            let updates = updates.as_ref();
             let replica = || {
                 let params = match keep.params {
-                    Lifetime::Step => BufferState::Here(backend.upload(MemoryKind::Parameters, &full)?),
+                    Lifetime::Step => {
+                        BufferState::Here(backend.upload(MemoryKind::Parameters, &full)?)
+                    }
                     Lifetime::Use => BufferState::Gone,
                 };
-                let owner = OptimizerShard::new(&backend, host, updates, layout, owned.clone(), values, are_full_here)?;
+                let owner = OptimizerShard::new(
+                    &backend,
+                    host,
+                    updates,
+                    layout,
+                    owned.clone(),
+                    values,
+                    are_full_here,
+                )?;
                 Ok(InactiveReplica { owner, params })
             };
             let InactiveReplica { owner, params } = replica()?;
@@ -160,13 +179,16 @@ impl<B: Kernels> Sharded<B> {
         }
         let guest = |guest: &TiedUnit| {
             let layout = network[guest.unit].clone();
-            let (range, full) = (layout.part(shard, shards), initial(&layout, seed));
-            let mut guest = TiedReplica::new(&backend, layout, guest.stage, range, keep.params, &full)?;
+            let range = layout.part(shard, shards);
+            let full = initial(&layout, seed);
+            let mut guest =
+                TiedReplica::new(&backend, layout, guest.stage, range, keep.params, &full)?;
             (1..held).try_for_each(|_| guest.add_replica(&backend, keep.params, &full))?;
             Ok(guest)
         };
         let guests = stage.guests.iter().map(guest).collect::<Result<_>>()?;
-        let (rule, average) = updates.map_or((None, None), |updates| (Some(updates.rule), updates.average));
+        let (rule, average) =
+            updates.map_or((None, None), |updates| (Some(updates.rule), updates.average));
         Ok(Self {
             backend,
             groups,
@@ -254,7 +276,8 @@ impl<B: Kernels> Sharded<B> {
         self.groups.data.stats().blocked
     }
 
-    /// A step begins: blocks of the stage will take their turns in its order, which is the same on all ranks of the stage.
+    /// A step begins: blocks of the stage will take their turns in its order, which is the same on
+    /// all ranks of the stage.
     pub fn begin_step(&mut self, schedule: StepSchedule) {
         if let Some(tables) = &mut self.tables {
             tables.begin_step(schedule);
@@ -278,7 +301,8 @@ impl<B: Kernels> Sharded<B> {
         self.reuses = false;
     }
 
-    /// Parameters of unit `unit` and of the one that its block borrows, whose turn it is, gathered if they are not here.
+    /// Parameters of unit `unit` and of the one that its block borrows, whose turn it is, gathered
+    /// if they are not here.
     ///
     /// # Errors
     /// The gather failed.
@@ -286,7 +310,8 @@ impl<B: Kernels> Sharded<B> {
         let borrowed = self.stage.borrowed[unit];
         self.fetch(BlockUse { own: unit, lent: borrowed.map(|loan| loan.slot) })?;
         let lent_section = borrowed.map_or(0, |loan| self.section(loan.slot));
-        let (own, lent) = (self.full(unit)?, borrowed.map(|loan| self.full(loan.slot)).transpose()?);
+        let own = self.full(unit)?;
+        let lent = borrowed.map(|loan| self.full(loan.slot)).transpose()?;
         Ok(Params { own, section: self.section(unit), lent, lent_section })
     }
 
@@ -301,21 +326,28 @@ impl<B: Kernels> Sharded<B> {
         let own = &mut self.units[unit];
         let section = own.layout.section;
         let first = own.open_grads(&self.backend)?;
-        let lent_first = loan.map_or(Ok(false), |loan| own.open_borrowed(&self.backend, loan.len))?;
+        let lent_first =
+            loan.map_or(Ok(false), |loan| own.open_borrowed(&self.backend, loan.len))?;
         let (before, own) = self.units.split_at_mut(unit);
         let (own, after) = own.split_first_mut().ok_or_else(|| Error::internal("no such unit"))?;
         let missing = || Error::internal("parameters or gradients are not here");
         let lent = match loan {
             None => None,
             Some(TiedImport { slot, .. }) => {
-                let guest = || self.guests.get(slot - unit - 1 - after.len()).map(|guest| &guest.params);
+                let guest =
+                    || self.guests.get(slot - unit - 1 - after.len()).map(|guest| &guest.params);
                 let lender = before.get(slot).map_or_else(guest, |unit| Some(&unit.params));
                 Some(B::all(lender.and_then(BufferState::here).ok_or_else(missing)?))
             }
         };
         let grads = own.grads.as_mut().ok_or_else(missing)?;
         Ok((
-            Params { own: B::all(own.params.here().ok_or_else(missing)?), section, lent, lent_section },
+            Params {
+                own: B::all(own.params.here().ok_or_else(missing)?),
+                section,
+                lent,
+                lent_section,
+            },
             Grads {
                 own: B::all_mut(grads),
                 first,
@@ -326,18 +358,23 @@ impl<B: Kernels> Sharded<B> {
         ))
     }
 
-    /// The gradients of a unit that a backward of this lane has begun; `first` if overwritten ones hold nothing yet.
+    /// The gradients of a unit that a backward of this lane has begun; `first` if overwritten ones
+    /// hold nothing yet.
     ///
     /// # Errors
     /// No backward has.
     pub fn open_grads(&mut self, unit: usize, first: bool) -> Result<Grads<'_, B>> {
         let unit = &mut self.units[unit];
-        let grads = unit.grads.as_mut().ok_or_else(|| Error::internal("gradients that no backward has begun"))?;
+        let grads = unit
+            .grads
+            .as_mut()
+            .ok_or_else(|| Error::internal("gradients that no backward has begun"))?;
         let lent = unit.borrowed.as_mut().map(B::all_mut);
         Ok(Grads { own: B::all_mut(grads), first, lent, lent_first: first, later: None })
     }
 
-    /// A block's turn ends: parameters that live for their use only are given up, unless the next turns want them.
+    /// A block's turn ends: parameters that live for their use only are given up, unless the next
+    /// turns want them.
     pub fn release(&mut self) {
         for index in self.prefetch.pass(self.keep.ahead) {
             if self.keep.params == Lifetime::Use {
@@ -346,10 +383,16 @@ impl<B: Kernels> Sharded<B> {
         }
     }
 
-    /// Starts the gathers that the turn under way and the next ones want, and waits for those of `visit`.
+    /// Starts the gathers that the turn under way and the next ones want, and waits for those of
+    /// `visit`.
     fn fetch(&mut self, visit: BlockUse) -> Result<()> {
-        debug_assert_eq!(self.prefetch.turn(), Some(visit), "blocks take their turns in the order of the pass");
-        // Those that were started for earlier turns, before the next ones are: compute does not wait for these.
+        debug_assert_eq!(
+            self.prefetch.turn(),
+            Some(visit),
+            "blocks take their turns in the order of the pass"
+        );
+        // Those that were started for earlier turns, before the next ones are: compute does not
+        // wait for these.
         self.arrived()?;
         let wanted: Vec<usize> = self.prefetch.wanted(self.keep.ahead).collect();
         let is_late = visit.units().any(|index| matches!(self.slot(index).1, BufferState::Gone));
@@ -415,15 +458,18 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Sends the updated owned part of full parameters to the ranks that do not own it: first, where storage is central, to the
-    /// other replicas, then to the other shards.
+    /// Sends the updated owned part of full parameters to the ranks that do not own it: first,
+    /// where storage is central, to the other replicas, then to the other shards.
     fn spread(&mut self, unit: usize) {
-        let BufferState::Here(full) = std::mem::replace(&mut self.units[unit].params, BufferState::Gone) else {
+        let BufferState::Here(full) =
+            std::mem::replace(&mut self.units[unit].params, BufferState::Gone)
+        else {
             return;
         };
         let range = self.shard_of(unit);
         let Unit { layout, params, .. } = &mut self.units[unit];
-        let [shard, replica] = [&self.groups.shard, &self.groups.replica].map(|group| group.with_label(&layout.name));
+        let [shard, replica] =
+            [&self.groups.shard, &self.groups.replica].map(|group| group.with_label(&layout.name));
         let full = match self.storage {
             Storage::Ranks => Pending::ready(full),
             Storage::Central => replica.broadcast_range(full, range),
@@ -452,6 +498,9 @@ impl<B: Kernels> Sharded<B> {
             None => &self.units[slot].params,
             Some(guest) => &self.guests[guest].params,
         };
-        params.here().map(B::all).ok_or_else(|| Error::internal("parameters used before they were gathered"))
+        params
+            .here()
+            .map(B::all)
+            .ok_or_else(|| Error::internal("parameters used before they were gathered"))
     }
 }

@@ -1,8 +1,9 @@
-//! Restoring from a checkpoint: every rank reads a share of the values, the part that it would save, and sends it to the
-//! ranks that store the same values. All ranks together read one copy of the checkpoint, whatever the layout.
+//! Restoring from a checkpoint: every rank reads a share of the values, the part that it would
+//! save, and sends it to the ranks that store the same values. All ranks together read one copy of
+//! the checkpoint, whatever the layout.
 //!
-//! A rank that cannot read, or whose device fails, goes on with zeros until the last message, because the others wait for
-//! it. It returns its error then.
+//! A rank that cannot read, or whose device fails, goes on with zeros until the last message,
+//! because the others wait for it. It returns its error then.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -16,7 +17,8 @@ use hpctrain_comm::Group;
 use hpctrain_device::{Kernels, MemoryKind};
 
 /// Gives the values of a range of a tensor, as [`Sharded::restore`] has it.
-type Read<'a> = dyn FnMut(&str, usize, Option<&Range<usize>>, Range<usize>, &mut [f32]) -> Result<()> + 'a;
+type Read<'a> =
+    dyn FnMut(&str, usize, Option<&Range<usize>>, Range<usize>, &mut [f32]) -> Result<()> + 'a;
 
 /// Elements that all ranks of a group together send at once.
 const ROOM: usize = 1 << 24;
@@ -38,12 +40,14 @@ impl<B: Kernels> Sharded<B> {
         ranges
     }
 
-    /// Replaces parameters and optimizer state by the values that `read(tensor, part, columns, range, out)` gives: part 0 is
-    /// the parameters, part k the k-th of [`Sharded::state_names`]. The range counts flat elements of the tensor, or of
-    /// these columns of it if there are any. Collective: each rank reads a share, the ranges of [`Sharded::restored`].
+    /// Replaces parameters and optimizer state by the values that `read(tensor, part, columns,
+    /// range, out)` gives: part 0 is the parameters, part k the k-th of [`Sharded::state_names`].
+    /// The range counts flat elements of the tensor, or of these columns of it if there are any.
+    /// Collective: each rank reads a share, the ranges of [`Sharded::restored`].
     ///
     /// # Errors
-    /// Returns the first error of `read` or of the device on this rank, or an error if a message between ranks failed.
+    /// Returns the first error of `read` or of the device on this rank, or an error if a message
+    /// between ranks failed.
     pub fn restore(
         &mut self,
         mut read: impl FnMut(&str, usize, Option<&Range<usize>>, Range<usize>, &mut [f32]) -> Result<()>,
@@ -66,7 +70,9 @@ impl<B: Kernels> Sharded<B> {
 
     /// As [`Sharded::restore`], of the replica whose turn it is.
     fn restore_replica(&mut self, source: &mut Source<'_>) -> Result<()> {
-        let (share, backend, params) = (self.share(), &self.backend, self.keep.params);
+        let share = self.share();
+        let backend = &self.backend;
+        let params = self.keep.params;
         let of_data = Exchange { group: &self.groups.data, share: &share, storage: self.storage };
         let of_replicas = Exchange { group: &self.groups.replica, ..of_data };
         for unit in &mut self.units {
@@ -120,7 +126,10 @@ impl Share {
         let of_shard = layout.part(self.shard[0], self.shard[1]);
         match self.parts.is_empty() {
             true => of_shard.start..of_shard.start,
-            false => layout.part(self.parts.start, self.of).start..layout.part(self.parts.end - 1, self.of).end,
+            false => {
+                layout.part(self.parts.start, self.of).start
+                    ..layout.part(self.parts.end - 1, self.of).end
+            }
         }
     }
 }
@@ -149,7 +158,11 @@ impl Source<'_> {
     ///
     /// # Errors
     /// Returns an error if a message between ranks failed.
-    fn full<B: Kernels>(&mut self, layout: &UnitLayout, exchange: &Exchange<'_, B>) -> Result<Vec<f32>> {
+    fn full<B: Kernels>(
+        &mut self,
+        layout: &UnitLayout,
+        exchange: &Exchange<'_, B>,
+    ) -> Result<Vec<f32>> {
         let longest = match exchange.storage {
             Storage::Ranks => exchange.share.of(layout).len(),
             Storage::Central => layout.part(exchange.share.shard[0], exchange.share.shard[1]).len(),
@@ -176,7 +189,8 @@ impl Source<'_> {
         self.values(layout, part, range, exchange, longest)
     }
 
-    /// The values of `range`, of which each rank of the group reads its share, `longest` elements or none.
+    /// The values of `range`, of which each rank of the group reads its share, `longest` elements
+    /// or none.
     fn values<B: Kernels>(
         &mut self,
         layout: &UnitLayout,
@@ -187,17 +201,25 @@ impl Source<'_> {
     ) -> Result<Vec<f32>> {
         let mut values = vec![0.0; range.len()];
         let share = exchange.share.of(layout);
-        let mine = share.start.clamp(range.start, range.end)..share.end.clamp(range.start, range.end);
+        let mine =
+            share.start.clamp(range.start, range.end)..share.end.clamp(range.start, range.end);
         if self.failed.is_none() {
-            let read = self.read(layout, part, &mine, &mut values[mine.start - range.start..][..mine.len()]);
+            let read = self.read(
+                layout,
+                part,
+                &mine,
+                &mut values[mine.start - range.start..][..mine.len()],
+            );
             self.keep(read);
         }
         let group = exchange.group.with_label(&layout.name);
         let room = (ROOM / group.size()).max(1);
         let steps = if group.size() == 1 { 0 } else { longest.div_ceil(room) };
         for step in 0..steps {
-            let sent = (mine.start + step * room).min(mine.end)..(mine.start + (step + 1) * room).min(mine.end);
-            let message = message(sent.start, &values[sent.start - range.start..sent.end - range.start]);
+            let sent = (mine.start + step * room).min(mine.end)
+                ..(mine.start + (step + 1) * room).min(mine.end);
+            let message =
+                message(sent.start, &values[sent.start - range.start..sent.end - range.start]);
             for theirs in group.gather_bytes(message).wait()? {
                 put(&theirs, &range, &mut values)?;
             }
@@ -206,9 +228,16 @@ impl Source<'_> {
     }
 
     /// Reads a range of a unit into `out`.
-    fn read(&mut self, layout: &UnitLayout, part: usize, range: &Range<usize>, out: &mut [f32]) -> Result<()> {
+    fn read(
+        &mut self,
+        layout: &UnitLayout,
+        part: usize,
+        range: &Range<usize>,
+        out: &mut [f32],
+    ) -> Result<()> {
         for piece in layout.stored(range.clone()) {
-            let (tensor, columns) = (&piece.tensor.name, piece.columns.as_ref());
+            let tensor = &piece.tensor.name;
+            let columns = piece.columns.as_ref();
             (self.read)(tensor, part, columns, piece.of_tensor, &mut out[piece.of_owned])?;
         }
         Ok(())
@@ -222,7 +251,8 @@ fn message(start: usize, values: &[f32]) -> Vec<u8> {
 
 /// Puts the elements in a message where they belong among the values of `range`.
 fn put(message: &[u8], range: &Range<usize>, values: &mut [f32]) -> Result<()> {
-    let malformed = || Error::comm(format!("a message of {} bytes with values of {range:?}", message.len()));
+    let malformed =
+        || Error::comm(format!("a message of {} bytes with values of {range:?}", message.len()));
     let (start, sent) = message.split_first_chunk().ok_or_else(malformed)?;
     let start = u64::from_le_bytes(*start) as usize;
     let first = start.checked_sub(range.start).ok_or_else(malformed)?;
@@ -242,8 +272,12 @@ mod tests {
         put(&message(11, &[1.0, 2.0]), &(10..14), &mut values).unwrap();
         put(&message(10, &[]), &(10..14), &mut values).unwrap();
         assert_eq!(values, [0.0, 1.0, 2.0, 0.0]);
-        for refused in [message(9, &[1.0]), message(13, &[1.0, 2.0]), message(15, &[]), vec![1, 2]] {
-            assert_eq!(put(&refused, &(10..14), &mut values).unwrap_err().kind(), hpctrain_base::error::Kind::Comm);
+        for refused in [message(9, &[1.0]), message(13, &[1.0, 2.0]), message(15, &[]), vec![1, 2]]
+        {
+            assert_eq!(
+                put(&refused, &(10..14), &mut values).unwrap_err().kind(),
+                hpctrain_base::error::Kind::Comm
+            );
         }
         assert_eq!(values, [0.0, 1.0, 2.0, 0.0]);
     }

@@ -16,8 +16,9 @@ struct Told {
 }
 
 impl<B: Kernels> Sharded<B> {
-    /// Before the update of step `step`: looks whether the last update has found all as the one before had left it, and every so
-    /// many steps whether replicas have the same values. Collective over replicas. Without audits nothing.
+    /// Before the update of step `step`: looks whether the last update has found all as the one
+    /// before had left it, and every so many steps whether replicas have the same values.
+    /// Collective over replicas. Without audits nothing.
     ///
     /// # Errors
     /// Values have changed, or differ; or a message failed.
@@ -32,22 +33,34 @@ impl<B: Kernels> Sharded<B> {
         let mut digests = Vec::with_capacity(self.units.len());
         for unit in &mut self.units {
             let digest = unit.owner.digest();
-            digests.push(digest.map_err(|e| e.at(format_args!("step {step}: {} on {place}", unit.layout.name)))?);
+            digests.push(
+                digest.map_err(|e| {
+                    e.at(format_args!("step {step}: {} on {place}", unit.layout.name))
+                })?,
+            );
         }
         if !compares {
             return Ok(());
         }
-        let mine = serde_json::to_vec(&Told { place, digests }).map_err(|e| Error::internal(e.to_string()))?;
+        let mine = serde_json::to_vec(&Told { place, digests })
+            .map_err(|e| Error::internal(e.to_string()))?;
         let told = self.groups.step.replica.gather_bytes(mine).wait()?;
         let malformed = |e| Error::comm(format!("another rank sent malformed digests: {e}"));
-        let told: Vec<Told> =
-            told.iter().map(|one| serde_json::from_slice(one)).collect::<Result<_, _>>().map_err(malformed)?;
+        let told: Vec<Told> = told
+            .iter()
+            .map(|one| serde_json::from_slice(one))
+            .collect::<Result<_, _>>()
+            .map_err(malformed)?;
         for (index, unit) in self.units.iter().enumerate() {
             let digest = |one: &Told| one.digests.get(index).copied().flatten();
-            let of_unit: Vec<(&str, Option<u64>)> = told.iter().map(|one| (one.place.as_str(), digest(one))).collect();
+            let of_unit: Vec<(&str, Option<u64>)> =
+                told.iter().map(|one| (one.place.as_str(), digest(one))).collect();
             if let Some(who) = odd_ones(&of_unit) {
                 audits.doubtful_since = Some(good);
-                let told = format!("step {step}: parameters or optimizer state of {} {who}", unit.layout.name);
+                let told = format!(
+                    "step {step}: parameters or optimizer state of {} {who}",
+                    unit.layout.name
+                );
                 return Err(Error::corrupted(told).hint(format!(
                     "arithmetic or memory of a machine fails there: continue with --resume auto without it; checkpoints after \
                      step {good} count as damaged"
@@ -58,8 +71,8 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Compares all that this rank owns with the values that the last update has left: before they are saved. Without audits
-    /// nothing.
+    /// Compares all that this rank owns with the values that the last update has left: before they
+    /// are saved. Without audits nothing.
     ///
     /// # Errors
     /// Values have changed.
@@ -79,8 +92,8 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// The last step at which an audit has found replicas equal, or the first; none without audits, or with one replica, which
-    /// is compared with nobody.
+    /// The last step at which an audit has found replicas equal, or the first; none without audits,
+    /// or with one replica, which is compared with nobody.
     pub fn audited(&self) -> Option<u64> {
         self.audits.filter(|_| self.groups.step.replica.size() > 1).and_then(|audits| audits.good)
     }
@@ -92,19 +105,24 @@ impl<B: Kernels> Sharded<B> {
     }
 }
 
-/// The places whose digest is not that of most others, or all where there are no most; none where all agree. Those without a digest
-/// own nothing.
+/// The places whose digest is not that of most others, or all where there are no most; none where
+/// all agree. Those without a digest own nothing.
 fn odd_ones(digests: &[(&str, Option<u64>)]) -> Option<String> {
-    let known: Vec<(&str, u64)> = digests.iter().filter_map(|(place, digest)| Some((*place, (*digest)?))).collect();
+    let known: Vec<(&str, u64)> =
+        digests.iter().filter_map(|(place, digest)| Some((*place, (*digest)?))).collect();
     let count = |wanted: u64| known.iter().filter(|(_, digest)| *digest == wanted).count();
     let (_, most) = known.iter().max_by_key(|(_, digest)| count(*digest))?;
-    let odd: Vec<&str> = known.iter().filter(|(_, digest)| digest != most).map(|(place, _)| *place).collect();
+    let odd: Vec<&str> =
+        known.iter().filter(|(_, digest)| digest != most).map(|(place, _)| *place).collect();
     if odd.is_empty() {
         return None;
     }
     if 2 * odd.len() < known.len() {
         let others = known.len() - odd.len();
-        return Some(format!("on {} differ from those of the {others} other replicas", odd.join(", ")));
+        return Some(format!(
+            "on {} differ from those of the {others} other replicas",
+            odd.join(", ")
+        ));
     }
     let all: Vec<&str> = known.iter().map(|(place, _)| *place).collect();
     Some(format!("differ between {}", all.join(", ")))
@@ -127,6 +145,9 @@ mod tests {
         assert_eq!(found(&[Some(1), Some(2)]).unwrap(), "differ between a, b");
         let one = found(&[Some(1), Some(1), Some(3), Some(1)]).unwrap();
         assert_eq!(one, "on c differ from those of the 3 other replicas");
-        assert_eq!(found(&[Some(1), Some(1), Some(2), Some(2)]).unwrap(), "differ between a, b, c, d");
+        assert_eq!(
+            found(&[Some(1), Some(1), Some(2), Some(2)]).unwrap(),
+            "differ between a, b, c, d"
+        );
     }
 }

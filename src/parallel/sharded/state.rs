@@ -21,8 +21,9 @@ pub struct Owned<'a, B: Kernels> {
 }
 
 impl<B: Kernels> Sharded<B> {
-    /// The parts of the units that this rank, and no other, writes to a checkpoint; none where it owns nothing. Of replicas that train apart it is the one
-    /// whose turn it is; after an average all are equal.
+    /// The parts of the units that this rank, and no other, writes to a checkpoint; none where it
+    /// owns nothing. Of replicas that train apart it is the one whose turn it is; after an average
+    /// all are equal.
     ///
     /// # Errors
     /// A gather under way failed.
@@ -37,7 +38,8 @@ impl<B: Kernels> Sharded<B> {
         }
         let mut owned = Self::owned_on_host(self.tables.as_deref_mut())?;
         for unit in &self.units {
-            let range = unit.layout.part(shards.start, total).start..unit.layout.part(shards.end - 1, total).end;
+            let range = unit.layout.part(shards.start, total).start
+                ..unit.layout.part(shards.end - 1, total).end;
             let (params, state) = unit.owner.values(range.clone(), unit.params.here())?;
             owned.push(Owned { layout: &unit.layout, range, params, state });
         }

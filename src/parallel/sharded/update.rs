@@ -1,4 +1,5 @@
-//! The update of the owned ranges, and the journey of new parameters: to the other shards, and to stages that borrow them.
+//! The update of the owned ranges, and the journey of new parameters: to the other shards, and to
+//! stages that borrow them.
 
 use std::ops::Range;
 
@@ -15,7 +16,8 @@ use hpctrain_device::{Kernels, MemoryKind};
 use hpctrain_nn::optim::UpdateRule;
 
 impl<B: Kernels> Sharded<B> {
-    /// The factor on the step of every tensor of every unit where the rule scales them by norms; nothing elsewhere.
+    /// The factor on the step of every tensor of every unit where the rule scales them by norms;
+    /// nothing elsewhere.
     ///
     /// # Errors
     /// The device or a message between ranks failed.
@@ -24,7 +26,8 @@ impl<B: Kernels> Sharded<B> {
             return Ok(vec![vec![]; self.units.len()]);
         };
         let shards = self.virtual_shards(&self.groups.step.replica);
-        let (parts, before) = (self.parts(), self.first_virtual_shard());
+        let parts = self.parts();
+        let before = self.first_virtual_shard();
         let mut measured = Vec::new();
         let mut first = 0;
         for unit in &mut self.units {
@@ -33,9 +36,12 @@ impl<B: Kernels> Sharded<B> {
                 return Err(Error::internal("an update without gradient"));
             };
             for shard in shards.clone() {
-                let (range, grad) = (unit.layout.part(shard, parts), B::view(&sum.grad, sum.window.clone()));
+                let range = unit.layout.part(shard, parts);
+                let grad = B::view(&sum.grad, sum.window.clone());
                 let start = range.start;
-                for (tensor, squares) in unit.owner.squares(hyper, range, grad, unit.params.here())? {
+                for (tensor, squares) in
+                    unit.owner.squares(hyper, range, grad, unit.params.here())?
+                {
                     if unit.layout.is_copy(start, tensor) {
                         continue;
                     }
@@ -54,7 +60,10 @@ impl<B: Kernels> Sharded<B> {
         let mut squares = norms::whole(&messages, all, first)?.into_iter();
         let of_unit = |unit: &Unit<B>| {
             let decays = unit.tensors.iter().map(|part| part.decay(hyper.weight_decay));
-            decays.zip(&mut squares).map(|(decay, squares)| rule.trust(squares, decay, hyper.grad_scale)).collect()
+            decays
+                .zip(&mut squares)
+                .map(|(decay, squares)| rule.trust(squares, decay, hyper.grad_scale))
+                .collect()
         };
         Ok(self.units.iter().map(of_unit).collect())
     }
@@ -90,7 +99,8 @@ impl<B: Kernels> Sharded<B> {
         self.borrow()
     }
 
-    /// Hands updated parameters of a unit out, to the ranks whose full ones live always and to stages that borrow it.
+    /// Hands updated parameters of a unit out, to the ranks whose full ones live always and to
+    /// stages that borrow it.
     fn publish(&mut self, index: usize) -> Result<()> {
         match (self.storage, self.keep.params) {
             (Storage::Ranks, Lifetime::Step) => {
@@ -107,8 +117,8 @@ impl<B: Kernels> Sharded<B> {
         }
     }
 
-    /// Lets parameters and their running average take each other's places, where one is kept: before an evaluation, and after
-    /// it. Collective.
+    /// Lets parameters and their running average take each other's places, where one is kept:
+    /// before an evaluation, and after it. Collective.
     ///
     /// # Errors
     /// The device or a gather failed.
@@ -138,12 +148,16 @@ impl<B: Kernels> Sharded<B> {
         self.borrow()
     }
 
-    /// Replaces a range of the parameters of a unit, which another process has updated. Full parameters live always.
+    /// Replaces a range of the parameters of a unit, which another process has updated. Full
+    /// parameters live always.
     ///
     /// # Errors
     /// They do not, or the device failed.
     pub fn set(&mut self, unit: usize, range: Range<usize>, values: &[f32]) -> Result<()> {
-        let full = self.units[unit].params.wait()?.ok_or_else(|| Error::internal("parameters that are not here"))?;
+        let full = self.units[unit]
+            .params
+            .wait()?
+            .ok_or_else(|| Error::internal("parameters that are not here"))?;
         self.backend.write(values, B::view_mut(full, range))
     }
 
@@ -174,7 +188,9 @@ impl<B: Kernels> Sharded<B> {
             let unit = &mut self.units[index];
             let mut part = self.backend.alloc(MemoryKind::Parameters, range.len())?;
             match (self.keep.params, unit.params.wait()?) {
-                (Lifetime::Step, Some(full)) => self.backend.copy(B::view(full, range), B::all_mut(&mut part))?,
+                (Lifetime::Step, Some(full)) => {
+                    self.backend.copy(B::view(full, range), B::all_mut(&mut part))?
+                }
                 _ => unit.owner.copy_into(&mut part, 0..range.len())?,
             }
             // As a gradient that is returned, the buffer goes back to its pool.
@@ -187,7 +203,8 @@ impl<B: Kernels> Sharded<B> {
     pub(super) fn borrow(&mut self) -> Result<()> {
         for guest in 0..self.guests.len() {
             let TiedReplica { layout, from, .. } = &self.guests[guest];
-            let part = self.backend.alloc(MemoryKind::Parameters, self.guests[guest].range().len())?;
+            let part =
+                self.backend.alloc(MemoryKind::Parameters, self.guests[guest].range().len())?;
             let part = self.groups.ties.with_label(&layout.name).recv(*from, part).wait()?;
             if let Some(full) = self.guests[guest].renew(&self.backend, part)? {
                 self.all_gather(self.units.len() + guest, full);

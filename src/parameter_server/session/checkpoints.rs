@@ -22,7 +22,8 @@ impl Session<'_> {
         {
             return Ok(number);
         }
-        let (generation, number) = (self.terms.generation, self.cut.map_or(1, |(_, number)| number + 1));
+        let generation = self.terms.generation;
+        let number = self.cut.map_or(1, |(_, number)| number + 1);
         let copied = self.fleet.all(|_| ServerRequest::Cut { generation, cut: number })?;
         // Where workers go on meanwhile, it has updates of steps to come.
         let updates = copied.iter().filter_map(|answer| match answer {
@@ -61,8 +62,14 @@ impl Session<'_> {
         }
         self.record_epoch_loss()?;
         let cut = self.cut()?;
-        self.saving =
-            Some(begin(&self.save_thread, &self.job, &self.save_fleet, self.terms.generation, cut, self.progress));
+        self.saving = Some(begin(
+            &self.save_thread,
+            &self.job,
+            &self.save_fleet,
+            self.terms.generation,
+            cut,
+            self.progress,
+        ));
         (self.saved, self.save_now) = (Some(step), false);
         self.stop_requests.save_begun();
         if !self.plan.config.checkpoint.asynchronous {
@@ -71,7 +78,8 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Without validation data, notes the loss by which the checkpoint of this step is compared with others.
+    /// Without validation data, notes the loss by which the checkpoint of this step is compared
+    /// with others.
     fn record_epoch_loss(&mut self) -> Result<()> {
         let step = self.progress.step;
         let Records { epoch_loss: Some(epoch), .. } = &self.records else { return Ok(()) };
@@ -84,8 +92,8 @@ impl Session<'_> {
         self.recorded(written)
     }
 
-    /// Goes on if the file system has refused a record for a short time: opens the files anew, while the run is this
-    /// process's.
+    /// Goes on if the file system has refused a record for a short time: opens the files anew,
+    /// while the run is this process's.
     pub(super) fn recorded(&mut self, written: Result<()>) -> Result<()> {
         if written.is_err() && self.directory.check().is_ok() {
             // A file that cannot be opened fails with the next write, too.
@@ -98,13 +106,16 @@ impl Session<'_> {
         self.note_saved(true)
     }
 
-    /// Notes the end of the save under way, for which it may wait. One that the file system has refused is due again.
+    /// Notes the end of the save under way, for which it may wait. One that the file system has
+    /// refused is due again.
     fn note_saved(&mut self, waits: bool) -> Result<(), SessionError> {
         if self.saving.is_none() {
             let mut fleet = self.save_fleet.lock().unwrap_or_else(PoisonError::into_inner);
             return fleet.keep_alive(self.terms.generation);
         }
-        let Some(saving) = self.saving.take_if(|saving| waits || saving.is_done()) else { return Ok(()) };
+        let Some(saving) = self.saving.take_if(|saving| waits || saving.is_done()) else {
+            return Ok(());
+        };
         let Published { took, progress } = match saving.wait() {
             Ok(published) => published,
             Err(SessionError::Failed(e)) if is_outage(&e) => {

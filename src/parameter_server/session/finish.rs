@@ -18,7 +18,10 @@ impl Session<'_> {
     pub(super) fn finish(&mut self, ending: RunOutcome) -> Result<RunOutcome, SessionError> {
         let step = self.progress.step;
         let is_evaluated = self.evaluated.is_some_and(|(at, _)| at == step);
-        if self.plan.config.eval.inline && !is_evaluated && !matches!(ending, RunOutcome::Preempted(_)) {
+        if self.plan.config.eval.inline
+            && !is_evaluated
+            && !matches!(ending, RunOutcome::Preempted(_))
+        {
             self.evaluate()?;
         }
         self.await_saving()?;
@@ -48,8 +51,13 @@ impl Session<'_> {
         if let Some(why) = &why {
             say(format_args!("\nended at step {step}: {why}"));
         }
-        if let (Some((_, loss)), Some(evaluator)) = (self.evaluated.filter(|(at, _)| *at == step), &self.evaluator) {
-            say(format_args!("\nvalidation loss {loss:.4} over {} samples at step {step}", evaluator.samples()));
+        if let (Some((_, loss)), Some(evaluator)) =
+            (self.evaluated.filter(|(at, _)| *at == step), &self.evaluator)
+        {
+            say(format_args!(
+                "\nvalidation loss {loss:.4} over {} samples at step {step}",
+                evaluator.samples()
+            ));
         }
         if !self.terms.is_synchronous() {
             say(format_args!("staleness  {}", self.hub.with(|state| told(state.pool.histogram()))));
@@ -59,7 +67,10 @@ impl Session<'_> {
             say(format_args!("checkpoint in {}", latest.display()));
         }
         if status == Status::Preempted {
-            say(format_args!("continue with --resume auto --set run.name={}", self.directory.name()));
+            say(format_args!(
+                "continue with --resume auto --set run.name={}",
+                self.directory.name()
+            ));
         } else if let Some(median_ms) = self.tally.median_ms() {
             // A finished run that was resumed had nothing left to measure.
             self.outages.at_end(self.card(median_ms).write(&self.directory.card_path()))?;
@@ -72,8 +83,10 @@ impl Session<'_> {
     }
 
     fn card(&self, median_ms: f64) -> RunCard {
-        let (times, job) = (self.tally.times(), &self.job);
-        let parameters = |unit: &UnitLayout| unit.tensors.iter().map(|tensor| tensor.len() as u64).sum::<u64>();
+        let times = self.tally.times();
+        let job = &self.job;
+        let parameters =
+            |unit: &UnitLayout| unit.tensors.iter().map(|tensor| tensor.len() as u64).sum::<u64>();
         RunCard {
             version: env!("CARGO_PKG_VERSION").into(),
             mpi: job.origin.mpi.clone(),
@@ -114,8 +127,11 @@ fn told(histogram: &BTreeMap<u64, u64>) -> String {
     if all == 0 {
         return "of no push".into();
     }
-    let mean = histogram.iter().map(|(staleness, count)| staleness * count).sum::<u64>() as f64 / all as f64;
-    let share = |(staleness, count): (&u64, &u64)| format!("{staleness}: {:.1} %", 100.0 * *count as f64 / all as f64);
+    let mean = histogram.iter().map(|(staleness, count)| staleness * count).sum::<u64>() as f64
+        / all as f64;
+    let share = |(staleness, count): (&u64, &u64)| {
+        format!("{staleness}: {:.1} %", 100.0 * *count as f64 / all as f64)
+    };
     let most: Vec<String> = histogram.iter().take(8).map(share).collect();
     format!("{mean:.2} updates in the mean ({})", most.join(", "))
 }

@@ -32,7 +32,9 @@ use hpctrain_data::{Mix, TrainedOn};
 use hpctrain_engine::{Splits, clip};
 use hpctrain_nn::loss::Objective;
 use hpctrain_nn::optim::Part;
-use hpctrain_parallel::{AllFlags, ControlFlags, Hyper, Norms, Squares, state_names, sum_of_squares, whole_norms};
+use hpctrain_parallel::{
+    AllFlags, ControlFlags, Hyper, Norms, Squares, state_names, sum_of_squares, whole_norms,
+};
 use hpctrain_train::evaluate::Evaluator;
 use hpctrain_train::{IoFailureTolerance, Records, StopRequests, TimeLimit, fresh_id};
 
@@ -112,16 +114,29 @@ impl<'a> Session<'a> {
             _ => (terms.start, terms.start.step, Done::default()),
         };
         let samples = splits.train.samples();
-        let epoch_loss = splits.validation.is_none().then(|| EpochLoss::new(samples, plan.config.batch.global));
+        let epoch_loss =
+            splits.validation.is_none().then(|| EpochLoss::new(samples, plan.config.batch.global));
         let records = Records::open(directory, &plan, progress.step, None, epoch_loss)?;
-        let (shares, is_synchronous) = (terms.shares(&plan), terms.is_synchronous());
+        let shares = terms.shares(&plan);
+        let is_synchronous = terms.is_synchronous();
         let predictions = if is_synchronous { plan.tokens_per_step() / shares } else { 0 };
         let of_share = plan.config.batch.global / shares;
-        let tally = WorkerMetrics::open(&directory.workers_path(), told, &plan.config.log, of_share, predictions)?;
+        let tally = WorkerMetrics::open(
+            &directory.workers_path(),
+            told,
+            &plan.config.log,
+            of_share,
+            predictions,
+        )?;
         let parameters: u64 = layouts(&plan).iter().map(|unit| unit.padded as u64).sum();
         let budget = TimeLimit::new(plan.config.run.time_limit, started, 12 * parameters);
         budget.check()?;
-        let stop_requests = StopRequests::new(true, budget, directory.marks(), plan.config.checkpoint.every_seconds);
+        let stop_requests = StopRequests::new(
+            true,
+            budget,
+            directory.marks(),
+            plan.config.checkpoint.every_seconds,
+        );
         let job = SaveContext {
             checkpoints: directory.checkpoints(),
             config: plan.config.clone(),
@@ -137,15 +152,27 @@ impl<'a> Session<'a> {
             records: vec![directory.metrics_path()],
             state: state_names(Some(plan.rule), plan.average, None),
         };
-        let (of_eval, chunk) = (plan.config.eval.samples, plan.config.eval.batch);
+        let of_eval = plan.config.eval.samples;
+        let chunk = plan.config.eval.batch;
         // The workers read the samples; here they are counted.
-        let evaluator = splits.validation.as_ref().map(|validation| Evaluator::counting(&**validation, of_eval, chunk));
-        let evaluator = evaluator.map(|evaluator| evaluator.naming(Mix::names(&plan.config.data.mix)));
+        let evaluator = splits
+            .validation
+            .as_ref()
+            .map(|validation| Evaluator::counting(&**validation, of_eval, chunk));
+        let evaluator =
+            evaluator.map(|evaluator| evaluator.naming(Mix::names(&plan.config.data.mix)));
         let outages = IoFailureTolerance::new(plan.config.checkpoint.tolerate, progress.step > 0);
         let first_ticket = (unix_time() * 1e3) as u64;
-        let mut pool = WorkScheduler::new(plan.config.servers.staleness, plan.config.servers.lease, first_ticket);
+        let mut pool = WorkScheduler::new(
+            plan.config.servers.staleness,
+            plan.config.servers.lease,
+            first_ticket,
+        );
         if !terms.is_synchronous() {
-            pool.begin_batches(done, (plan.config.run.steps - terms.start.step) * terms.workers as u64);
+            pool.begin_batches(
+                done,
+                (plan.config.run.steps - terms.start.step) * terms.workers as u64,
+            );
         }
         let digest = splits.train.fingerprint().map(|fingerprint| fingerprint.digest());
         hub.with(|state| {
@@ -154,7 +181,8 @@ impl<'a> Session<'a> {
         });
         let save_fleet = Arc::new(Mutex::new(fleet.with_long_timeout(terms.generation)?));
         let found = evaluations::read(&directory.evaluations_path())?;
-        let evaluated = evaluations::validation_loss(found.known(), progress.step).map(|loss| (progress.step, loss));
+        let evaluated = evaluations::validation_loss(found.known(), progress.step)
+            .map(|loss| (progress.step, loss));
         Ok(Self {
             hub,
             directory,
@@ -208,15 +236,26 @@ impl<'a> Session<'a> {
         let ranges: usize = pieces.iter().map(Vec::len).sum();
         let staleness = &self.plan.config.servers.staleness;
         say(format_args!("run        {}", self.directory.path().display()));
-        say(format_args!("servers    {}, {ranges} ranges, on {}", addresses.len(), addresses.join(", ")));
-        let lanes =
-            if self.terms.is_synchronous() { format!(", {} lanes a step", self.plan.lanes) } else { String::new() };
+        say(format_args!(
+            "servers    {}, {ranges} ranges, on {}",
+            addresses.len(),
+            addresses.join(", ")
+        ));
+        let lanes = if self.terms.is_synchronous() {
+            format!(", {} lanes a step", self.plan.lanes)
+        } else {
+            String::new()
+        };
         say(format_args!("workers    {workers}, staleness {staleness}{lanes}"));
         let step = self.progress.step;
         match from {
             StartPoint::Seed => {}
-            StartPoint::Checkpoint(path) => say(format_args!("resumed    step {step} of {}", path.display())),
-            StartPoint::Journal(_) => say(format_args!("resumed    step {step}, on servers that have it still")),
+            StartPoint::Checkpoint(path) => {
+                say(format_args!("resumed    step {step} of {}", path.display()))
+            }
+            StartPoint::Journal(_) => {
+                say(format_args!("resumed    step {step}, on servers that have it still"))
+            }
         }
         say("");
     }
@@ -224,8 +263,10 @@ impl<'a> Session<'a> {
     /// Takes steps until training is to end.
     fn steps(&mut self) -> Result<RunOutcome, SessionError> {
         while self.ending.is_none() && self.progress.step < self.plan.config.run.steps {
-            let (began, start) = (Instant::now(), now());
-            let decided = if self.terms.is_synchronous() { self.sync_step()? } else { self.async_step()? };
+            let began = Instant::now();
+            let start = now();
+            let decided =
+                if self.terms.is_synchronous() { self.sync_step()? } else { self.async_step()? };
             let Some(decided) = decided else { break };
             let decided = CommittedStep { seconds: began.elapsed().as_secs_f64(), ..decided };
             self.append_to_wal(&decided);
@@ -237,7 +278,9 @@ impl<'a> Session<'a> {
     /// Keeps a step before its update, so that a coordinator after this one can go on from it.
     fn append_to_wal(&self, decided: &CommittedStep) {
         let batches = self.hub.with(|state| state.pool.done_batches());
-        let (generation, before, decided) = (self.terms.generation, self.progress, decided.clone());
+        let generation = self.terms.generation;
+        let before = self.progress;
+        let decided = decided.clone();
         let kept = self.journal.decide(&Entry { generation, before, decided, batches });
         // An earlier step must not be taken for the last one.
         if let Err(e) = kept {
@@ -249,9 +292,15 @@ impl<'a> Session<'a> {
     /// Updates the parameters by a step, records it, and does all that is due after it.
     fn end_step(&mut self, decided: &CommittedStep, start: u64) -> Result<(), SessionError> {
         let began = Instant::now();
-        let (generation, step) = (self.terms.generation, self.progress.step);
+        let generation = self.terms.generation;
+        let step = self.progress.step;
         if let Some(Update { hyper, trust }) = &decided.update {
-            self.fleet.all(|_| ServerRequest::Update { generation, step, hyper: *hyper, trust: trust.clone() })?;
+            self.fleet.all(|_| ServerRequest::Update {
+                generation,
+                step,
+                hyper: *hyper,
+                trust: trust.clone(),
+            })?;
             self.progress.updates += u64::from(hyper.is_some());
         }
         self.progress.position = decided.position;
@@ -265,7 +314,8 @@ impl<'a> Session<'a> {
 
     /// A step that all workers take together; none if the run is to end before.
     fn sync_step(&mut self) -> Result<Option<CommittedStep>, SessionError> {
-        let (step, lanes) = (self.progress.step, self.plan.lanes);
+        let step = self.progress.step;
+        let lanes = self.plan.lanes;
         self.hub.with(|state| state.pool.begin_step(step, lanes));
         let stop_requests = &self.stop_requests;
         let done = self.hub.wait(|state| match state.pool.step_result() {
@@ -295,7 +345,8 @@ impl<'a> Session<'a> {
     /// The norm of the gradient of a step, whose lanes have all come.
     fn norm(&mut self, step: u64) -> Result<f64, SessionError> {
         let generation = self.terms.generation;
-        let (answers, lanes) = (self.fleet.all(|_| ServerRequest::Squares { generation, step })?, self.plan.lanes);
+        let answers = self.fleet.all(|_| ServerRequest::Squares { generation, step })?;
+        let lanes = self.plan.lanes;
         let layouts = layouts(&self.plan);
         let mut told = Vec::new();
         for (pieces, answer) in self.terms.pieces.iter().zip(answers) {
@@ -303,17 +354,22 @@ impl<'a> Session<'a> {
             for (piece, bits) in pieces.iter().zip(squares) {
                 let size = layouts[piece.unit].padded / lanes;
                 let values: Vec<f64> = bits.into_iter().map(f64::from_bits).collect();
-                let (first_unit, first_shard, shards) = (piece.unit, piece.range.start / size, values.len());
+                let first_unit = piece.unit;
+                let first_shard = piece.range.start / size;
+                let shards = values.len();
                 told.push(Squares { first_unit, first_shard, shards, values });
             }
         }
         Ok(sum_of_squares(told.iter(), layouts.len(), lanes)?.sqrt())
     }
 
-    /// The factor on the step of every tensor of every unit, where the rule scales them by norms: bits.
+    /// The factor on the step of every tensor of every unit, where the rule scales them by norms:
+    /// bits.
     fn trust(&mut self, hyper: Hyper) -> Result<Vec<Vec<u32>>, SessionError> {
-        let (generation, lanes) = (self.terms.generation, self.plan.lanes);
-        let answers = self.fleet.all(|_| ServerRequest::Norms { generation, hyper: hyper.into() })?;
+        let generation = self.terms.generation;
+        let lanes = self.plan.lanes;
+        let answers =
+            self.fleet.all(|_| ServerRequest::Norms { generation, hyper: hyper.into() })?;
         let layouts = layouts(&self.plan);
         let tensors: usize = layouts.iter().map(|layout| layout.tensors.len()).sum();
         let mut norms = Norms::new(0..lanes, tensors);
@@ -328,14 +384,19 @@ impl<'a> Session<'a> {
         let mut factor = |tensor: &Tensor| {
             let part = Part::of(tensor, groups);
             let of_tensor = squares.next().unwrap_or_default();
-            self.plan.rule.trust(of_tensor, part.decay(hyper.weight_decay), hyper.grad_scale).to_bits()
+            self.plan
+                .rule
+                .trust(of_tensor, part.decay(hyper.weight_decay), hyper.grad_scale)
+                .to_bits()
         };
         Ok(layouts.iter().map(|layout| layout.tensors.iter().map(&mut factor).collect()).collect())
     }
 
-    /// As many batches as there are workers: a step, where each goes on by itself. None if the run is to end before.
+    /// As many batches as there are workers: a step, where each goes on by itself. None if the run
+    /// is to end before.
     fn async_step(&mut self) -> Result<Option<CommittedStep>, SessionError> {
-        let (workers, generation) = (self.terms.workers, self.terms.generation);
+        let workers = self.terms.workers;
+        let generation = self.terms.generation;
         let batches = loop {
             let stop_requests = &self.stop_requests;
             let found = self.hub.wait(|state| {
@@ -345,7 +406,8 @@ impl<'a> Session<'a> {
                 }
                 match state.pool.take_batches(workers) {
                     Some(batches) => Some(Ok(Some(batches))),
-                    None => (state.pool.members().is_empty() && stop_requests.must_end()).then_some(Ok(None)),
+                    None => (state.pool.members().is_empty() && stop_requests.must_end())
+                        .then_some(Ok(None)),
                 }
             })?;
             match found {
@@ -368,7 +430,8 @@ impl<'a> Session<'a> {
             skipped: skips > 0,
             compute: mean(|batch| batch.compute),
             seconds: 0.0,
-            position: self.terms.start.position + self.hub.with(|state| state.pool.low()) * of_batch,
+            position: self.terms.start.position
+                + self.hub.with(|state| state.pool.low()) * of_batch,
             update: None,
         }))
     }
@@ -384,7 +447,8 @@ impl<'a> Session<'a> {
         self.plan.config.batch.global
     }
 
-    /// Keeps an event since `start`, for the trace. The run does not end if the trace cannot be written.
+    /// Keeps an event since `start`, for the trace. The run does not end if the trace cannot be
+    /// written.
     fn trace(&self, name: &str, start: u64) {
         let Some(trace) = &self.hub.trace else { return };
         let kept = trace.own(name, start, json!({ "step": self.progress.step }));
@@ -392,7 +456,8 @@ impl<'a> Session<'a> {
     }
 
     fn record(&mut self, taken: &CommittedStep, took: Duration) -> Result<()> {
-        let (step, trained) = (self.progress.step, self.trained());
+        let step = self.progress.step;
+        let trained = self.trained();
         let context = self.plan.network.context() as u64;
         let seconds = took.as_secs_f64();
         let record = Step {
@@ -412,7 +477,10 @@ impl<'a> Session<'a> {
         let written = self.records.stepped(&record);
         let contributions = self.hub.with(|state| state.pool.take_contributions());
         if let Some(board) = &mut self.records.tensorboard {
-            board.staleness(step, &contributions.iter().filter_map(|one| one.staleness).collect::<Vec<_>>());
+            board.staleness(
+                step,
+                &contributions.iter().filter_map(|one| one.staleness).collect::<Vec<_>>(),
+            );
         }
         let tallied = self.tally.step(step, took, taken.skipped, &contributions);
         self.recorded(written.and(tallied))?;
@@ -433,12 +501,18 @@ impl<'a> Session<'a> {
         let step = self.progress.step;
         self.skipped_in_a_row = if taken.skipped { self.skipped_in_a_row + 1 } else { 0 };
         if taken.skipped {
-            log::warn!("step {step}: loss {}, gradient norm {}: update skipped", taken.loss, taken.norm);
+            log::warn!(
+                "step {step}: loss {}, gradient norm {}: update skipped",
+                taken.loss,
+                taken.norm
+            );
         }
         if self.skipped_in_a_row >= self.plan.config.run.max_skipped {
-            let message = format!("step {step}: {} steps in a row were not finite", self.skipped_in_a_row);
-            return Err(Error::numeric(message)
-                .hint("lower optimizer.lr, lengthen schedule.warmup, or lower optimizer.grad_clip"));
+            let message =
+                format!("step {step}: {} steps in a row were not finite", self.skipped_in_a_row);
+            return Err(Error::numeric(message).hint(
+                "lower optimizer.lr, lengthen schedule.warmup, or lower optimizer.grad_clip",
+            ));
         }
         self.directory.check_often()?;
         let flags = self.stop_requests.flags(false);
@@ -457,7 +531,8 @@ impl<'a> Session<'a> {
     /// Whether something that is wanted every so many steps or epochs is due now; 0 wants it never.
     fn is_due(&self, steps: u64, epochs: u64) -> bool {
         let step = self.progress.step;
-        self.plan.is_due(steps, step) || self.plan.is_due_by_epochs(epochs, step, self.trained(), self.train_samples)
+        self.plan.is_due(steps, step)
+            || self.plan.is_due_by_epochs(epochs, step, self.trained(), self.train_samples)
     }
 
     fn evaluate_if_due(&mut self) -> Result<(), SessionError> {
@@ -494,14 +569,16 @@ impl<'a> Session<'a> {
         };
         let Some(evaluator) = &self.evaluator else { return Ok(()) };
         let measures = evaluator.measures(&self.objective, &sums)?;
-        let (step, told) = (self.progress.step, measures.to_string());
+        let step = self.progress.step;
+        let told = measures.to_string();
         self.evaluated = Some((step, measures.loss));
         log::info!("step {step}: {told}");
         self.outages.held(self.directory.check())?;
         let evaluation = measures.evaluation(step).on(evaluator.digest(), evaluator.samples());
         let written = self.records.evaluated(evaluation);
         self.records.progress.say(&format!("step {step:>6}  {told}"));
-        let all = match written.and_then(|()| evaluations::read(&self.directory.evaluations_path())) {
+        let all = match written.and_then(|()| evaluations::read(&self.directory.evaluations_path()))
+        {
             Ok(all) => all,
             Err(e) => return Ok(self.outages.record(Err(e))?),
         };

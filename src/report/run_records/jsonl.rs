@@ -1,4 +1,5 @@
-//! Files of JSON lines as a run leaves them: one that is still written ends within a line, and a disk may damage another.
+//! Files of JSON lines as a run leaves them: one that is still written ends within a line, and a
+//! disk may damage another.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read as _};
 use std::path::Path;
@@ -42,7 +43,8 @@ impl<T> Default for Lines<T> {
 }
 
 impl<T> Lines<T> {
-    /// One line for people about the damage, if there is any: the first damaged line of `file`, and the number of the others.
+    /// One line for people about the damage, if there is any: the first damaged line of `file`, and
+    /// the number of the others.
     pub fn told(&self, file: &str) -> Option<String> {
         let Damage { line, why, .. } = self.damaged.first()?;
         let others = match self.damaged.len() - 1 {
@@ -53,8 +55,9 @@ impl<T> Lines<T> {
     }
 }
 
-/// Reads the records of a file; none where there is no file. A last line without its end is left out unless it is whole, and
-/// lines that a kill has torn before another process has added its own are left out too.
+/// Reads the records of a file; none where there is no file. A last line without its end is left
+/// out unless it is whole, and lines that a kill has torn before another process has added its own
+/// are left out too.
 ///
 /// # Errors
 /// The file cannot be read.
@@ -64,10 +67,14 @@ pub fn read<T: DeserializeOwned>(path: &Path) -> Result<Lines<T>> {
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Lines::default()),
         Err(e) => return Err(Error::io("read", path, e)),
     };
-    read_from(BufReader::with_capacity(1 << 18, file), LONGEST).map_err(|e| Error::io("read", path, e))
+    read_from(BufReader::with_capacity(1 << 18, file), LONGEST)
+        .map_err(|e| Error::io("read", path, e))
 }
 
-fn read_from<T: DeserializeOwned>(mut from: impl BufRead, longest: u64) -> std::io::Result<Lines<T>> {
+fn read_from<T: DeserializeOwned>(
+    mut from: impl BufRead,
+    longest: u64,
+) -> std::io::Result<Lines<T>> {
     let mut found = Lines::default();
     let mut bytes = Vec::new();
     for line in 1.. {
@@ -161,7 +168,8 @@ mod tests {
     fn a_bad_byte_costs_its_line_and_is_told() {
         let lines = of(b"{\"step\":1}\n{\"st\xffep\":2}\n{\"step\":3}\n{\"epoch\":4}\n");
         assert_eq!(steps(&lines), [1, 3]);
-        let seen: Vec<_> = lines.damaged.iter().map(|one| (one.line, one.after, one.is_json)).collect();
+        let seen: Vec<_> =
+            lines.damaged.iter().map(|one| (one.line, one.after, one.is_json)).collect();
         assert_eq!(seen, [(2, 1, false), (4, 2, true)]);
         let told = lines.told("metrics.jsonl").unwrap();
         assert!(told.starts_with("metrics.jsonl: line 2 cannot be read (invalid utf-8"), "{told}");
@@ -170,7 +178,8 @@ mod tests {
 
     #[test]
     fn a_line_without_end_takes_no_memory() {
-        let long = [&b"{\"step\":1}\n"[..], &[b'x'; 200], b"\n{\"step\":2}\n", &[b'x'; 200]].concat();
+        let long =
+            [&b"{\"step\":1}\n"[..], &[b'x'; 200], b"\n{\"step\":2}\n", &[b'x'; 200]].concat();
         let lines = of(&long);
         assert_eq!((steps(&lines), lines.damaged.len()), (vec![1, 2], 1));
         assert!(lines.damaged[0].why.contains("longer than 64"), "{lines:?}");

@@ -1,8 +1,8 @@
-//! The records of a run's directory, read for people and other programs: while the run writes them, after a kill, and where a disk has
-//! damaged some.
+//! The records of a run's directory, read for people and other programs: while the run writes them,
+//! after a kill, and where a disk has damaged some.
 //!
-//! A last line without its end is normal. A damaged line is a gap: the lines beside it count, and a note tells of it. A directory that
-//! is no run, or has the records of another version, is refused.
+//! A last line without its end is normal. A damaged line is a gap: the lines beside it count, and a
+//! note tells of it. A directory that is no run, or has the records of another version, is refused.
 
 mod jsonl;
 
@@ -100,11 +100,14 @@ impl RunRecords {
     /// # Errors
     /// It is no run, or of another version; or the file system refused.
     pub fn open(path: &Path) -> Result<Self> {
-        let directory = RunDirectory::at(std::path::absolute(path).map_err(|e| Error::io("find", path, e))?);
+        let directory =
+            RunDirectory::at(std::path::absolute(path).map_err(|e| Error::io("find", path, e))?);
         let mut notes = Vec::new();
         let (config, settings) = configuration(path, &directory)?;
         let metrics: Lines<Step> = read(&directory.metrics_path())?;
-        if let (true, Some(other)) = (metrics.records.is_empty(), metrics.damaged.iter().find(|one| one.is_json)) {
+        if let (true, Some(other)) =
+            (metrics.records.is_empty(), metrics.damaged.iter().find(|one| one.is_json))
+        {
             let file = path.join("metrics.jsonl");
             return Err(of_another_version(&file, &format!("line {}: {}", other.line, other.why)));
         }
@@ -180,14 +183,21 @@ impl RunRecords {
 }
 
 /// The records of a file of the run, damaged lines noted.
-fn noted<T: serde::de::DeserializeOwned>(run: &Path, file: &str, notes: &mut Vec<String>) -> Result<Vec<T>> {
+fn noted<T: serde::de::DeserializeOwned>(
+    run: &Path,
+    file: &str,
+    notes: &mut Vec<String>,
+) -> Result<Vec<T>> {
     let found = read(&run.join(file))?;
     notes.extend(found.told(file));
     Ok(found.records)
 }
 
 /// Its configuration, as the program knows it and by key.
-fn configuration(path: &Path, directory: &RunDirectory) -> Result<(Config, BTreeMap<String, String>)> {
+fn configuration(
+    path: &Path,
+    directory: &RunDirectory,
+) -> Result<(Config, BTreeMap<String, String>)> {
     let file = path.join("config.toml");
     let text = match safe_open::read_to_string(&directory.config_path()) {
         Ok(text) => text,
@@ -197,7 +207,8 @@ fn configuration(path: &Path, directory: &RunDirectory) -> Result<(Config, BTree
         Err(e) => return Err(Error::io("read", &file, e)),
     };
     let damaged = |e: toml::de::Error| {
-        Error::input(format!("{} is no configuration: {}", file.display(), one_line(&e))).hint(RESTORE)
+        Error::input(format!("{} is no configuration: {}", file.display(), one_line(&e)))
+            .hint(RESTORE)
     };
     let table: toml::Table = toml::from_str(&text).map_err(damaged)?;
     if table.is_empty() {
@@ -237,8 +248,12 @@ fn no_run(path: &Path, directory: &RunDirectory) -> Error {
 }
 
 fn of_another_version(file: &Path, why: &str) -> Error {
-    Error::input(format!("{} is of another version of hpctrain: {why}", file.display()))
-        .hint(format!("this is version {}: read it with the version that wrote it", env!("CARGO_PKG_VERSION")))
+    Error::input(format!("{} is of another version of hpctrain: {why}", file.display())).hint(
+        format!(
+            "this is version {}: read it with the version that wrote it",
+            env!("CARGO_PKG_VERSION")
+        ),
+    )
 }
 
 /// Values by their keys' paths. Lists are values.
@@ -264,15 +279,23 @@ fn saved(checkpoints: &Checkpoints, notes: &mut Vec<String>) -> Result<Vec<Saved
             None
         })
     };
-    let (latest, best) = (named(checkpoints.latest_step()), named(checkpoints.best_step()));
+    let latest = named(checkpoints.latest_step());
+    let best = named(checkpoints.best_step());
     let mut all = Vec::with_capacity(steps.len());
     for step in steps {
         let found = checkpoints.sound(step);
         if let Err(e) = &found {
             notes.push(format!("the checkpoint of step {step}: {}", e.message()));
         }
-        let (bytes, time) = found.map_or((None, None), |found| (Some(found.bytes()), Some(found.origin.time)));
-        all.push(Saved { step, bytes, time, latest: latest == Some(step), best: best == Some(step) });
+        let (bytes, time) =
+            found.map_or((None, None), |found| (Some(found.bytes()), Some(found.origin.time)));
+        all.push(Saved {
+            step,
+            bytes,
+            time,
+            latest: latest == Some(step),
+            best: best == Some(step),
+        });
     }
     Ok(all)
 }
@@ -284,10 +307,16 @@ mod tests {
     /// A run of some steps.
     fn run(steps: &[(u64, f64)]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("config.toml"), Config::default().to_toml().unwrap()).unwrap();
-        let line =
-            |&(step, loss): &(u64, f64)| serde_json::to_string(&Step { step, loss, ..Step::default() }).unwrap() + "\n";
-        std::fs::write(dir.path().join("metrics.jsonl"), steps.iter().map(line).collect::<String>()).unwrap();
+        std::fs::write(dir.path().join("config.toml"), Config::default().to_toml().unwrap())
+            .unwrap();
+        let line = |&(step, loss): &(u64, f64)| {
+            serde_json::to_string(&Step { step, loss, ..Step::default() }).unwrap() + "\n"
+        };
+        std::fs::write(
+            dir.path().join("metrics.jsonl"),
+            steps.iter().map(line).collect::<String>(),
+        )
+        .unwrap();
         dir
     }
 
@@ -314,7 +343,10 @@ mod tests {
         std::fs::write(dir.path().join("eval.jsonl"), "{\"step\":3,\"loss\":2.5,\"perplexity\":null,\"checkpoint\":null,\"time\":1.0,\"classes\":{\"names\":[\"a\",\"b\"],\"confusion\":[[3,1],[0,4]],\"precision\":[1.0,0.8],\"recall\":[0.75,1.0],\"f1\":[0.8,0.8],\"macro\":{\"precision\":0.9,\"recall\":0.875,\"f1\":0.8}}}\n").unwrap();
         let records = RunRecords::open(dir.path()).unwrap();
         assert_eq!(records.steps.iter().map(|step| step.step).collect::<Vec<_>>(), [1, 3]);
-        assert_eq!(records.gaps.iter().map(|gap| (gap.line, gap.after)).collect::<Vec<_>>(), [(2, 1)]);
+        assert_eq!(
+            records.gaps.iter().map(|gap| (gap.line, gap.after)).collect::<Vec<_>>(),
+            [(2, 1)]
+        );
         assert!(
             records.notes.len() == 2 && records.notes[1].starts_with("run.json cannot be read"),
             "{:?}",
@@ -329,7 +361,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let refusal = |path: &Path| {
             let e = RunRecords::open(path).unwrap_err();
-            assert!(e.exit_code() == 2 && e.advice().is_some() && !e.message().contains('\n'), "{e:?}");
+            assert!(
+                e.exit_code() == 2 && e.advice().is_some() && !e.message().contains('\n'),
+                "{e:?}"
+            );
             e.message().to_owned()
         };
         assert!(refusal(&dir.path().join("absent")).contains("no such directory"));
@@ -344,12 +379,17 @@ mod tests {
         assert!(refusal(&run.join("config.toml")).contains("is a file"));
         std::fs::write(run.join("config.toml"), "[run]\nflux = 3\n").unwrap();
         let told = refusal(&run);
-        assert!(told.contains("config.toml is of another version") && told.contains("flux"), "{told}");
+        assert!(
+            told.contains("config.toml is of another version") && told.contains("flux"),
+            "{told}"
+        );
         std::fs::write(run.join("config.toml"), "[run]\nsteps = 3\n").unwrap();
         std::fs::write(run.join("metrics.jsonl"), "{\"iteration\":1}\n").unwrap();
         let told = refusal(&run);
         assert!(
-            told.contains("metrics.jsonl is of another version of hpctrain: line 1: missing field `step`"),
+            told.contains(
+                "metrics.jsonl is of another version of hpctrain: line 1: missing field `step`"
+            ),
             "{told}"
         );
     }

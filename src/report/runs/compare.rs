@@ -1,4 +1,5 @@
-//! Two runs side by side: what differs in configuration, version and data, where their bits part, and how they compare.
+//! Two runs side by side: what differs in configuration, version and data, where their bits part,
+//! and how they compare.
 
 use serde::Serialize;
 
@@ -123,7 +124,8 @@ impl Comparison {
             (a != b && key != "run.name").then(|| Setting { key: key.clone(), a, b })
         };
         let finite = |loss: f64| Some(loss).filter(|loss| loss.is_finite());
-        let at_step = |(a, b): &(&Step, &Step)| AtStep { step: a.step, a: finite(a.loss), b: finite(b.loss) };
+        let at_step =
+            |(a, b): &(&Step, &Step)| AtStep { step: a.step, a: finite(a.loss), b: finite(b.loss) };
         let notes = [("A", a), ("B", b)];
         Self {
             a: of_a,
@@ -148,9 +150,14 @@ impl Comparison {
         let or_none = |text: Option<String>| text.unwrap_or_else(|| "-".into());
         let number = |number: Option<u64>| or_none(number.map(grouped));
         let loss = |loss: Option<f64>| or_none(loss.map(|loss| format!("{loss:.4}")));
-        let both = |name: &str, of: &dyn Fn(&Facts) -> String| [name.to_owned(), of(&self.a), of(&self.b)];
-        let speed =
-            |of: &Facts| or_none(of.per_second.map(|speed| format!("{} {}/s", grouped(speed.round() as u64), of.unit)));
+        let both =
+            |name: &str, of: &dyn Fn(&Facts) -> String| [name.to_owned(), of(&self.a), of(&self.b)];
+        let speed = |of: &Facts| {
+            or_none(
+                of.per_second
+                    .map(|speed| format!("{} {}/s", grouped(speed.round() as u64), of.unit)),
+            )
+        };
         let mut text = table(&[
             ["", "A", "B"].map(str::to_owned),
             both("run", &|of| of.path.clone()),
@@ -158,7 +165,9 @@ impl Comparison {
             both("data", &|of| or_none(of.data.clone())),
             both("step", &|of| number(of.step)),
             both("loss", &|of| loss(of.loss)),
-            both("seen", &|of| or_none(of.tokens.map(|tokens| format!("{} {}", grouped(tokens), of.unit)))),
+            both("seen", &|of| {
+                or_none(of.tokens.map(|tokens| format!("{} {}", grouped(tokens), of.unit)))
+            }),
             both("speed", &speed),
         ]);
         if let (Some(a), Some(b)) = (self.a.per_second, self.b.per_second) {
@@ -167,14 +176,18 @@ impl Comparison {
         if !self.settings.is_empty() {
             let mut rows = vec![["setting", "A", "B"].map(str::to_owned)];
             let value = |value: &Option<String>| value.as_deref().map_or("-".into(), shortened);
-            rows.extend(self.settings.iter().map(|one| [one.key.clone(), value(&one.a), value(&one.b)]));
+            rows.extend(
+                self.settings.iter().map(|one| [one.key.clone(), value(&one.a), value(&one.b)]),
+            );
             text += &format!("\n{}", table(&rows));
         }
         text += "\n";
         text += &match (&self.first_difference, self.common_steps) {
             (_, 0) => "no step is on record in both\n".into(),
             (None, 1) => "the same bits in the one step of both\n".into(),
-            (None, steps) => format!("the same bits in all {} steps of both\n", grouped(steps as u64)),
+            (None, steps) => {
+                format!("the same bits in all {} steps of both\n", grouped(steps as u64))
+            }
             (Some(Parting { step, number, a, b }), _) => {
                 format!("the bits differ first at step {step}: {number} {a:e} in A, {b:e} in B\n")
             }
@@ -188,9 +201,16 @@ impl Comparison {
         text += &losses("step", "training loss", &self.at_steps);
         text += &losses("step", "evaluated loss", &self.at_evaluations);
         if self.at_tokens.iter().any(|at| at.a.0 != at.b.0) {
-            let mut rows = vec![[self.a.unit, "step A", "step B", "loss A", "loss B"].map(str::to_owned)];
+            let mut rows =
+                vec![[self.a.unit, "step A", "step B", "loss A", "loss B"].map(str::to_owned)];
             rows.extend(self.at_tokens.iter().map(|AtTokens { tokens, a, b }| {
-                [grouped(*tokens), a.0.to_string(), b.0.to_string(), loss(Some(a.1)), loss(Some(b.1))]
+                [
+                    grouped(*tokens),
+                    a.0.to_string(),
+                    b.0.to_string(),
+                    loss(Some(a.1)),
+                    loss(Some(b.1)),
+                ]
             }));
             text += &format!("\n{}", table(&rows));
         }
@@ -216,7 +236,8 @@ impl Facts {
         speeds.sort_by(f64::total_cmp);
         Self {
             path: run.path.display().to_string(),
-            version: version.or_else(|| manifest.as_ref().map(|manifest| manifest.origin.hpctrain.clone())),
+            version: version
+                .or_else(|| manifest.as_ref().map(|manifest| manifest.origin.hpctrain.clone())),
             data: data.or_else(of_manifest),
             step: last.map(|step| step.step),
             loss: last.map(|step| step.loss).filter(|loss| loss.is_finite()),
@@ -228,7 +249,11 @@ impl Facts {
 }
 
 /// The entries of two lists with the same key, by which both ascend.
-fn common<'a, T>(a: &'a [T], b: &'a [T], key: impl Fn(&T) -> u64 + 'a) -> impl Iterator<Item = (&'a T, &'a T)> {
+fn common<'a, T>(
+    a: &'a [T],
+    b: &'a [T],
+    key: impl Fn(&T) -> u64 + 'a,
+) -> impl Iterator<Item = (&'a T, &'a T)> {
     let mut rest = b;
     a.iter().filter_map(move |one| {
         rest = &rest[rest.partition_point(|other| key(other) < key(one))..];
@@ -238,9 +263,19 @@ fn common<'a, T>(a: &'a [T], b: &'a [T], key: impl Fn(&T) -> u64 + 'a) -> impl I
 
 /// The first number of a step that differs in a bit; numbers that are none are equal.
 fn parting(a: &Step, b: &Step) -> Option<Parting> {
-    let numbers = [("loss", a.loss, b.loss), ("norm", a.grad_norm, b.grad_norm), ("learning rate", a.lr, b.lr)];
-    let differs = |(_, a, b): &(&str, f64, f64)| a.to_bits() != b.to_bits() && !(a.is_nan() && b.is_nan());
-    numbers.into_iter().find(differs).map(|(number, of_a, of_b)| Parting { step: a.step, number, a: of_a, b: of_b })
+    let numbers = [
+        ("loss", a.loss, b.loss),
+        ("norm", a.grad_norm, b.grad_norm),
+        ("learning rate", a.lr, b.lr),
+    ];
+    let differs =
+        |(_, a, b): &(&str, f64, f64)| a.to_bits() != b.to_bits() && !(a.is_nan() && b.is_nan());
+    numbers.into_iter().find(differs).map(|(number, of_a, of_b)| Parting {
+        step: a.step,
+        number,
+        a: of_a,
+        b: of_b,
+    })
 }
 
 /// Some entries, evenly spaced, with the last.
@@ -273,8 +308,12 @@ fn at_tokens(a: &[Step], b: &[Step]) -> Vec<AtTokens> {
         let step = &steps[steps.partition_point(|step| step.tokens < tokens).min(steps.len() - 1)];
         (step.step, step.loss)
     };
-    let tokens = (1..=ROWS as u64).map(|row| (u128::from(most) * u128::from(row) / ROWS as u128) as u64);
-    tokens.filter(|tokens| *tokens > 0).map(|tokens| AtTokens { tokens, a: at(a, tokens), b: at(b, tokens) }).collect()
+    let tokens =
+        (1..=ROWS as u64).map(|row| (u128::from(most) * u128::from(row) / ROWS as u128) as u64);
+    tokens
+        .filter(|tokens| *tokens > 0)
+        .map(|tokens| AtTokens { tokens, a: at(a, tokens), b: at(b, tokens) })
+        .collect()
 }
 
 /// A table of losses at steps; empty without any.
@@ -305,20 +344,36 @@ mod tests {
     use hpctrain_config::Config;
 
     fn step(step: u64, loss: f64) -> Step {
-        Step { step, loss, tokens: 64 * step, grad_norm: 1.0, tokens_per_second: 1e3, ..Step::default() }
+        Step {
+            step,
+            loss,
+            tokens: 64 * step,
+            grad_norm: 1.0,
+            tokens_per_second: 1e3,
+            ..Step::default()
+        }
     }
 
-    fn run(dir: &std::path::Path, name: &str, steps: &[Step], change: impl Fn(&mut Config)) -> RunRecords {
+    fn run(
+        dir: &std::path::Path,
+        name: &str,
+        steps: &[Step],
+        change: impl Fn(&mut Config),
+    ) -> RunRecords {
         let directory = RunDirectory::at(dir.join(name));
         std::fs::create_dir(directory.path()).unwrap();
         let mut config = Config::default();
         config.run.name = Some(name.into());
         change(&mut config);
         directory.write_config(&config).unwrap();
-        let text: String = steps.iter().map(|step| serde_json::to_string(step).unwrap() + "\n").collect();
+        let text: String =
+            steps.iter().map(|step| serde_json::to_string(step).unwrap() + "\n").collect();
         std::fs::write(directory.metrics_path(), text).unwrap();
-        let evaluation =
-            |step| format!("{{\"step\":{step},\"loss\":2.5,\"perplexity\":null,\"checkpoint\":null,\"time\":1.0}}\n");
+        let evaluation = |step| {
+            format!(
+                "{{\"step\":{step},\"loss\":2.5,\"perplexity\":null,\"checkpoint\":null,\"time\":1.0}}\n"
+            )
+        };
         std::fs::write(directory.evaluations_path(), [2, 4].map(evaluation).concat()).unwrap();
         RunRecords::open(directory.path()).unwrap()
     }
@@ -329,7 +384,8 @@ mod tests {
         let steps: Vec<Step> = (1..=6).map(|n| step(n, 4.0 / n as f64)).collect();
         let a = run(dir.path(), "a", &steps, |_| {});
         // A gap at step 2, one bit at step 5, and twice the tokens a step.
-        let mut others: Vec<Step> = steps.iter().map(|one| Step { tokens: 128 * one.step, ..*one }).collect();
+        let mut others: Vec<Step> =
+            steps.iter().map(|one| Step { tokens: 128 * one.step, ..*one }).collect();
         others[4].loss = f64::from_bits(others[4].loss.to_bits() + 1);
         others.remove(1);
         let b = run(dir.path(), "b", &others, |config| {
@@ -339,23 +395,42 @@ mod tests {
         let found = Comparison::of(&a, &b);
         let parting = found.first_difference.as_ref().unwrap();
         assert_eq!((found.common_steps, parting.step, parting.number), (5, 5, "loss"));
-        let keys: Vec<_> =
-            found.settings.iter().map(|one| (&one.key[..], one.a.as_deref(), one.b.as_deref())).collect();
-        assert_eq!(keys, [("batch.micro", None, Some("3")), ("optimizer.lr", Some("0.001"), Some("0.5"))]);
+        let keys: Vec<_> = found
+            .settings
+            .iter()
+            .map(|one| (&one.key[..], one.a.as_deref(), one.b.as_deref()))
+            .collect();
+        assert_eq!(
+            keys,
+            [("batch.micro", None, Some("3")), ("optimizer.lr", Some("0.001"), Some("0.5"))]
+        );
         assert_eq!(found.at_steps.iter().map(|at| at.step).collect::<Vec<_>>(), [1, 3, 4, 5, 6]);
         assert_eq!(found.at_evaluations.len(), 2);
         let last = found.at_tokens.last().unwrap();
         assert_eq!((last.tokens, last.a.0, last.b.0), (384, 6, 3));
         assert!(found.same_network && found.same_data.is_none());
         let text = found.told();
-        assert!(text.contains("the bits differ first at step 5: loss 8e-1 in A, 8.00000000000000"), "{text}");
-        assert!(text.contains("B has 1.00 times the speed of A") && text.contains("tokens  step A  step B"), "{text}");
+        assert!(
+            text.contains("the bits differ first at step 5: loss 8e-1 in A, 8.00000000000000"),
+            "{text}"
+        );
+        assert!(
+            text.contains("B has 1.00 times the speed of A")
+                && text.contains("tokens  step A  step B"),
+            "{text}"
+        );
 
         let same = Comparison::of(&a, &a).told();
-        assert!(same.contains("the same bits in all 6 steps of both") && !same.contains("setting"), "{same}");
+        assert!(
+            same.contains("the same bits in all 6 steps of both") && !same.contains("setting"),
+            "{same}"
+        );
         let other = run(dir.path(), "c", &[], |config| config.model.width = 64);
         let text = Comparison::of(&a, &other).told();
-        assert!(text.contains("no step is on record in both\nthe networks or their losses differ"), "{text}");
+        assert!(
+            text.contains("no step is on record in both\nthe networks or their losses differ"),
+            "{text}"
+        );
     }
 
     #[test]

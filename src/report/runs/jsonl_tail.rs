@@ -20,8 +20,8 @@ pub struct Tail<T> {
     pub is_cut: bool,
 }
 
-/// The records in the last `most` bytes of a file, of which the first whole line is the first. A last line without an end is left
-/// out unless it can be read; none where there is no file.
+/// The records in the last `most` bytes of a file, of which the first whole line is the first. A
+/// last line without an end is left out unless it can be read; none where there is no file.
 ///
 /// # Errors
 /// The file system refused.
@@ -53,7 +53,11 @@ pub fn read<T: DeserializeOwned>(path: &Path, most: u64) -> std::io::Result<Tail
         match text.map(serde_json::from_str) {
             Ok(Ok(record)) => tail.records.push(record),
             _ if !is_whole => {}
-            Ok(Err(_)) if text.is_ok_and(|text| serde_json::from_str::<IgnoredAny>(text).is_ok()) => tail.foreign += 1,
+            Ok(Err(_))
+                if text.is_ok_and(|text| serde_json::from_str::<IgnoredAny>(text).is_ok()) =>
+            {
+                tail.foreign += 1
+            }
             // Torn by a kill before another process has gone on, or damaged.
             _ => tail.damaged += 1,
         }

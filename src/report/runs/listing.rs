@@ -62,17 +62,22 @@ impl Listing {
         let entries = match fs::read_dir(root) {
             Ok(entries) => entries,
             Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
-                return Err(Error::input(format!("{} is no directory", root.display()))
-                    .hint("give the directory that holds runs: run.root, which is runs unless it is set"));
+                return Err(Error::input(format!("{} is no directory", root.display())).hint(
+                    "give the directory that holds runs: run.root, which is runs unless it is set",
+                ));
             }
             Err(e) => return Err(Error::io("list the runs in", root, e)),
         };
         if is_run(root) {
-            let above = root.parent().filter(|above| !above.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            let above = root
+                .parent()
+                .filter(|above| !above.as_os_str().is_empty())
+                .unwrap_or(Path::new("."));
             return Err(Error::input(format!("{} is a run itself", root.display()))
                 .hint(format!("give the directory that holds it: {}", above.display())));
         }
-        let (mut paths, mut others) = (Vec::new(), 0);
+        let mut paths = Vec::new();
+        let mut others = 0;
         for entry in entries {
             let entry = entry.map_err(|e| Error::io("list the runs in", root, e))?;
             let is_hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
@@ -97,12 +102,14 @@ impl Listing {
         if self.runs.is_empty() {
             return format!("no run in {root}{others}");
         }
-        let heading = ["run", "state", "step", "loss", "evaluated", "best", "speed", "age", "layout", "size"];
+        let heading =
+            ["run", "state", "step", "loss", "evaluated", "best", "speed", "age", "layout", "size"];
         let mut rows = vec![heading.map(str::to_owned)];
         rows.extend(self.runs.iter().map(row));
         let mut text = table(&rows);
         for run in &self.runs {
-            let why = run.why.iter().map(|why| format!("{}: {}: {why}\n", run.name, run.state.name()));
+            let why =
+                run.why.iter().map(|why| format!("{}: {}: {why}\n", run.name, run.state.name()));
             let notes = run.notes.iter().map(|note| format!("{}: {note}\n", run.name));
             text.extend(why.chain(notes));
         }
@@ -122,7 +129,8 @@ fn read(paths: &[PathBuf], now: SystemTime) -> Vec<Summary> {
     };
     std::thread::scope(|scope| {
         // Fewer threads read the same.
-        let readers = (1..READERS.min(paths.len())).map_while(|_| spawn_scoped(scope, "runs", some).ok());
+        let readers =
+            (1..READERS.min(paths.len())).map_while(|_| spawn_scoped(scope, "runs", some).ok());
         let readers: Vec<_> = readers.collect();
         let mut all = some();
         // A thread that panics ends the process.
@@ -131,7 +139,8 @@ fn read(paths: &[PathBuf], now: SystemTime) -> Vec<Summary> {
     })
 }
 
-/// Sorts by a column; runs without a value come last, and equal ones are in the order of their names.
+/// Sorts by a column; runs without a value come last, and equal ones are in the order of their
+/// names.
 fn sort(runs: &mut [Summary], by: SortBy) {
     let ascending = |a: Option<f64>, b: Option<f64>| match (a, b) {
         (Some(a), Some(b)) => a.total_cmp(&b),
@@ -167,7 +176,9 @@ fn row(run: &Summary) -> [String; 10] {
         loss(run.loss),
         loss(run.evaluated_loss),
         or_none(best),
-        or_none(run.per_second.map(|speed| format!("{} {}/s", grouped(speed.round() as u64), run.unit))),
+        or_none(
+            run.per_second.map(|speed| format!("{} {}/s", grouped(speed.round() as u64), run.unit)),
+        ),
         or_none(run.age_seconds.map(age)),
         or_none(run.layout.as_ref().map(Layout::told)),
         bytes(usize::try_from(run.bytes).unwrap_or(usize::MAX)),
@@ -221,7 +232,9 @@ mod tests {
 
     fn evaluations(losses: &[(u64, f64)]) -> String {
         let line = |(step, loss): &(u64, f64)| {
-            format!("{{\"step\":{step},\"loss\":{loss},\"perplexity\":null,\"checkpoint\":null,\"time\":1.0}}\n")
+            format!(
+                "{{\"step\":{step},\"loss\":{loss},\"perplexity\":null,\"checkpoint\":null,\"time\":1.0}}\n"
+            )
         };
         losses.iter().map(line).collect()
     }
@@ -230,11 +243,22 @@ mod tests {
     fn every_state_and_damage_has_its_line() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path();
-        run(root, "good", &steps(100, 2.0), &evaluations(&[(50, 1.5), (100, 1.75)]), Some(Status::Finished));
+        run(
+            root,
+            "good",
+            &steps(100, 2.0),
+            &evaluations(&[(50, 1.5), (100, 1.75)]),
+            Some(Status::Finished),
+        );
         run(root, "stopped", &steps(3, 4.0), "", Some(Status::Failed));
         run(root, "asked", &steps(3, 3.0), "", Some(Status::Preempted));
-        let damaged =
-            [&steps(2, 5.0)[..], b"{\"st\xffep\":3}\n{\"iteration\":4}\n", &steps(5, 1.0)[..], b"{\"ste"].concat();
+        let damaged = [
+            &steps(2, 5.0)[..],
+            b"{\"st\xffep\":3}\n{\"iteration\":4}\n",
+            &steps(5, 1.0)[..],
+            b"{\"ste",
+        ]
+        .concat();
         run(root, "killed", &damaged, "", None);
         // Half written: a directory of checkpoints alone, and an empty configuration.
         fs::create_dir_all(root.join("half/checkpoints")).unwrap();
@@ -250,7 +274,8 @@ mod tests {
         assert_eq!(names, ["killed", "good", "asked", "stopped", "half", "other"]);
         assert_eq!(listing.other_directories, 1);
         let of = |name: &str| listing.runs.iter().find(|run| run.name == name).unwrap();
-        let states = ["good", "stopped", "asked", "killed", "half", "other"].map(|name| of(name).state);
+        let states =
+            ["good", "stopped", "asked", "killed", "half", "other"].map(|name| of(name).state);
         use State::{Failed, Finished, Preempted, Stale};
         assert_eq!(states, [Finished, Failed, Preempted, Stale, Stale, Stale]);
         let good = of("good");
@@ -265,11 +290,17 @@ mod tests {
         assert!(killed.contains("metrics.jsonl: a line near its end cannot be read"), "{killed}");
         assert!(of("half").notes[0].contains("half written"), "{:?}", of("half"));
         let other = of("other");
-        assert!(other.notes.iter().all(|note| note.contains("of another version")) && other.notes.len() == 2);
+        assert!(
+            other.notes.iter().all(|note| note.contains("of another version"))
+                && other.notes.len() == 2
+        );
         assert_eq!(other.steps, Some(7));
 
         let text = listing.told();
-        assert!(text.contains("good     finished   100/100  2.0000  1.7500     1.5000 at 50"), "{text}");
+        assert!(
+            text.contains("good     finished   100/100  2.0000  1.7500     1.5000 at 50"),
+            "{text}"
+        );
         assert!(text.contains("\none other directory is no run\n"), "{text}");
         let json = serde_json::to_value(&listing).unwrap();
         assert_eq!(
@@ -291,13 +322,19 @@ mod tests {
         assert!(refused(&dir.path().join("absent")).contains("is no directory\nhint: "));
         assert!(refused(&dir.path().join("x/config.toml")).contains("is no directory\nhint: "));
         let told = refused(&dir.path().join("x"));
-        assert!(told.contains("x is a run itself\nhint: give the directory that holds it: "), "{told}");
+        assert!(
+            told.contains("x is a run itself\nhint: give the directory that holds it: "),
+            "{told}"
+        );
         let empty = tempfile::tempdir().unwrap();
         assert!(Listing::of(empty.path(), SortBy::Name).unwrap().told().starts_with("no run in "));
     }
 
     #[test]
     fn ages_have_one_unit() {
-        assert_eq!([0.4, 59.9, 60.0, 7200.0, 200_000.0].map(age), ["0 s", "59 s", "1 min", "2 h", "2 d"]);
+        assert_eq!(
+            [0.4, 59.9, 60.0, 7200.0, 200_000.0].map(age),
+            ["0 s", "59 s", "1 min", "2 h", "2 d"]
+        );
     }
 }

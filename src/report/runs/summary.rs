@@ -22,7 +22,8 @@ const MORE_STEPS: u64 = 1 << 20;
 /// Most bytes of the end of `eval.jsonl`.
 const EVALUATIONS: u64 = 4 << 20;
 
-/// Time since the last beat of a trainer after which it does not count as living: as for an observer of its lease.
+/// Time since the last beat of a trainer after which it does not count as living: as for an
+/// observer of its lease.
 const SILENT: Duration = Duration::from_secs(120);
 
 /// State of a run.
@@ -77,10 +78,17 @@ impl Layout {
         if self.ranks.is_none() {
             return "servers".into();
         }
-        let axes =
-            [("pipeline", self.pipeline), ("replica", self.replica), ("shard", self.shard), ("tensor", self.tensor)];
-        let mut parts: Vec<String> =
-            axes.into_iter().filter(|(_, ranks)| *ranks > 1).map(|(axis, ranks)| format!("{axis} {ranks}")).collect();
+        let axes = [
+            ("pipeline", self.pipeline),
+            ("replica", self.replica),
+            ("shard", self.shard),
+            ("tensor", self.tensor),
+        ];
+        let mut parts: Vec<String> = axes
+            .into_iter()
+            .filter(|(_, ranks)| *ranks > 1)
+            .map(|(axis, ranks)| format!("{axis} {ranks}"))
+            .collect();
         if parts.is_empty() {
             parts.push("one rank".into());
         }
@@ -110,7 +118,8 @@ pub struct Summary {
     pub epoch: Option<f64>,
     /// Training loss of the last step.
     pub loss: Option<f64>,
-    /// Loss of the last evaluation: of validation, or where there is no validation data, of an epoch of training.
+    /// Loss of the last evaluation: of validation, or where there is no validation data, of an
+    /// epoch of training.
     pub evaluated_loss: Option<f64>,
     /// The lowest of them, and its step.
     pub best_loss: Option<f64>,
@@ -165,7 +174,8 @@ impl Summary {
         let state = state(&run, ended.as_ref(), now, &mut notes);
         let begun = || Some(seconds(fs::metadata(run.config_path()).ok()?.modified().ok()?));
         let time = last.as_ref().and_then(|last| last.time).or_else(begun);
-        let kind = settings.as_ref().and_then(|all| of(all, "model", "kind")?.as_str().map(str::to_owned));
+        let kind =
+            settings.as_ref().and_then(|all| of(all, "model", "kind")?.as_str().map(str::to_owned));
         let total = settings.as_ref().and_then(|all| number(all, "run", "steps"));
         let bytes = size(path).unwrap_or_else(|e| {
             notes.push(format!("its files cannot be listed: {e}"));
@@ -245,7 +255,8 @@ fn last_step(run: &RunDirectory, notes: &mut Vec<String>) -> Option<(Step, Optio
         }
     }
     told(&tail, "metrics.jsonl", notes);
-    let mut speeds: Vec<f64> = tail.records.iter().filter_map(|step| step.tokens_per_second).collect();
+    let mut speeds: Vec<f64> =
+        tail.records.iter().filter_map(|step| step.tokens_per_second).collect();
     speeds.sort_by(f64::total_cmp);
     let median = speeds.get(speeds.len() / 2).copied();
     tail.records.pop().map(|last| (last, median))
@@ -277,19 +288,30 @@ fn told<T>(tail: &Tail<T>, file: &str, notes: &mut Vec<String>) {
         notes.push(format!("{file}: {} near its end cannot be read", lines(tail.damaged)));
     }
     if tail.foreign > 0 {
-        notes.push(format!("{file}: {} near its end of another version of hpctrain", lines(tail.foreign)));
+        notes.push(format!(
+            "{file}: {} near its end of another version of hpctrain",
+            lines(tail.foreign)
+        ));
     }
 }
 
 /// The state: a trainer that beats has the last word, then the mark of its end.
-fn state(run: &RunDirectory, ended: Option<&End>, now: SystemTime, notes: &mut Vec<String>) -> State {
+fn state(
+    run: &RunDirectory,
+    ended: Option<&End>,
+    now: SystemTime,
+    notes: &mut Vec<String>,
+) -> State {
     let has_trainer = run.has_trainer().unwrap_or_else(|e| {
         notes.push(format!("whether a trainer has it is not known: {}", e.message()));
         false
     });
-    // From another node a lease tells by its next beats alone; its time tells at once, as far as clocks agree.
-    let is_silent =
-        || run.trainer_seen().is_some_and(|seen| now.duration_since(seen).is_ok_and(|since| since > SILENT));
+    // From another node a lease tells by its next beats alone; its time tells at once, as far as
+    // clocks agree.
+    let is_silent = || {
+        run.trainer_seen()
+            .is_some_and(|seen| now.duration_since(seen).is_ok_and(|since| since > SILENT))
+    };
     if has_trainer && !is_silent() {
         return State::Running;
     }
@@ -301,7 +323,8 @@ fn state(run: &RunDirectory, ended: Option<&End>, now: SystemTime, notes: &mut V
     }
 }
 
-/// Bytes of all files below a directory. Links are not followed, and files that go meanwhile do not count.
+/// Bytes of all files below a directory. Links are not followed, and files that go meanwhile do not
+/// count.
 fn size(path: &Path) -> std::io::Result<u64> {
     let mut bytes = 0;
     for entry in fs::read_dir(path)? {

@@ -1,5 +1,6 @@
-//! Counts of a classifier's predictions, from which an evaluation tells class by class. They are whole numbers, and so the same in
-//! whatever order they are added: on any number of ranks, in any layout.
+//! Counts of a classifier's predictions, from which an evaluation tells class by class. They are
+//! whole numbers, and so the same in whatever order they are added: on any number of ranks, in any
+//! layout.
 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_config::telemetry::classes::Classes;
@@ -40,7 +41,8 @@ impl ClassificationCounts {
                 self.is_void = true;
                 continue;
             }
-            let (key, cell) = (*code as u64 / cells, *code as u64 % cells);
+            let key = *code as u64 / cells;
+            let cell = *code as u64 % cells;
             self.confusion[cell as usize] += 1;
             if let Some(scores) = &mut self.scores {
                 scores[cell as usize / 2].push(key as u32);
@@ -54,7 +56,8 @@ impl ClassificationCounts {
     /// They are counts of other classes.
     pub fn merge(&mut self, message: &[u8]) -> Result<()> {
         let malformed = || Error::comm("a rank told counts of other classes");
-        let (counts, rest) = message.split_at_checked(8 * self.confusion.len()).ok_or_else(malformed)?;
+        let (counts, rest) =
+            message.split_at_checked(8 * self.confusion.len()).ok_or_else(malformed)?;
         for (into, bytes) in self.confusion.iter_mut().zip(counts.as_chunks().0) {
             *into += u64::from_le_bytes(*bytes);
         }
@@ -63,7 +66,8 @@ impl ClassificationCounts {
         self.is_void |= is_void > 0;
         if let Some(scores) = &mut self.scores {
             let keys = rest.as_chunks().0;
-            let (first, second) = keys.split_at_checked(u64::from_le_bytes(first) as usize).ok_or_else(malformed)?;
+            let (first, second) =
+                keys.split_at_checked(u64::from_le_bytes(first) as usize).ok_or_else(malformed)?;
             for (into, keys) in scores.iter_mut().zip([first, second]) {
                 into.extend(keys.iter().map(|bytes| u32::from_le_bytes(*bytes)));
             }
@@ -71,11 +75,16 @@ impl ClassificationCounts {
         Ok(())
     }
 
-    /// The counts as a message: of cells, whether a target is no class, scores of the first class, and all keys.
+    /// The counts as a message: of cells, whether a target is no class, scores of the first class,
+    /// and all keys.
     pub fn encode(&self) -> Vec<u8> {
-        let mut message: Vec<u8> = self.confusion.iter().flat_map(|count| count.to_le_bytes()).collect();
+        let mut message: Vec<u8> =
+            self.confusion.iter().flat_map(|count| count.to_le_bytes()).collect();
         message.push(u8::from(self.is_void));
-        let keys = self.scores.as_ref().map_or([&[][..]; 2], |scores| scores.each_ref().map(Vec::as_slice));
+        let keys = self
+            .scores
+            .as_ref()
+            .map_or([&[][..]; 2], |scores| scores.each_ref().map(Vec::as_slice));
         message.extend((keys[0].len() as u64).to_le_bytes());
         message.extend(keys.iter().flat_map(|keys| keys.iter()).flat_map(|key| key.to_le_bytes()));
         message
@@ -151,8 +160,9 @@ fn key(score: f32) -> u32 {
     if bits >> 31 == 1 { !bits } else { bits | 1 << 31 }
 }
 
-/// The part of the pairs in which the sample of the first class has the lower score, equal ones counting half: in whole numbers to
-/// the last division. None if there is no pair, or a score is not a number.
+/// The part of the pairs in which the sample of the first class has the lower score, equal ones
+/// counting half: in whole numbers to the last division. None if there is no pair, or a score is
+/// not a number.
 fn area(first: &mut [u32], second: &mut [u32]) -> Option<f64> {
     first.sort_unstable();
     second.sort_unstable();
@@ -160,7 +170,9 @@ fn area(first: &mut [u32], second: &mut [u32]) -> Option<f64> {
     if !is_ordered(first) || !is_ordered(second) {
         return None;
     }
-    let (mut lower, mut not_higher, mut halves) = (0, 0, 0u128);
+    let mut lower = 0;
+    let mut not_higher = 0;
+    let mut halves = 0u128;
     for score in second.iter() {
         while first.get(lower).is_some_and(|other| other < score) {
             lower += 1;
@@ -179,12 +191,16 @@ mod tests {
 
     #[test]
     fn the_first_of_the_largest_counts() {
-        assert_eq!([likeliest(&[1.0]), likeliest(&[1.0, 3.0, 3.0]), likeliest(&[f32::NAN, 1.0])], [0, 1, 0]);
+        assert_eq!(
+            [likeliest(&[1.0]), likeliest(&[1.0, 3.0, 3.0]), likeliest(&[f32::NAN, 1.0])],
+            [0, 1, 0]
+        );
     }
 
     #[test]
     fn keys_are_in_the_order_of_scores() {
-        let scores = [f32::NEG_INFINITY, f32::MIN, -1.0, -1e-45, 0.0, 1e-45, 2.0, f32::MAX, f32::INFINITY];
+        let scores =
+            [f32::NEG_INFINITY, f32::MIN, -1.0, -1e-45, 0.0, 1e-45, 2.0, f32::MAX, f32::INFINITY];
         assert!(scores.map(key).windows(2).all(|pair| pair[0] < pair[1]));
         assert!(key(-0.0) == key(0.0) && key(f32::INFINITY) < key(f32::NAN));
     }
@@ -204,7 +220,8 @@ mod tests {
 
     #[test]
     fn ranks_add_up_to_one() {
-        let (classes, values) = ([0, 1, 1, 0, 1], [-0.5f32, 0.25, -1.0, 0.25, 2.0]);
+        let classes = [0, 1, 1, 0, 1];
+        let values = [-0.5f32, 0.25, -1.0, 0.25, 2.0];
         let targets: Vec<f32> = classes.iter().map(|class| *class as f32).collect();
         let codes = codes(Classifier::Logit, &values, &Targets::Values(&targets));
         let counted = |parts: &[&[f64]]| {
@@ -229,10 +246,15 @@ mod tests {
     fn the_results_are_those_of_scikit_learn() {
         let golden: serde_json::Value =
             serde_json::from_str(include_str!("../../../tests/golden/classes.json")).unwrap();
-        let floats = |value: &serde_json::Value| -> Vec<f64> { serde_json::from_value(value.clone()).unwrap() };
+        let floats = |value: &serde_json::Value| -> Vec<f64> {
+            serde_json::from_value(value.clone()).unwrap()
+        };
         let close = |found: &[f64], wanted: &[f64], told: &str| {
             assert_eq!(found.len(), wanted.len(), "{told}");
-            assert!(found.iter().zip(wanted).all(|(a, b)| (a - b).abs() < 1e-15), "{told}: {found:?}, not {wanted:?}");
+            assert!(
+                found.iter().zip(wanted).all(|(a, b)| (a - b).abs() < 1e-15),
+                "{told}: {found:?}, not {wanted:?}"
+            );
         };
         let cases = golden["cases"].as_array().unwrap();
         assert_eq!(cases.len(), 4);
@@ -248,13 +270,15 @@ mod tests {
             let mut tally = ClassificationCounts::new(classifier, targets.len() as u64);
             tally.add(&codes(classifier, &rows.concat(), &of));
             let found = tally.classes(&[]).unwrap();
-            let confusion: Vec<Vec<u64>> = serde_json::from_value(case["confusion"].clone()).unwrap();
+            let confusion: Vec<Vec<u64>> =
+                serde_json::from_value(case["confusion"].clone()).unwrap();
             assert_eq!(found.confusion, confusion, "{name}");
             close(&found.precision, &floats(&case["precision"]), name);
             close(&found.recall, &floats(&case["recall"]), name);
             close(&found.f1, &floats(&case["f1"]), name);
             let means = [found.means.precision, found.means.recall, found.means.f1];
-            let wanted = ["precision", "recall", "f1"].map(|of| case["macro"][of].as_f64().unwrap());
+            let wanted =
+                ["precision", "recall", "f1"].map(|of| case["macro"][of].as_f64().unwrap());
             close(&means, &wanted, name);
             let area = |auc: Option<f64>| auc.map_or(vec![], |auc| vec![auc]);
             close(&area(found.roc_auc), &area(case["roc_auc"].as_f64()), name);

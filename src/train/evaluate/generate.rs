@@ -19,12 +19,13 @@ pub struct Sampling {
     pub seed: u64,
 }
 
-/// Continues `prompt` (at least one token); the model sees the last `context` tokens. Ends before all tokens are drawn when
-/// `is_end` says so of those drawn so far, on all ranks alike.
+/// Continues `prompt` (at least one token); the model sees the last `context` tokens. Ends before
+/// all tokens are drawn when `is_end` says so of those drawn so far, on all ranks alike.
 ///
-/// As long as all tokens fit the context, each step computes the new position alone, with the keys and values of the others from
-/// before. Afterwards the window slides: positions change with every token, and each step computes all of them. So does each step
-/// of a network some blocks of which do not [continue sequences](hpctrain_nn::Block::supports_kv_cache).
+/// As long as all tokens fit the context, each step computes the new position alone, with the keys
+/// and values of the others from before. Afterwards the window slides: positions change with every
+/// token, and each step computes all of them. So does each step of a network some blocks of which
+/// do not [continue sequences](hpctrain_nn::Block::supports_kv_cache).
 ///
 /// # Errors
 /// The device failed, or the model's output is not a number.
@@ -45,7 +46,8 @@ pub fn generate<B: Kernels>(
             Some(_) => &tokens[seen..],
             None => &tokens[tokens.len().saturating_sub(context)..],
         };
-        let (ids, host_ids) = if model.sharded.stage().takes_rows() { (&[][..], window) } else { (window, &[][..]) };
+        let (ids, host_ids) =
+            if model.sharded.stage().takes_rows() { (&[][..], window) } else { (window, &[][..]) };
         let micro = MicroBatch::of_text(&model.backend, ids, &[], window.len(), 0)?;
         let micro = MicroBatch { samples: 1, host_ids: host_ids.to_vec(), ..micro };
         let rows = window.len();
@@ -74,11 +76,13 @@ fn draw(logits: &[f32], sampling: Sampling, uniform: f64) -> Result<u32> {
     if logits.iter().any(|x| x.is_nan()) {
         return Err(Error::numeric("the model's output is not a number"));
     }
-    let kept = if sampling.temperature == 0.0 { 1 } else { sampling.top_k.unwrap_or(logits.len()).max(1) };
+    let kept =
+        if sampling.temperature == 0.0 { 1 } else { sampling.top_k.unwrap_or(logits.len()).max(1) };
     let order = likeliest(logits, kept);
     let top = f64::from(logits[order[0]]);
     let temperature = if sampling.temperature == 0.0 { 1.0 } else { sampling.temperature };
-    let weights: Vec<f64> = order.iter().map(|&i| ((f64::from(logits[i]) - top) / temperature).exp()).collect();
+    let weights: Vec<f64> =
+        order.iter().map(|&i| ((f64::from(logits[i]) - top) / temperature).exp()).collect();
     let mut left = uniform * weights.iter().sum::<f64>();
     for (&i, weight) in order.iter().zip(&weights) {
         left -= weight;

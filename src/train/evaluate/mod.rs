@@ -1,5 +1,5 @@
-//! Evaluation: the validation loss, one number that does not depend on the ranks that computed it, and the evaluator
-//! beside a trainer.
+//! Evaluation: the validation loss, one number that does not depend on the ranks that computed it,
+//! and the evaluator beside a trainer.
 
 mod classification_counts;
 mod generate;
@@ -59,15 +59,22 @@ impl Metrics {
             add("macro F1", classes.means.f1);
             classes.roc_auc.iter().for_each(|auc| add("ROC AUC", *auc));
         }
-        let sets: Vec<String> =
-            self.sets.iter().map(|(name, loss)| format!("{} {loss:.4}", in_one_line(name))).collect();
+        let sets: Vec<String> = self
+            .sets
+            .iter()
+            .map(|(name, loss)| format!("{} {loss:.4}", in_one_line(name)))
+            .collect();
         if sets.is_empty() { told } else { format!("{told} ({})", sets.join(", ")) }
     }
 
     /// The record of the evaluation of the weights in training after `step`.
     pub fn evaluation(&self, step: u64) -> Evaluation {
         let sets = self.sets.iter().map(|(name, loss)| (name.clone(), Some(*loss))).collect();
-        Evaluation { sets, classes: self.classes.clone(), ..Evaluation::done(step, self.loss, self.metrics.clone()) }
+        Evaluation {
+            sets,
+            classes: self.classes.clone(),
+            ..Evaluation::done(step, self.loss, self.metrics.clone())
+        }
     }
 }
 
@@ -100,11 +107,13 @@ impl Evaluator {
         Self { dataset: Some(Box::new(dataset)), ..counting }
     }
 
-    /// As [`Evaluator::new`], where others read the samples: it counts chunks, and adds up their sums.
+    /// As [`Evaluator::new`], where others read the samples: it counts chunks, and adds up their
+    /// sums.
     pub fn counting(dataset: &dyn Source, samples: Option<u64>, chunk: u64) -> Self {
         let samples = samples.unwrap_or(u64::MAX).min(dataset.samples());
         let digest = dataset.fingerprint().map(|fingerprint| fingerprint.digest());
-        let (mut sets, mut first) = (Vec::new(), 0);
+        let mut sets = Vec::new();
+        let mut first = 0;
         for (number, of_set) in dataset.parts().into_iter().enumerate() {
             sets.push((number.to_string(), first..first + of_set));
             first += of_set;
@@ -136,15 +145,21 @@ impl Evaluator {
         first..(first + self.chunk).min(self.samples)
     }
 
-    /// The sums of a chunk, loss first, then metrics and losses of the data sets of a mixture; then of each sample of a classifier a
-    /// code. Of the last stage of the pipeline.
+    /// The sums of a chunk, loss first, then metrics and losses of the data sets of a mixture; then
+    /// of each sample of a classifier a code. Of the last stage of the pipeline.
     ///
     /// # Errors
     /// A failure of the data, the device, or a message between ranks.
-    pub fn measure_chunk<B: Kernels>(&mut self, model: &mut Model<B>, chunk: u64) -> Result<Option<Vec<f64>>> {
+    pub fn measure_chunk<B: Kernels>(
+        &mut self,
+        model: &mut Model<B>,
+        chunk: u64,
+    ) -> Result<Option<Vec<f64>>> {
         let (batch, micro) = self.micro(model, chunk)?;
         let parts = self.rows_of_sets(self.of_chunk(chunk));
-        let Some(classifier) = classifier(&model.objective) else { return model.measure(&micro, &parts) };
+        let Some(classifier) = classifier(&model.objective) else {
+            return model.measure(&micro, &parts);
+        };
         let Some(mut output) = model.output(&micro)? else { return Ok(None) };
         let outputs = model.download(&output, micro.rows())?;
         let targets = match classifier {
@@ -153,14 +168,17 @@ impl Evaluator {
         };
         let codes = codes(classifier, &outputs, &targets);
         let tensor = model.sharded.tensor();
-        let mut sums = model.objective.measure(&model.backend, tensor, &micro, &mut output, &parts)?;
+        let mut sums =
+            model.objective.measure(&model.backend, tensor, &micro, &mut output, &parts)?;
         sums.extend(codes);
         Ok(Some(sums))
     }
 
     /// The predictions of each data set of a mixture among those of some samples.
     fn rows_of_sets(&self, samples: Range<u64>) -> Vec<Range<usize>> {
-        let place = |sample: u64| (sample.clamp(samples.start, samples.end) - samples.start) as usize * self.context;
+        let place = |sample: u64| {
+            (sample.clamp(samples.start, samples.end) - samples.start) as usize * self.context
+        };
         self.sets.iter().map(|(_, set)| place(set.start)..place(set.end)).collect()
     }
 
@@ -174,11 +192,16 @@ impl Evaluator {
         1 + objective.metrics().len() + self.sets.len()
     }
 
-    /// The measures that follow from the results of all chunks, in order, each as [`Evaluator::measure_chunk`] has it.
+    /// The measures that follow from the results of all chunks, in order, each as
+    /// [`Evaluator::measure_chunk`] has it.
     ///
     /// # Errors
     /// A chunk has fewer numbers than that.
-    pub fn measures<B: Kernels>(&self, objective: &Objective<B>, chunks: &[Vec<f64>]) -> Result<Metrics> {
+    pub fn measures<B: Kernels>(
+        &self,
+        objective: &Objective<B>,
+        chunks: &[Vec<f64>],
+    ) -> Result<Metrics> {
         let mut tally = self.tally(objective);
         let mut all = Vec::with_capacity(chunks.len());
         for chunk in chunks {
@@ -190,7 +213,8 @@ impl Evaluator {
         Ok(self.of_sums(objective, &all, tally))
     }
 
-    /// The measures that follow from the sums of all chunks, in order, and the counts of all samples.
+    /// The measures that follow from the sums of all chunks, in order, and the counts of all
+    /// samples.
     fn of_sums<B: Kernels>(
         &self,
         objective: &Objective<B>,
@@ -199,7 +223,8 @@ impl Evaluator {
     ) -> Metrics {
         let context = self.context as u64;
         let mean = |which: usize, samples: u64| {
-            let sums: Vec<f64> = chunks.iter().map(|sums| sums.get(which).copied().unwrap_or(f64::NAN)).collect();
+            let sums: Vec<f64> =
+                chunks.iter().map(|sums| sums.get(which).copied().unwrap_or(f64::NAN)).collect();
             tree_sum(&sums) / (samples * context) as f64
         };
         let metrics = objective.metrics();
@@ -226,9 +251,10 @@ impl Evaluator {
         self.samples
     }
 
-    /// Mean loss a prediction over the set, and metrics. Collective over `world`, the ranks of all stages: chunks go round
-    /// the ranks with different data, each is computed whole by one of them, and all sums are added in chunk order. None
-    /// if any rank was `interrupted` before the end.
+    /// Mean loss a prediction over the set, and metrics. Collective over `world`, the ranks of all
+    /// stages: chunks go round the ranks with different data, each is computed whole by one of
+    /// them, and all sums are added in chunk order. None if any rank was `interrupted` before the
+    /// end.
     ///
     /// # Errors
     /// A failure of the data, the device, or a message between ranks.
@@ -238,13 +264,16 @@ impl Evaluator {
         world: &Group<B>,
         interrupted: impl Fn() -> bool,
     ) -> Result<Option<Metrics>> {
-        // Buffers of the training's sizes would lie idle meanwhile, and those of the evaluation afterwards.
+        // Buffers of the training's sizes would lie idle meanwhile, and those of the evaluation
+        // afterwards.
         model.backend.trim();
         let chunks = self.chunks();
-        let (data, stages) = (model.sharded.data().clone(), model.sharded.stage().count as u64);
+        let data = model.sharded.data().clone();
+        let stages = model.sharded.stage().count as u64;
         let ranks = data.size() as u64;
         let width = self.width(&model.objective);
-        let (mut sums, mut tally) = (Vec::new(), self.tally(&model.objective));
+        let mut sums = Vec::new();
+        let mut tally = self.tally(&model.objective);
         for round in 0..chunks.div_ceil(ranks) {
             // Between two meetings of all ranks every stage of the pipeline has a chunk to work on.
             if round.is_multiple_of(stages) {
@@ -254,8 +283,8 @@ impl Evaluator {
                     return Ok(None);
                 }
             }
-            // Every rank computes in every round, because gathers of parameters are collective; results beyond the last
-            // chunk do not count.
+            // Every rank computes in every round, because gathers of parameters are collective;
+            // results beyond the last chunk do not count.
             let chunk = round * ranks + data.rank() as u64;
             let of_chunk = self.measure_chunk(model, chunk.min(chunks - 1))?;
             if let Some(of_chunk) = of_chunk.filter(|_| chunk < chunks) {
@@ -273,7 +302,8 @@ impl Evaluator {
         for (rank, message) in everyone[first..].iter().step_by(slices).enumerate() {
             for (round, of_chunk) in message.as_chunks::<8>().0.chunks_exact(width).enumerate() {
                 let chunk = round * data.size() + rank;
-                *all.get_mut(chunk).ok_or_else(|| Error::comm("a rank evaluated chunks that do not exist"))? =
+                *all.get_mut(chunk)
+                    .ok_or_else(|| Error::comm("a rank evaluated chunks that do not exist"))? =
                     of_chunk.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect();
             }
         }
@@ -288,11 +318,19 @@ impl Evaluator {
         Ok(Some(self.of_sums(&model.objective, &all, tally)))
     }
 
-    fn micro<B: Kernels>(&mut self, model: &Model<B>, chunk: u64) -> Result<(Batch, MicroBatch<B>)> {
+    fn micro<B: Kernels>(
+        &mut self,
+        model: &Model<B>,
+        chunk: u64,
+    ) -> Result<(Batch, MicroBatch<B>)> {
         let samples = self.of_chunk(chunk);
-        let dataset = self.dataset.as_mut().ok_or_else(|| Error::internal("an evaluation without samples"))?;
+        let dataset = self
+            .dataset
+            .as_mut()
+            .ok_or_else(|| Error::internal("an evaluation without samples"))?;
         let batch = Batch::read(dataset, samples.clone(), samples)?;
-        let micro = micro_batches::micro(&model.backend, &batch, self.context, 0, model.sharded.stage())?;
+        let micro =
+            micro_batches::micro(&model.backend, &batch, self.context, 0, model.sharded.stage())?;
         Ok((batch, micro))
     }
 }

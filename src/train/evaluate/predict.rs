@@ -6,8 +6,9 @@ use hpctrain_data::{Batch, Source};
 use hpctrain_device::Kernels;
 use hpctrain_engine::{Model, micro_batches};
 
-/// Computes the outputs of all samples of `dataset`, `chunk` at a time. Collective over the ranks of the model: chunks go round
-/// those with different data, and the rank of the last stage with `to` writes all of them in the order of the rows, each once.
+/// Computes the outputs of all samples of `dataset`, `chunk` at a time. Collective over the ranks
+/// of the model: chunks go round those with different data, and the rank of the last stage with
+/// `to` writes all of them in the order of the rows, each once.
 ///
 /// # Errors
 /// A failure of the data, the device, the file system, or a message between ranks.
@@ -18,22 +19,32 @@ pub fn predict<B: Kernels>(
     mut to: Option<Predictions>,
 ) -> Result<()> {
     let data = model.sharded.data().clone();
-    let (samples, ranks) = (dataset.samples(), data.size() as u64);
+    let samples = dataset.samples();
+    let ranks = data.size() as u64;
     let chunks = samples.div_ceil(chunk);
     for round in 0..chunks.div_ceil(ranks) {
-        // Every rank computes in every round, because gathers of parameters are collective; results beyond the last
-        // chunk do not count.
+        // Every rank computes in every round, because gathers of parameters are collective; results
+        // beyond the last chunk do not count.
         let mine = round * ranks + data.rank() as u64;
         let at = mine.min(chunks - 1) * chunk;
         let batch = Batch::read(&mut dataset, at..samples.min(at + chunk), at..);
-        let micro = micro_batches::micro(&model.backend, &data.all_ok(batch)?, 1, 0, model.sharded.stage())?;
+        let micro = micro_batches::micro(
+            &model.backend,
+            &data.all_ok(batch)?,
+            1,
+            0,
+            model.sharded.stage(),
+        )?;
         let Some(output) = model.output(&micro)? else { continue };
         let values = model.download(&output, micro.rows())?;
         let message = if mine < chunks { bytemuck::cast_slice(&values).to_vec() } else { vec![] };
         let all = data.gather_bytes(message).wait()?;
         let written = to.as_mut().map_or(Ok(()), |to| {
-            for (bytes, chunk_number) in all.iter().zip(round * ranks..).filter(|(bytes, _)| !bytes.is_empty()) {
-                let numbers: Vec<f32> = bytes.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect();
+            for (bytes, chunk_number) in
+                all.iter().zip(round * ranks..).filter(|(bytes, _)| !bytes.is_empty())
+            {
+                let numbers: Vec<f32> =
+                    bytes.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect();
                 to.write((chunk_number * chunk) as usize, &numbers)?;
             }
             Ok(())

@@ -58,8 +58,13 @@ impl Queue {
     pub fn next(&mut self) -> Result<Option<Claim>> {
         let evaluated = self.checkpoints.evaluated()?;
         for (step, id) in self.waiting(evaluated.known())? {
-            let Some(lease) = self.checkpoints.leases().take(&format!("{}.evaluate", name_of(step)))? else { continue };
-            // Another evaluator may have been faster, or the trainer may have removed it before it saw the lease.
+            let Some(lease) =
+                self.checkpoints.leases().take(&format!("{}.evaluate", name_of(step)))?
+            else {
+                continue;
+            };
+            // Another evaluator may have been faster, or the trainer may have removed it before it
+            // saw the lease.
             let settled = evaluations::is_settled(self.checkpoints.evaluated()?.known(), &id);
             if !settled && self.name(step)?.as_ref() == Some(&id) {
                 return Ok(Some(Claim { step, id, lease }));
@@ -87,12 +92,17 @@ impl Queue {
         }
         let mut waiting = Vec::new();
         for step in steps {
-            waiting.extend(self.name(step)?.filter(|id| !evaluations::is_settled(evaluated, id)).map(|id| (step, id)));
+            waiting.extend(
+                self.name(step)?
+                    .filter(|id| !evaluations::is_settled(evaluated, id))
+                    .map(|id| (step, id)),
+            );
         }
         Ok(waiting)
     }
 
-    /// The name of the save of a step; none if it is gone, or its manifest is damaged or of another version.
+    /// The name of the save of a step; none if it is gone, or its manifest is damaged or of another
+    /// version.
     fn name(&mut self, step: u64) -> Result<Option<String>> {
         let path = self.checkpoints.path(step);
         let directory = match std::fs::metadata(&path) {

@@ -1,14 +1,15 @@
-//! The evaluator beside a trainer: waits for checkpoints, evaluates each once, and records the results.
+//! The evaluator beside a trainer: waits for checkpoints, evaluates each once, and records the
+//! results.
 //!
-//! Trainer and evaluator meet in the run's directory only, so it does not matter whether they are processes of one job
-//! or of two. Rank 0 of the evaluator decides; all of its ranks evaluate.
+//! Trainer and evaluator meet in the run's directory only, so it does not matter whether they are
+//! processes of one job or of two. Rank 0 of the evaluator decides; all of its ranks evaluate.
 //!
-//! They may also be ranks of one program: one all-gather of roles (`cli/rank_roles.rs`) splits the world, and each role
-//! takes its part for the world (`Comm::role`). Each decision reaches all ranks of the evaluator in one gather, which
-//! also carries signals. A checkpoint is claimed with a lease, its loss is computed by the trainer's own code
-//! (`Evaluator::loss`), the line is written, and only then is the lease released: line and claim together make each
-//! evaluation happen once. A killed evaluator leaves a dead lease and no line, and the next one begins that checkpoint
-//! again.
+//! They may also be ranks of one program: one all-gather of roles (`cli/rank_roles.rs`) splits the
+//! world, and each role takes its part for the world (`Comm::role`). Each decision reaches all
+//! ranks of the evaluator in one gather, which also carries signals. A checkpoint is claimed with a
+//! lease, its loss is computed by the trainer's own code (`Evaluator::loss`), the line is written,
+//! and only then is the lease released: line and claim together make each evaluation happen once. A
+//! killed evaluator leaves a dead lease and no line, and the next one begins that checkpoint again.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -46,8 +47,8 @@ const BEGIN: Duration = Duration::from_secs(30);
 const ATTEMPTS: usize = 3;
 const BETWEEN: Duration = Duration::from_secs(1);
 
-/// Time without a trainer after which an evaluator gives up, unless it is told another: longer than a job waits in a queue
-/// or backs off before it is started again.
+/// Time without a trainer after which an evaluator gives up, unless it is told another: longer than
+/// a job waits in a queue or backs off before it is started again.
 pub const ABANDONED: Duration = Duration::from_secs(30 * 60);
 
 /// Request to an evaluator.
@@ -59,7 +60,8 @@ pub struct Request {
     pub watch: bool,
     /// Selection of checkpoints.
     pub policy: Policy,
-    /// Give up when no trainer has held the run for so long, while it waits for one; none beside its own.
+    /// Give up when no trainer has held the run for so long, while it waits for one; none beside
+    /// its own.
     pub timeout: Option<Duration>,
     /// Settings over those of the run, such as `eval.samples=100`.
     pub overrides: Vec<String>,
@@ -74,7 +76,8 @@ pub struct Request {
 enum Decision {
     /// Nothing to do yet.
     Wait,
-    /// This checkpoint, the name of its save, and the number of earlier attempts that were given up.
+    /// This checkpoint, the name of its save, and the number of earlier attempts that were given
+    /// up.
     Evaluate(u64, String, usize),
     /// Nothing more will come, or shall.
     End(String),
@@ -90,11 +93,12 @@ struct Told {
     decision: Option<Decision>,
 }
 
-/// Evaluates the checkpoints of a run: collective over the world of `comm`. `backend` makes the device.
+/// Evaluates the checkpoints of a run: collective over the world of `comm`. `backend` makes the
+/// device.
 ///
 /// # Errors
-/// There is no such run; the validation data cannot be read; a message between ranks failed. Faults of one checkpoint
-/// are recorded, and the next one is evaluated.
+/// There is no such run; the validation data cannot be read; a message between ranks failed. Faults
+/// of one checkpoint are recorded, and the next one is evaluated.
 pub fn watch<B: Kernels>(
     comm: &Comm<B>,
     request: &Request,
@@ -130,8 +134,12 @@ pub fn watch<B: Kernels>(
     let _queue = world.all_ok(watched)?;
     let mut waiting = root.then(|| Waiting::new(sidecar.checkpoints.clone(), request));
     loop {
-        let decision = waiting.as_mut().map(|waiting| waiting.decide(&sidecar.marks, &mut sidecar.claim)).transpose();
-        let told = Told { interrupted: sidecar.is_interrupted(), decision: world.all_ok(decision)? };
+        let decision = waiting
+            .as_mut()
+            .map(|waiting| waiting.decide(&sidecar.marks, &mut sidecar.claim))
+            .transpose();
+        let told =
+            Told { interrupted: sidecar.is_interrupted(), decision: world.all_ok(decision)? };
         let (interrupted, decision) = exchange(&world, &told)?;
         if interrupted {
             // The lease ends with this process: the next evaluator begins anew.
@@ -164,19 +172,33 @@ pub fn watch<B: Kernels>(
 
 /// The end of an evaluator that was asked to end, or whose trainer was.
 fn preempted() -> RunOutcome {
-    RunOutcome::Preempted(signals::came().map_or("the job was asked to end".into(), |signal| format!("{signal} came")))
+    RunOutcome::Preempted(
+        signals::came()
+            .map_or("the job was asked to end".into(), |signal| format!("{signal} came")),
+    )
 }
 
-/// Jobs that are submitted together do not start together: a watcher gives its trainer a moment to begin.
+/// Jobs that are submitted together do not start together: a watcher gives its trainer a moment to
+/// begin.
 fn await_run(request: &Request) -> Result<()> {
     let run = &request.run;
     let begun = Instant::now();
-    let root = run.parent().map(|parent| if parent.as_os_str().is_empty() { Path::new(".") } else { parent });
+    let root = run
+        .parent()
+        .map(|parent| if parent.as_os_str().is_empty() { Path::new(".") } else { parent });
     let may_come = request.watch && !run.exists() && root.is_some_and(Path::is_dir);
     if may_come {
-        say(format_args!("evaluator: {} does not exist: waiting {} s for its trainer", run.display(), BEGIN.as_secs()));
+        say(format_args!(
+            "evaluator: {} does not exist: waiting {} s for its trainer",
+            run.display(),
+            BEGIN.as_secs()
+        ));
     }
-    while may_come && check_run(run).is_err() && begun.elapsed() < BEGIN && signals::came().is_none() {
+    while may_come
+        && check_run(run).is_err()
+        && begun.elapsed() < BEGIN
+        && signals::came().is_none()
+    {
         std::thread::sleep(POLL_INTERVAL);
     }
     check_run(run)
@@ -195,9 +217,11 @@ fn check_run(run: &Path) -> Result<()> {
 /// Exchanges the messages of all ranks: whether any was interrupted, and the decision of rank 0.
 fn exchange<B: Kernels>(world: &Group<B>, mine: &Told) -> Result<(bool, Decision)> {
     let message = serde_json::to_vec(mine).map_err(|e| Error::internal(e.to_string()))?;
-    let (mut interrupted, mut decision) = (false, None);
+    let mut interrupted = false;
+    let mut decision = None;
     for bytes in world.gather_bytes(message).wait()? {
-        let told: Told = serde_json::from_slice(&bytes).map_err(|e| Error::comm(format!("malformed note: {e}")))?;
+        let told: Told = serde_json::from_slice(&bytes)
+            .map_err(|e| Error::comm(format!("malformed note: {e}")))?;
         interrupted |= told.interrupted;
         decision = decision.or(told.decision);
     }
@@ -224,14 +248,24 @@ impl<'a> Waiting<'a> {
     fn new(checkpoints: Checkpoints, request: &'a Request) -> Self {
         let queue = Queue::new(checkpoints.clone(), request.policy);
         let run = RunDirectory::at(&request.run);
-        Self { queue, checkpoints, run, request, since: Instant::now(), looked: None, told: None, refused: 0 }
+        Self {
+            queue,
+            checkpoints,
+            run,
+            request,
+            since: Instant::now(),
+            looked: None,
+            told: None,
+            refused: 0,
+        }
     }
 
     fn evaluated(&mut self) {
         self.since = Instant::now();
     }
 
-    /// Decides the next action; a checkpoint to be evaluated is left in `claim`. Reads that fail are tried again a few times.
+    /// Decides the next action; a checkpoint to be evaluated is left in `claim`. Reads that fail
+    /// are tried again a few times.
     fn decide(&mut self, marks: &Markers, claim: &mut Option<Claim>) -> Result<Decision> {
         match self.look(marks, claim) {
             Err(e) if e.kind() == Kind::Io && self.refused + 1 < ATTEMPTS => {
@@ -264,8 +298,11 @@ impl<'a> Waiting<'a> {
                 return Ok(Decision::End(format!("the run has ended at step {}", end.step)));
             }
             _ if nothing && !self.request.watch => {
-                return Err(Error::input(format!("{} holds no checkpoint", self.request.run.display()))
-                    .hint("--watch waits for one"));
+                return Err(Error::input(format!(
+                    "{} holds no checkpoint",
+                    self.request.run.display()
+                ))
+                .hint("--watch waits for one"));
             }
             _ if idle && !self.request.watch && !nothing => {
                 return Ok(Decision::End("every checkpoint is evaluated".into()));
@@ -285,7 +322,8 @@ impl<'a> Waiting<'a> {
         if !self.is_abandoned(timeout)? {
             return Ok(Decision::Wait);
         }
-        let (run, span) = (self.request.run.display(), humantime::format_duration(timeout));
+        let run = self.request.run.display();
+        let span = humantime::format_duration(timeout);
         let why = match ended {
             Some(End { step, status: markers::Status::Failed, why }) => {
                 let why = why.map(|why| format!(": {why}")).unwrap_or_default();
@@ -357,7 +395,8 @@ struct Sidecar<'a, B: Kernels> {
 }
 
 impl<B: Kernels> Sidecar<'_, B> {
-    /// Evaluates one checkpoint and records it. Returns the ending if this rank or another is asked to end.
+    /// Evaluates one checkpoint and records it. Returns the ending if this rank or another is asked
+    /// to end.
     fn evaluate(&mut self, step: u64, id: &str, retries: usize) -> Result<Option<RunOutcome>> {
         let begun = Instant::now();
         let outcome = match self.measure(step, id)? {
@@ -377,13 +416,17 @@ impl<B: Kernels> Sidecar<'_, B> {
         Ok(None)
     }
 
-    /// Whether this rank was asked to end, or, on rank 0 of a job with a trainer, the trainer was: they end together.
+    /// Whether this rank was asked to end, or, on rank 0 of a job with a trainer, the trainer was:
+    /// they end together.
     fn is_interrupted(&self) -> bool {
-        let trainer = || self.marks.ended().is_some_and(|end| end.status == markers::Status::Preempted);
-        signals::came().is_some() || self.request.beside_trainer && self.comm.rank() == 0 && trainer()
+        let trainer =
+            || self.marks.ended().is_some_and(|end| end.status == markers::Status::Preempted);
+        signals::came().is_some()
+            || self.request.beside_trainer && self.comm.rank() == 0 && trainer()
     }
 
-    /// The measures of a checkpoint, or the fault of the checkpoint; none if a rank was interrupted.
+    /// The measures of a checkpoint, or the fault of the checkpoint; none if a rank was
+    /// interrupted.
     ///
     /// # Errors
     /// A fault of anything else: settings, data, the job.
@@ -401,33 +444,39 @@ impl<B: Kernels> Sidecar<'_, B> {
         let config = world.all_ok(configured())?;
         self.comm.wait_at_most(Duration::from_secs(config.comm.timeout))?;
         self.prepare(config, reader.manifest())?;
-        let Some(mut loaded) = self.loaded.take() else { return Err(Error::internal("no network")) };
+        let Some(mut loaded) = self.loaded.take() else {
+            return Err(Error::internal("no network"));
+        };
         if let Err(e) = model::load(&world, &mut loaded.model, &mut reader) {
             return Ok(Err(e));
         }
-        let measured = loaded.evaluator.measure(&mut loaded.model, &world, || self.is_interrupted())?;
+        let measured =
+            loaded.evaluator.measure(&mut loaded.model, &world, || self.is_interrupted())?;
         self.loaded = Some(loaded);
         Ok(Ok(measured))
     }
 
-    /// Makes the network of a configuration and opens the data with the checkpoint's preprocessing, unless both are in
-    /// memory.
+    /// Makes the network of a configuration and opens the data with the checkpoint's preprocessing,
+    /// unless both are in memory.
     fn prepare(&mut self, config: Config, manifest: &Manifest) -> Result<()> {
         let world = self.comm.world();
-        let plan = world.all_ok(model::plan(config, world.size(), self.request.threads, !B::ON_HOST))?;
+        let plan =
+            world.all_ok(model::plan(config, world.size(), self.request.threads, !B::ON_HOST))?;
         let known = (manifest.tokenizer.clone(), manifest.preprocessing.clone());
         if self.loaded.as_ref().is_some_and(|loaded| loaded.plan == plan && loaded.known == known) {
             return Ok(());
         }
         // The one before goes first: there is room for one.
         self.loaded = None;
-        let mut validation =
-            micro_batches::together(&world, |catalogue| micro_batches::validation(catalogue, &plan.config))?;
+        let mut validation = micro_batches::together(&world, |catalogue| {
+            micro_batches::validation(catalogue, &plan.config)
+        })?;
         let notes = world.all_ok(manifest.conform(&mut validation))?;
         if world.rank() == 0 {
             notes.iter().for_each(|note| log::warn!("data: {note}"));
         }
-        let evaluator = Evaluator::new(validation, plan.config.eval.samples, plan.config.eval.batch);
+        let evaluator =
+            Evaluator::new(validation, plan.config.eval.samples, plan.config.eval.batch);
         let evaluator = evaluator.naming(Mix::names(&plan.config.data.mix));
         let backend = world.all_ok(self.backend.get(&plan))?;
         backend.trim();
@@ -437,7 +486,14 @@ impl<B: Kernels> Sidecar<'_, B> {
     }
 
     /// Records the outcome of an evaluation. On rank 0.
-    fn record(&self, step: u64, id: &str, retries: usize, outcome: Result<Metrics>, begun: Instant) -> Result<()> {
+    fn record(
+        &self,
+        step: u64,
+        id: &str,
+        retries: usize,
+        outcome: Result<Metrics>,
+        begun: Instant,
+    ) -> Result<()> {
         if evaluations::is_settled(evaluations::read(&self.evaluations)?.known(), id) {
             // This process stood still for so long that another took its claim.
             log::warn!("step {step}: evaluated by another evaluator meanwhile");
@@ -470,7 +526,8 @@ impl<B: Kernels> Sidecar<'_, B> {
                 // The trainer decides anew about a checkpoint that it has passed over.
                 let last = self.checkpoints.last_step()?.unwrap_or(step);
                 let all = evaluations::until(all.known(), last);
-                let why = eval.and_then(|eval| evaluations::stop_reason(&all, eval.patience, eval.min_delta));
+                let why = eval
+                    .and_then(|eval| evaluations::stop_reason(&all, eval.patience, eval.min_delta));
                 why.map_or(Ok(()), |why| self.marks.ask_to_stop(&why))
             }
             // The checkpoint may well be whole: another evaluator, or this one later, can do it.
@@ -486,7 +543,8 @@ impl<B: Kernels> Sidecar<'_, B> {
 
     /// Adds a line to `eval.jsonl`, unless the run has gone back behind the save, or replaced it.
     fn add(&self, evaluation: &Evaluation) -> Result<bool> {
-        let (checkpoints, step) = (&self.checkpoints, evaluation.step);
+        let checkpoints = &self.checkpoints;
+        let step = evaluation.step;
         let look = || Ok((checkpoints.save(step), checkpoints.last_step()?.unwrap_or(step)));
         let added = evaluations::append_of(&self.evaluations, evaluation, look)?;
         if !added {
@@ -500,7 +558,10 @@ impl<B: Kernels> Sidecar<'_, B> {
 fn is_save(reader: Reader, id: &str) -> Result<Reader> {
     let found = &reader.manifest().id;
     if found != id {
-        return Err(Error::input(format!("{} is now another save, {found}", reader.dir().display())));
+        return Err(Error::input(format!(
+            "{} is now another save, {found}",
+            reader.dir().display()
+        )));
     }
     Ok(reader)
 }

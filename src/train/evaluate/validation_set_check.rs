@@ -1,4 +1,5 @@
-//! Whether an evaluator of a run would measure on the run's own validation set, which alone is worth a record.
+//! Whether an evaluator of a run would measure on the run's own validation set, which alone is
+//! worth a record.
 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_checkpoint::Manifest;
@@ -6,8 +7,9 @@ use hpctrain_config::{Config, Data};
 use hpctrain_data::TrainedOn;
 use hpctrain_engine::micro_batches;
 
-/// Refuses settings by which `config` would have the checkpoint of a run measured on another set than the run's own. The data may
-/// lie at another path, if they are those that the run was trained on.
+/// Refuses settings by which `config` would have the checkpoint of a run measured on another set
+/// than the run's own. The data may lie at another path, if they are those that the run was trained
+/// on.
 ///
 /// # Errors
 /// It would be another set, or the data cannot be opened.
@@ -16,7 +18,8 @@ pub fn check(manifest: &Manifest, config: &Config) -> Result<()> {
     let what = if set(run) != set(config) {
         "[data]".into()
     } else if run.eval.samples != config.eval.samples {
-        let told = |samples: Option<u64>| samples.map_or("all".into(), |samples| samples.to_string());
+        let told =
+            |samples: Option<u64>| samples.map_or("all".into(), |samples| samples.to_string());
         format!("eval.samples = {}, not {}", told(config.eval.samples), told(run.eval.samples))
     } else if run.data.path != config.data.path && !is_copy(manifest.data.as_ref(), config)? {
         format!("data.path = {}, with other data than {}", config.data.path, run.data.path)
@@ -32,7 +35,16 @@ pub fn check(manifest: &Manifest, config: &Config) -> Result<()> {
 /// The keys that determine the measured samples, besides the path.
 fn set(config: &Config) -> Data {
     let Data { shuffle, prefetch, stage, augment, weights, verify, .. } = Data::default();
-    Data { path: String::new(), shuffle, prefetch, stage, augment, weights, verify, ..config.data.clone() }
+    Data {
+        path: String::new(),
+        shuffle,
+        prefetch,
+        stage,
+        augment,
+        weights,
+        verify,
+        ..config.data.clone()
+    }
 }
 
 /// Whether the data of a configuration is the training data of a run.

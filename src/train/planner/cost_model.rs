@@ -22,10 +22,12 @@ pub struct Span {
 }
 
 impl Span {
-    /// The group of rank `rank` along `axes` of a mesh, on nodes with so many consecutive ranks each.
+    /// The group of rank `rank` along `axes` of a mesh, on nodes with so many consecutive ranks
+    /// each.
     pub fn of(mesh: &Mesh, axes: &[Axis], rank: usize, per_node: usize) -> Self {
         let colors = mesh.colors(axes);
-        let group: Vec<usize> = (0..colors.len()).filter(|other| colors[*other] == colors[rank]).collect();
+        let group: Vec<usize> =
+            (0..colors.len()).filter(|other| colors[*other] == colors[rank]).collect();
         let mut nodes: Vec<usize> = group.iter().map(|rank| rank / per_node.max(1)).collect();
         nodes.dedup();
         Self { ranks: group.len(), nodes: nodes.len() }
@@ -63,7 +65,8 @@ pub trait Rates {
     /// Part of a collective's time that takes nothing from computations beside it.
     fn beside(&self) -> f64;
 
-    /// The same for gathers of parameters that live for their use, which computations also read anew.
+    /// The same for gathers of parameters that live for their use, which computations also read
+    /// anew.
     fn beside_uses(&self) -> f64 {
         self.beside()
     }
@@ -73,7 +76,12 @@ pub trait Rates {
 ///
 /// # Errors
 /// The rates do not cover the plan.
-pub fn step_times(plan: &ResolvedConfig, rates: &impl Rates, per_node: usize, on_host: bool) -> Result<StepTimes> {
+pub fn step_times(
+    plan: &ResolvedConfig,
+    rates: &impl Rates,
+    per_node: usize,
+    on_host: bool,
+) -> Result<StepTimes> {
     let mesh = &plan.mesh;
     let slices = plan.slices(0);
     let size = plan.config.precision.compute.size(on_host);
@@ -89,13 +97,15 @@ pub fn step_times(plan: &ResolvedConfig, rates: &impl Rates, per_node: usize, on
         let stage = plan.stage(index, &loans);
         let rank = index * stride;
         let span = |axes: &[Axis]| Span::of(mesh, axes, rank, per_node);
-        let (shard, replica) = (span(&[Axis::Shard]), span(&[Axis::Replica]));
+        let shard = span(&[Axis::Shard]);
+        let replica = span(&[Axis::Replica]);
         let collective = |operation, span: Span, elements: usize, size: usize| {
             if span.ranks == 1 { 0.0 } else { rates.collective(operation, span, elements * size) }
         };
         let of_unit = |unit: usize| {
             let block = &blocks[unit];
-            let padded = UnitLayout::sliced(block.name(), block.tensors(), plan.lanes, &slices).padded;
+            let padded =
+                UnitLayout::sliced(block.name(), block.tensors(), plan.lanes, &slices).padded;
             let owned = padded / mesh.shard;
             let Passes { forward, backward, weights } = passes[unit];
             // The last block's backward begins at once: nothing of it is computed again.
@@ -117,16 +127,25 @@ pub fn step_times(plan: &ResolvedConfig, rates: &impl Rates, per_node: usize, on
             let nodes = if ends[0] == ends[1] { 1 } else { 2 };
             rates.message(Span { ranks: 2, nodes }, slices.own(next.input_per_row()) * rows * size)
         });
-        // Rows of tables on the host come before all, and their gradient goes there after all: nothing hides either.
+        // Rows of tables on the host come before all, and their gradient goes there after all:
+        // nothing hides either.
         let of_rows = if stage.takes_rows() { passes[0].forward + passes[0].backward } else { 0.0 };
         let micro = of_rows + if stage.is_last() { of_micro } else { 0.0 };
         stages.push(StageTimes { stage, units, micro, message });
     }
     let world = Span { ranks: mesh.ranks(), nodes: mesh.ranks().div_ceil(per_node.max(1)) };
-    let summary = if world.ranks > 1 { rates.collective(Operation::AllGather, world, F32 * world.ranks) } else { 0.0 };
+    let summary = if world.ranks > 1 {
+        rates.collective(Operation::AllGather, world, F32 * world.ranks)
+    } else {
+        0.0
+    };
     let keep = plan.residency();
-    debug_assert!(keep.params == Lifetime::Step || mesh.shard > 1 || keep.on_host, "one rank owns all it has");
+    debug_assert!(
+        keep.params == Lifetime::Step || mesh.shard > 1 || keep.on_host,
+        "one rank owns all it has"
+    );
     let schedule = plan.step_schedule(0);
-    let (beside, beside_uses) = (rates.beside(), rates.beside_uses());
+    let beside = rates.beside();
+    let beside_uses = rates.beside_uses();
     Ok(StepTimes { stages, schedule, keep, shards: mesh.shard > 1, summary, beside, beside_uses })
 }

@@ -56,52 +56,73 @@ impl Keys {
 
     /// Properties that a rank by itself has not.
     pub fn parts(&self) -> usize {
-        let Self { pipeline, schedule, tensor, sequence, zero, shard, replica, micro: _, recompute, host } = *self;
+        let Self {
+            pipeline,
+            schedule,
+            tensor,
+            sequence,
+            zero,
+            shard,
+            replica,
+            micro: _,
+            recompute,
+            host,
+        } = *self;
         let axes = [pipeline, tensor, replica].into_iter().filter(|size| *size > 1).count();
         let order = schedule != PipelineSchedule::default();
         let switches = [sequence, order, recompute, shard > 1].into_iter().filter(|on| *on).count();
         axes + switches + host.count() + usize::from(u8::from(zero))
     }
 
-    /// The same layout on GPUs with more on the host, the fewest keys first, then the one that keeps most on the
-    /// GPU. Keys that `base` gives stay. Of one rank parameters leave with ZeRO 3, which divides nothing there. The configuration may
-    /// still refuse some.
+    /// The same layout on GPUs with more on the host, the fewest keys first, then the one that
+    /// keeps most on the GPU. Keys that `base` gives stay. Of one rank parameters leave with ZeRO
+    /// 3, which divides nothing there. The configuration may still refuse some.
     pub(super) fn with_more_on_host(&self, base: &Config, may_recompute: bool) -> Vec<Self> {
         let is_given = |key: &str| base.parallel.given.contains(key);
         let whole = self.shard * self.replica == 1 && !is_given("zero");
-        let again = if may_recompute && !self.recompute { vec![false, true] } else { vec![self.recompute] };
+        let again =
+            if may_recompute && !self.recompute { vec![false, true] } else { vec![self.recompute] };
         let now = self.host;
         let mut all = Vec::new();
-        for [optimizer, shards, activations] in (1..8).map(|bits| [1, 2, 4].map(|bit| bits & bit != 0)) {
+        for [optimizer, shards, activations] in
+            (1..8).map(|bits| [1, 2, 4].map(|bit| bits & bit != 0))
+        {
             // Nothing that the configuration moves comes back.
             let changes = [
                 (now.optimizer, optimizer, "offload"),
                 (now.shards, shards, "offload_shards"),
                 (now.activations, activations, "offload_activations"),
             ];
-            let may_change = changes.iter().all(|(before, after, key)| before == after || (*after && !is_given(key)));
+            let may_change = changes
+                .iter()
+                .all(|(before, after, key)| before == after || (*after && !is_given(key)));
             let host = OnHost { optimizer, shards, activations };
             if !may_change || host == now {
                 continue;
             }
             let zero = if shards && whole { Zero::Three } else { self.zero };
             let has_owners = !shards || (zero == Zero::Three && optimizer);
-            let all_of_host = again.iter().filter(|recompute| has_owners && (**recompute || !activations));
+            let all_of_host =
+                again.iter().filter(|recompute| has_owners && (**recompute || !activations));
             all.extend(all_of_host.map(|&recompute| Self { zero, recompute, host, ..*self }));
         }
         all.sort_by_key(|keys| (keys.host.count(), keys.host.shards, keys.recompute));
         all
     }
 
-    /// Whether another layout differs in the micro-batch alone, or in recomputation and what is on the host for it.
+    /// Whether another layout differs in the micro-batch alone, or in recomputation and what is on
+    /// the host for it.
     pub fn same_but_micro(&self, other: &Self) -> bool {
-        let shape = |keys: &Self| Self { micro: None, recompute: false, host: OnHost::default(), ..*keys };
+        let shape =
+            |keys: &Self| Self { micro: None, recompute: false, host: OnHost::default(), ..*keys };
         shape(self) == shape(other)
     }
 
     /// Whether another layout has the same axes, with or without ZeRO.
     pub fn same_axes_but_zero(&self, other: &Self) -> bool {
-        let axes = |keys: &Self| (keys.pipeline, keys.tensor, keys.shard * keys.replica, keys.sequence, keys.schedule);
+        let axes = |keys: &Self| {
+            (keys.pipeline, keys.tensor, keys.shard * keys.replica, keys.sequence, keys.schedule)
+        };
         axes(self) == axes(other) && self.micro == other.micro
     }
 
@@ -132,7 +153,10 @@ impl Keys {
         let mut lines = vec!["[parallel]".to_string()];
         let mut line = |is_set: bool, text: String| lines.extend(is_set.then_some(text));
         line(self.pipeline > 1, format!("pipeline = {}", self.pipeline));
-        line(self.schedule != PipelineSchedule::default(), format!("schedule = \"{}\"", self.schedule));
+        line(
+            self.schedule != PipelineSchedule::default(),
+            format!("schedule = \"{}\"", self.schedule),
+        );
         line(self.tensor > 1, format!("tensor = {}", self.tensor));
         line(self.sequence, "sequence = true".into());
         line(self.zero != Zero::Zero, format!("zero = {}", u8::from(self.zero)));
@@ -154,7 +178,8 @@ impl Keys {
 impl fmt::Display for Keys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let axes = [("pipeline", self.pipeline), ("tensor", self.tensor), ("shard", self.shard)];
-        let axes = axes.into_iter().chain([("replica", self.replica)]).filter(|(_, size)| *size > 1);
+        let axes =
+            axes.into_iter().chain([("replica", self.replica)]).filter(|(_, size)| *size > 1);
         let mut parts: Vec<String> = axes.map(|(name, size)| format!("{name} {size}")).collect();
         if parts.is_empty() {
             parts.push("one rank".into());
@@ -191,13 +216,23 @@ pub struct LeftOut {
     pub hint: Option<String>,
 }
 
-/// Every layout of `config` on the ranks of `facts`, `per_node` of them on each node. Keys that the configuration gives stay.
-/// Recomputation, and what is on the host, is as the configuration has it.
-pub fn layouts(config: &Config, facts: &Environment, per_node: usize) -> (Vec<(Keys, ResolvedConfig)>, Vec<LeftOut>) {
-    let (mut legal, mut refused) = (Vec::new(), Vec::new());
+/// Every layout of `config` on the ranks of `facts`, `per_node` of them on each node. Keys that the
+/// configuration gives stay. Recomputation, and what is on the host, is as the configuration has
+/// it.
+pub fn layouts(
+    config: &Config,
+    facts: &Environment,
+    per_node: usize,
+) -> (Vec<(Keys, ResolvedConfig)>, Vec<LeftOut>) {
+    let mut legal = Vec::new();
+    let mut refused = Vec::new();
     for keys in shapes(config, facts.ranks, per_node) {
         match resolve(keys.config(config), facts) {
-            Err(e) => refused.push(LeftOut { keys, why: e.message().into(), hint: e.advice().map(str::to_owned) }),
+            Err(e) => refused.push(LeftOut {
+                keys,
+                why: e.message().into(),
+                hint: e.advice().map(str::to_owned),
+            }),
             Ok(plan) => {
                 for micro in micros(config, &plan) {
                     let keys = Keys { micro: Some(micro), ..keys };
@@ -213,8 +248,10 @@ pub fn layouts(config: &Config, facts: &Environment, per_node: usize) -> (Vec<(K
 fn shapes(config: &Config, ranks: usize, per_node: usize) -> Vec<Keys> {
     let parallel = &config.parallel;
     let is_given = |key: &str| parallel.given.contains(key);
-    let one_or = |key: &str, given: usize, all: Vec<usize>| if is_given(key) { vec![given] } else { all };
-    let switch = |key: &str, given: bool| if is_given(key) { vec![given] } else { vec![false, true] };
+    let one_or =
+        |key: &str, given: usize, all: Vec<usize>| if is_given(key) { vec![given] } else { all };
+    let switch =
+        |key: &str, given: bool| if is_given(key) { vec![given] } else { vec![false, true] };
     let deep = if is_given("stages") { vec![parallel.pipeline] } else { divisors(ranks) };
     let mut shapes = Vec::new();
     for pipeline in one_or("pipeline", parallel.pipeline, deep) {
@@ -222,20 +259,35 @@ fn shapes(config: &Config, ranks: usize, per_node: usize) -> Vec<Keys> {
         for tensor in one_or("tensor", parallel.tensor, divisors(of_stage)) {
             let data = (of_stage / tensor).max(1);
             // More than one rank is needed to divide anything.
-            let sequences =
-                if tensor == 1 && !parallel.sequence { vec![false] } else { switch("sequence", parallel.sequence) };
+            let sequences = if tensor == 1 && !parallel.sequence {
+                vec![false]
+            } else {
+                switch("sequence", parallel.sequence)
+            };
             let schedules = match pipeline {
                 _ if is_given("schedule") => vec![parallel.schedule],
                 1 => vec![PipelineSchedule::default()],
                 _ => vec![PipelineSchedule::OneForwardOneBackward, PipelineSchedule::ZeroBubble],
             };
             for (zero, shard, replica) in shards(config, data, per_node / tensor.min(per_node)) {
-                for (&sequence, &schedule) in sequences.iter().flat_map(|s| schedules.iter().map(move |o| (s, o))) {
+                for (&sequence, &schedule) in
+                    sequences.iter().flat_map(|s| schedules.iter().map(move |o| (s, o)))
+                {
                     let micro = config.batch.micro;
                     let recompute = parallel.recompute;
                     let host = OnHost::of(config);
-                    let keys =
-                        Keys { pipeline, schedule, tensor, sequence, zero, shard, replica, micro, recompute, host };
+                    let keys = Keys {
+                        pipeline,
+                        schedule,
+                        tensor,
+                        sequence,
+                        zero,
+                        shard,
+                        replica,
+                        micro,
+                        recompute,
+                        host,
+                    };
                     shapes.push(keys);
                 }
             }
@@ -244,7 +296,8 @@ fn shapes(config: &Config, ranks: usize, per_node: usize) -> Vec<Keys> {
     shapes
 }
 
-/// ZeRO stages, with the ranks that share a copy and the copies: all of `data`, or those of one node.
+/// ZeRO stages, with the ranks that share a copy and the copies: all of `data`, or those of one
+/// node.
 fn shards(config: &Config, data: usize, of_node: usize) -> Vec<(Zero, usize, usize)> {
     let parallel = &config.parallel;
     let is_given = |key: &str| parallel.given.contains(key);
@@ -254,19 +307,23 @@ fn shards(config: &Config, data: usize, of_node: usize) -> Vec<(Zero, usize, usi
     };
     let mut all = Vec::new();
     for zero in stages {
-        let mut sizes =
-            match (parallel.shard.filter(|_| is_given("shard")), parallel.replica.filter(|_| is_given("replica"))) {
-                (Some(shard), _) => vec![shard],
-                (None, Some(replica)) => vec![(data / replica).max(1)],
-                (None, None) if zero == Zero::Zero => vec![1],
-                (None, None) => vec![data, of_node],
-            };
+        let mut sizes = match (
+            parallel.shard.filter(|_| is_given("shard")),
+            parallel.replica.filter(|_| is_given("replica")),
+        ) {
+            (Some(shard), _) => vec![shard],
+            (None, Some(replica)) => vec![(data / replica).max(1)],
+            (None, None) if zero == Zero::Zero => vec![1],
+            (None, None) => vec![data, of_node],
+        };
         sizes.dedup();
-        let copies =
-            |shard: usize| parallel.replica.filter(|_| is_given("replica")).unwrap_or((data / shard.max(1)).max(1));
+        let copies = |shard: usize| {
+            parallel.replica.filter(|_| is_given("replica")).unwrap_or((data / shard.max(1)).max(1))
+        };
         // Several ranks shard something, or nobody does.
-        let divides =
-            |shard: &usize| zero == Zero::Zero || is_given("zero") || (*shard > 1 && data.is_multiple_of(*shard));
+        let divides = |shard: &usize| {
+            zero == Zero::Zero || is_given("zero") || (*shard > 1 && data.is_multiple_of(*shard))
+        };
         all.extend(sizes.into_iter().filter(divides).map(|shard| (zero, shard, copies(shard))));
     }
     all

@@ -61,7 +61,8 @@ pub struct Machine {
     /// Bytes of an element in sums over the slices of a block.
     #[serde(default = "four")]
     sum_bytes: usize,
-    /// Bytes that a forward of attention moves for each of its scores; 0 where they stay on the chip.
+    /// Bytes that a forward of attention moves for each of its scores; 0 where they stay on the
+    /// chip.
     #[serde(default)]
     score_bytes: f64,
 }
@@ -102,7 +103,8 @@ impl Machine {
         let path = Path::new(name);
         let text = std::fs::read_to_string(path).map_err(|e| {
             let names = SHIPPED.map(|(name, _)| name).join(", ");
-            Error::io("read the machine", path, e).hint(format!("a file such as machine.toml, or one of {names}"))
+            Error::io("read the machine", path, e)
+                .hint(format!("a file such as machine.toml, or one of {names}"))
         })?;
         Self::parse(&text, name)
     }
@@ -113,16 +115,20 @@ impl Machine {
     /// The description is malformed.
     pub(super) fn parse(text: &str, origin: &str) -> Result<Self> {
         let machine: Self = toml::from_str(text).map_err(|e| {
-            let line = e.span().map_or(1, |span| text[..span.start.min(text.len())].matches('\n').count() + 1);
+            let line = e
+                .span()
+                .map_or(1, |span| text[..span.start.min(text.len())].matches('\n').count() + 1);
             let message = e.message().lines().next().unwrap_or_default();
-            Error::input(format!("{origin}:{line}: {message}")).hint("docs/planning.md lists the keys of a machine")
+            Error::input(format!("{origin}:{line}: {message}"))
+                .hint("docs/planning.md lists the keys of a machine")
         })?;
         machine.check(origin)?;
         Ok(machine)
     }
 
-    /// This machine as it looks from one process, with `ranks` ranks of `threads` threads on each node, each of
-    /// which may take so many bytes of `memory`: peaks of its cores and its memory; the network is a guess.
+    /// This machine as it looks from one process, with `ranks` ranks of `threads` threads on each
+    /// node, each of which may take so many bytes of `memory`: peaks of its cores and its memory;
+    /// the network is a guess.
     pub fn here(ranks: usize, threads: usize, memory: usize) -> Self {
         let peak = Cpu::new(threads).peak();
         let bandwidth = peak.bandwidth / ranks as f64;
@@ -175,10 +181,14 @@ impl Machine {
         let wrong = |key: &str, value: f64, range: &str| {
             Err(Error::input(format!("{origin}: {key} = {value}")).hint(format!("it is {range}")))
         };
-        if let Some((key, value)) = positive.into_iter().find(|(_, value)| !(value.is_finite() && *value > 0.0)) {
+        if let Some((key, value)) =
+            positive.into_iter().find(|(_, value)| !(value.is_finite() && *value > 0.0))
+        {
             return wrong(key, value, "more than 0");
         }
-        if let Some((key, value)) = from_zero.into_iter().find(|(_, value)| !(value.is_finite() && *value >= 0.0)) {
+        if let Some((key, value)) =
+            from_zero.into_iter().find(|(_, value)| !(value.is_finite() && *value >= 0.0))
+        {
             return wrong(key, value, "at least 0");
         }
         if !(0.0..=1.0).contains(beside) {
@@ -195,17 +205,17 @@ impl Machine {
         }
     }
 
-    /// Seconds of moving so many times the whole of a buffer over the links of a group: inside nodes first, then between ranks of
-    /// different nodes, each with its part (Thakur et al., "Optimization of collective communication operations in MPICH",
-    /// 2005).
+    /// Seconds of moving so many times the whole of a buffer over the links of a group: inside
+    /// nodes first, then between ranks of different nodes, each with its part (Thakur et al.,
+    /// "Optimization of collective communication operations in MPICH", 2005).
     fn moved(&self, span: Span, bytes: usize, times: f64) -> f64 {
         let inside = span.ranks.div_ceil(span.nodes);
         let part = |ranks: usize| (ranks - 1) as f64 / ranks as f64;
         let hops = |ranks: usize| (ranks as f64).log2().ceil();
         let bytes = bytes as f64;
         let node = part(inside) * bytes / self.node.bandwidth + hops(inside) * self.node.latency;
-        let between =
-            part(span.nodes) * bytes / inside as f64 / self.network.bandwidth + hops(span.nodes) * self.network.latency;
+        let between = part(span.nodes) * bytes / inside as f64 / self.network.bandwidth
+            + hops(span.nodes) * self.network.latency;
         times * (node + between)
     }
 }
@@ -216,34 +226,48 @@ impl Rates for Machine {
         let blocks = plan.network.cpu_blocks(&slices);
         let work = plan.network.blocks_summary();
         let size = plan.config.precision.compute.size(!self.gpu);
-        let (samples, rows) = (plan.micro as f64, plan.micro as usize * plan.network.context());
+        let samples = plan.micro as f64;
+        let rows = plan.micro as usize * plan.network.context();
         let share = 1.0 / plan.mesh.tensor as f64;
-        let tensor = Span { ranks: plan.mesh.tensor, nodes: plan.mesh.tensor.div_ceil(self.ranks_per_node) };
+        let tensor =
+            Span { ranks: plan.mesh.tensor, nodes: plan.mesh.tensor.div_ceil(self.ranks_per_node) };
         let last = blocks.len() - 1;
         let heads = match &plan.network {
             Network::Gpt(gpt) => gpt.heads,
             Network::Llama(llama) => llama.heads,
             Network::Layers(_) | Network::Own(_) => 0,
         };
-        let scores = share * samples * heads as f64 * (plan.network.context() as f64).powi(2) * self.score_bytes;
+        let scores = share
+            * samples
+            * heads as f64
+            * (plan.network.context() as f64).powi(2)
+            * self.score_bytes;
         // Of the residual stream, which the head of a language model takes.
         let width = blocks[last].input_per_row();
         let of_block = |unit: usize| {
-            let (block, tensors) = (&blocks[unit], blocks[unit].tensors());
+            let block = &blocks[unit];
+            let tensors = blocks[unit].tensors();
             let parameters = share * tensors.iter().map(|tensor| tensor.len() as f64).sum::<f64>();
             let products = share * samples * work[unit].flops as f64 / self.flops(plan);
             // Each kept element is written, and read by the next kernel; so are those in between.
             let kept = (block.saved_elems_per_row() + block.input_per_row()) as f64;
             let scores = if unit == 0 || unit == last { 0.0 } else { scores };
-            let forward = 2.0 * (kept + block.forward_scratch_per_row() as f64) * rows as f64 * size as f64 + scores;
-            let backward = 2.0 * (kept + block.scratch_per_row() as f64) * rows as f64 * size as f64 + 2.0 * scores;
+            let forward =
+                2.0 * (kept + block.forward_scratch_per_row() as f64) * rows as f64 * size as f64
+                    + scores;
+            let backward =
+                2.0 * (kept + block.scratch_per_row() as f64) * rows as f64 * size as f64
+                    + 2.0 * scores;
             // Weights are read, and gradients of f32 added to; small products wait for them.
             let weights = parameters * size as f64 / self.bandwidth;
             let gradients = 8.0 * parameters / self.bandwidth;
             let launches = if unit == 0 || unit == last { 3.0 } else { KERNELS };
-            // Maps whose inputs are cut are summed: one exchange each way. So is a table that is cut; of the head, the gradient.
-            let sums =
-                tensors.iter().filter(|tensor| tensor.cut == Some(Cut::Columns) && tensor.shape.len() > 1).count();
+            // Maps whose inputs are cut are summed: one exchange each way. So is a table that is
+            // cut; of the head, the gradient.
+            let sums = tensors
+                .iter()
+                .filter(|tensor| tensor.cut == Some(Cut::Columns) && tensor.shape.len() > 1)
+                .count();
             let (ahead, back) = match unit {
                 _ if tensor.ranks == 1 => (0, 0),
                 0 => (1, 0),
@@ -270,7 +294,9 @@ impl Rates for Machine {
     fn micro(&self, plan: &ResolvedConfig) -> Result<f64> {
         // Logits are read twice, and their gradient is written.
         let size = plan.config.precision.compute.size(!self.gpu);
-        let logits = plan.network.outputs().div_ceil(plan.mesh.tensor) * plan.micro as usize * plan.network.context();
+        let logits = plan.network.outputs().div_ceil(plan.mesh.tensor)
+            * plan.micro as usize
+            * plan.network.context();
         Ok((3 * logits * size) as f64 / self.bandwidth + 2.0 * self.launch)
     }
 

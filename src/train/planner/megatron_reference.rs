@@ -1,4 +1,5 @@
-//! Published steps of Megatron-LM beside the times of their layouts on a description of the same machine.
+//! Published steps of Megatron-LM beside the times of their layouts on a description of the same
+//! machine.
 
 use super::machine::Machine;
 use super::search::{Place, choose};
@@ -23,19 +24,32 @@ struct Point {
     seconds: f64,
 }
 
-/// Operations of a step as the source counts them: Narayanan et al., "Efficient large-scale language model training on GPU clusters
-/// using Megatron-LM", 2021, equation 3, with the recomputation of all blocks.
+/// Operations of a step as the source counts them: Narayanan et al., "Efficient large-scale
+/// language model training on GPU clusters using Megatron-LM", 2021, equation 3, with the
+/// recomputation of all blocks.
 fn operations(layers: usize, width: usize, batch: u64) -> f64 {
     let [l, h, b, s, v] = [layers as f64, width as f64, batch as f64, 2048.0, 51200.0];
     96.0 * b * s * l * h * h * (1.0 + s / (6.0 * h) + v / (16.0 * l * h))
 }
 
-/// Table 1 of that paper, with teraFLOP/s a GPU in the place of seconds; and table 5 of Korthikanti et al., "Reducing activation
-/// recomputation in large transformer models", 2022.
+/// Table 1 of that paper, with teraFLOP/s a GPU in the place of seconds; and table 5 of Korthikanti
+/// et al., "Reducing activation recomputation in large transformer models", 2022.
 fn points() -> Vec<Point> {
     let weak = |name, layers, width, heads, tensor, ranks, batch, rate: f64| {
         let seconds = operations(layers, width, batch) / (rate * 1e12 * ranks as f64);
-        Point { name, layers, width, heads, tensor, pipeline: 1, ranks, batch, micro: None, recompute: true, seconds }
+        Point {
+            name,
+            layers,
+            width,
+            heads,
+            tensor,
+            pipeline: 1,
+            ranks,
+            batch,
+            micro: None,
+            recompute: true,
+            seconds,
+        }
     };
     let of_22 = |recompute, seconds| Point {
         name: "22B, 8 GPUs",
@@ -76,7 +90,8 @@ fn points() -> Vec<Point> {
 
 /// Seconds of the point's step by the description of 8 A100s.
 fn predicted(point: &Point) -> f64 {
-    let Point { layers, width, heads, tensor, pipeline, ranks, batch, micro, recompute, .. } = *point;
+    let Point { layers, width, heads, tensor, pipeline, ranks, batch, micro, recompute, .. } =
+        *point;
     let mut set = vec![
         format!("model.layers={layers}"),
         format!("model.width={width}"),
@@ -95,7 +110,8 @@ fn predicted(point: &Point) -> f64 {
     ];
     set.extend(micro.map(|micro| format!("batch.micro={micro}")));
     let (config, _) = load(&Sources { overrides: &set, ..Sources::default() }).unwrap();
-    let machine = Machine::parse(include_str!("machines/megatron-a100x8.toml"), "megatron-a100x8").unwrap();
+    let machine =
+        Machine::parse(include_str!("machines/megatron-a100x8.toml"), "megatron-a100x8").unwrap();
     let facts = Environment { ranks, threads: 1, vocabulary: Some(51200), on_gpu: true };
     let held = Held { messages: 0, messages_on_device: true, resident: 0, cache: 0 };
     let place = Place { room: machine.room(), held, per_node: machine.ranks_per_node };
@@ -107,10 +123,14 @@ fn predicted(point: &Point) -> f64 {
 fn published_steps_are_within_a_quarter() {
     let mut far = Vec::new();
     for point in points() {
-        let (seconds, here) = (point.seconds, predicted(&point));
+        let seconds = point.seconds;
+        let here = predicted(&point);
         let off = 100.0 * (here / seconds - 1.0);
         let kind = if point.recompute { "recomputed" } else { "rows divided" };
-        let line = format!("{}, {kind}: {seconds:.2} s published, {here:.2} s here, {off:+.0} %", point.name);
+        let line = format!(
+            "{}, {kind}: {seconds:.2} s published, {here:.2} s here, {off:+.0} %",
+            point.name
+        );
         println!("{line}");
         far.extend((off.abs() > 25.0).then_some(line));
     }

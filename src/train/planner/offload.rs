@@ -46,8 +46,13 @@ impl OnHost {
 impl fmt::Display for OnHost {
     /// `, optimizer + activations on the host`; nothing where nothing is.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let parts = [("optimizer", self.optimizer), ("shards", self.shards), ("activations", self.activations)];
-        let parts: Vec<&str> = parts.into_iter().filter(|(_, on)| *on).map(|(name, _)| name).collect();
+        let parts = [
+            ("optimizer", self.optimizer),
+            ("shards", self.shards),
+            ("activations", self.activations),
+        ];
+        let parts: Vec<&str> =
+            parts.into_iter().filter(|(_, on)| *on).map(|(name, _)| name).collect();
         if parts.is_empty() { Ok(()) } else { write!(f, ", {} on the host", parts.join(" + ")) }
     }
 }

@@ -1,8 +1,9 @@
 //! The speed of this machine, measured on all ranks at once.
 //!
-//! Blocks are timed in real steps of a network with few of them, on ranks that train apart but for those that share blocks: so
-//! cores and memory are as busy as in a run, and no collective disturbs. Collectives are timed by themselves, and what they take
-//! from computations beside them follows from steps with many and with few of them.
+//! Blocks are timed in real steps of a network with few of them, on ranks that train apart but for
+//! those that share blocks: so cores and memory are as busy as in a run, and no collective
+//! disturbs. Collectives are timed by themselves, and what they take from computations beside them
+//! follows from steps with many and with few of them.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -22,12 +23,12 @@ use hpctrain_parallel::{Lifetime, PipelineSchedule, Zero};
 /// Steps that are timed, after those that are not.
 const STEPS: usize = 5;
 
-/// Rounds in which everything is timed once more. The fastest step counts, since others only disturb; a disturbance that lasts is
-/// not there in every round.
+/// Rounds in which everything is timed once more. The fastest step counts, since others only
+/// disturb; a disturbance that lasts is not there in every round.
 const ROUNDS: usize = 5;
 
-/// Seconds after which no further round begins: steps that take so long are disturbed little, and on a crowded machine it would be
-/// long before all rounds are over.
+/// Seconds after which no further round begins: steps that take so long are disturbed little, and
+/// on a crowded machine it would be long before all rounds are over.
 const ENOUGH: f64 = 20.0;
 
 /// Steps that touch memory for the first time.
@@ -36,21 +37,23 @@ const WARM_UP: usize = 2;
 /// Transformer blocks of the network that is timed: those of a larger one are as fast.
 const BLOCKS: usize = 2;
 
-/// Bytes of parameters of its blocks, if there are as many: in a network that fits into caches blocks are faster than in a
-/// larger one.
+/// Bytes of parameters of its blocks, if there are as many: in a network that fits into caches
+/// blocks are faster than in a larger one.
 const BEYOND_CACHES: usize = 64 << 20;
 
-/// The parts of a collective's time that computations beside it may gain, from its whole to some more lost than it takes.
+/// The parts of a collective's time that computations beside it may gain, from its whole to some
+/// more lost than it takes.
 const BESIDE: [f64; 2] = [-1.0, 1.0];
 
-/// The same for gathers of parameters that live for their use: products prepare them again each time.
+/// The same for gathers of parameters that live for their use: products prepare them again each
+/// time.
 const BESIDE_USES: [f64; 2] = [-9.0, 1.0];
 
 /// Buffers of collectives that are timed, in bytes; times between are interpolated.
 const SIZES: [usize; 5] = [4 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20];
 
-/// Micro-batches of a step that is timed, at most. As many as a run takes: of a longer step no more than its share of disturbances
-/// is left out with the slower steps.
+/// Micro-batches of a step that is timed, at most. As many as a run takes: of a longer step no more
+/// than its share of disturbances is left out with the slower steps.
 const MICROS: u64 = 8;
 
 /// Repetitions of a collective.
@@ -73,7 +76,13 @@ impl Key {
         let micros = (plan.step_schedule(0).micros() as u64).min(MICROS);
         let parallel = &plan.config.parallel;
         let puts_off = plan.mesh.pipeline > 1 && parallel.schedule == PipelineSchedule::ZeroBubble;
-        Self { tensor: plan.mesh.tensor, sequence: parallel.sequence, micro: plan.micro, micros, puts_off }
+        Self {
+            tensor: plan.mesh.tensor,
+            sequence: parallel.sequence,
+            micro: plan.micro,
+            micros,
+            puts_off,
+        }
     }
 }
 
@@ -105,8 +114,8 @@ pub struct Measured {
     beside_uses: f64,
 }
 
-/// Measures all that the steps of `plans` consist of: collective over the world of `comm`, which has their ranks, `per_node` on
-/// each node. `backend` is a rank's device, for a plan.
+/// Measures all that the steps of `plans` consist of: collective over the world of `comm`, which
+/// has their ranks, `per_node` on each node. `backend` is a rank's device, for a plan.
 ///
 /// # Errors
 /// Out of memory, the device, or a message failed.
@@ -119,7 +128,8 @@ pub fn measure<B: Kernels>(
 ) -> Result<Measured> {
     comm.activity().here(Track::Compute);
     let world = comm.world();
-    let (mut of_keys, mut of_exchanges) = (BTreeMap::new(), BTreeMap::new());
+    let mut of_keys = BTreeMap::new();
+    let mut of_exchanges = BTreeMap::new();
     for plan in plans {
         of_keys.entry(Key::of(plan)).or_insert(*plan);
         for (exchange, axes) in used(&plan.mesh) {
@@ -129,7 +139,8 @@ pub fn measure<B: Kernels>(
             }
         }
     }
-    let (mut times, mut exchanges) = (BTreeMap::<Key, Times>::new(), BTreeMap::<_, Vec<f64>>::new());
+    let mut times = BTreeMap::<Key, Times>::new();
+    let mut exchanges = BTreeMap::<_, Vec<f64>>::new();
     let begun = Instant::now();
     for round in 0..ROUNDS {
         if round > 0 && is_enough(&world, begun)? {
@@ -159,20 +170,25 @@ pub fn measure<B: Kernels>(
         plan.residency().params == Lifetime::Use && plan.mesh.shard > 1 && plan.mesh.pipeline == 1
     };
     // The one with most uses of parameters.
-    if let Some(plan) = plans.iter().filter(gathers).max_by_key(|plan| (Key::of(plan).micros, plan.micro)) {
-        [measured.beside, measured.beside_uses] = time_beside(comm, plan, per_node, &measured, backend)?;
+    if let Some(plan) =
+        plans.iter().filter(gathers).max_by_key(|plan| (Key::of(plan).micros, plan.micro))
+    {
+        [measured.beside, measured.beside_uses] =
+            time_beside(comm, plan, per_node, &measured, backend)?;
     }
     Ok(measured)
 }
 
-/// Whether the ranks have measured for long enough, by the clock of the one that began first. Collective.
+/// Whether the ranks have measured for long enough, by the clock of the one that began first.
+/// Collective.
 fn is_enough<B: Kernels>(world: &Group<B>, begun: Instant) -> Result<bool> {
     Ok(slowest(world, &[begun.elapsed().as_secs_f64()])?[0] > ENOUGH)
 }
 
-/// The part of collectives' time that takes nothing from computations beside them, and that of gathers of parameters that live for
-/// their use. `plan` gathers parameters for every turn. Of a network of few blocks the clock then has as many seconds as the ranks
-/// take with parameters that live always, and with gathers as many more.
+/// The part of collectives' time that takes nothing from computations beside them, and that of
+/// gathers of parameters that live for their use. `plan` gathers parameters for every turn. Of a
+/// network of few blocks the clock then has as many seconds as the ranks take with parameters that
+/// live always, and with gathers as many more.
 fn time_beside<B: Kernels>(
     comm: &Comm<B>,
     plan: &ResolvedConfig,
@@ -191,7 +207,8 @@ fn time_beside<B: Kernels>(
             break;
         }
         for (fastest, plan) in fastest.iter_mut().zip(&both) {
-            let mut pace = SyntheticTrainer::of_plan(comm, plan.clone(), world.all_ok(backend(plan))?)?;
+            let mut pace =
+                SyntheticTrainer::of_plan(comm, plan.clone(), world.all_ok(backend(plan))?)?;
             for _ in 0..WARM_UP {
                 pace.step()?;
             }
@@ -199,18 +216,23 @@ fn time_beside<B: Kernels>(
             *fastest = slowest(&world, &mine)?.into_iter().fold(*fastest, f64::min);
         }
     }
-    let times = both.iter().map(|plan| step_times(plan, measured, per_node, B::ON_HOST)).collect::<Result<Vec<_>>>()?;
+    let times = both
+        .iter()
+        .map(|plan| step_times(plan, measured, per_node, B::ON_HOST))
+        .collect::<Result<Vec<_>>>()?;
     let played = |times: &StepTimes, beside, beside_uses| {
         let time = StepTimes { beside, beside_uses, ..times.clone() }.play();
         time.map_or(f64::INFINITY, |time| time.step)
     };
     let beside = part(BESIDE, fastest[0], |beside| played(&times[0], beside, beside));
     let once = played(&times[0], beside, beside);
-    let beside_uses = part(BESIDE_USES, fastest[1] - fastest[0], |uses| played(&times[1], beside, uses) - once);
+    let beside_uses =
+        part(BESIDE_USES, fastest[1] - fastest[0], |uses| played(&times[1], beside, uses) - once);
     Ok([beside, beside_uses])
 }
 
-/// The part within these limits with which the clock has so many seconds; the more is gained, the fewer they are.
+/// The part within these limits with which the clock has so many seconds; the more is gained, the
+/// fewer they are.
 fn part([mut less, mut more]: [f64; 2], seconds: f64, played: impl Fn(f64) -> f64) -> f64 {
     for _ in 0..20 {
         let middle = (less + more) / 2.0;
@@ -226,7 +248,10 @@ fn used(mesh: &Mesh) -> Vec<(Exchange, &'static [Axis])> {
         (Exchange::Collective(Operation::ReduceScatter), &[Axis::Shard]),
         (Exchange::Collective(Operation::AllReduce), &[Axis::Replica]),
         // The message about loss and norm.
-        (Exchange::Collective(Operation::AllGather), &[Axis::Pipeline, Axis::Replica, Axis::Shard, Axis::Tensor]),
+        (
+            Exchange::Collective(Operation::AllGather),
+            &[Axis::Pipeline, Axis::Replica, Axis::Shard, Axis::Tensor],
+        ),
     ];
     if mesh.pipeline > 1 {
         used.push((Exchange::Message, &[Axis::Pipeline]));
@@ -246,7 +271,8 @@ fn time_blocks<B: Kernels>(
     let alone = comm.role(&colors)?;
     let plan = world.all_ok(apart(plan, key, !B::ON_HOST))?;
     let backend = world.all_ok(backend(&plan))?;
-    // A device that computes beside the host is waited for after each kernel: so a block's time is its own.
+    // A device that computes beside the host is waited for after each kernel: so a block's time is
+    // its own.
     backend.profile().record(!B::ON_HOST);
     let mut pace = SyntheticTrainer::of_plan(&alone, plan, backend)?;
     if key.puts_off {
@@ -268,7 +294,9 @@ fn time_blocks<B: Kernels>(
         let step = Step::of(&pace, &events, seconds, key.puts_off)?;
         let mut mine = vec![seconds];
         for micros in [0..1, usize::from(key.micros > 1)..step.loss.len()] {
-            let mean = |of: &dyn Fn(usize) -> f64| micros.clone().map(of).sum::<f64>() / micros.len() as f64;
+            let mean = |of: &dyn Fn(usize) -> f64| {
+                micros.clone().map(of).sum::<f64>() / micros.len() as f64
+            };
             for unit in 0..blocks {
                 mine.push(mean(&|micro| step.forward[micro][unit]));
                 mine.push(mean(&|micro| step.backward[micro][unit]));
@@ -299,15 +327,24 @@ fn time_blocks<B: Kernels>(
     let of_micro = 3 * blocks + 1;
     let [first, other] = [&all[..of_micro], &all[of_micro..2 * of_micro]];
     let micro = [first[of_micro - 1], other[of_micro - 1]];
-    Ok(Times { step: *step, passes: [passes(first), passes(other)], micro, update: all[2 * of_micro] })
+    Ok(Times {
+        step: *step,
+        passes: [passes(first), passes(other)],
+        micro,
+        update: all[2 * of_micro],
+    })
 }
 
 /// The numbers of the rank whose first number is the largest, on every rank.
 fn of_slowest<B: Kernels>(world: &Group<B>, mine: &[f64]) -> Result<Vec<f64>> {
     let told = world.gather_bytes(mine.iter().flat_map(|x| x.to_le_bytes()).collect()).wait()?;
-    let numbers = |bytes: Vec<u8>| bytes.as_chunks().0.iter().map(|x| f64::from_le_bytes(*x)).collect::<Vec<f64>>();
+    let numbers = |bytes: Vec<u8>| {
+        bytes.as_chunks().0.iter().map(|x| f64::from_le_bytes(*x)).collect::<Vec<f64>>()
+    };
     let slowest = told.into_iter().map(numbers).max_by(|one, other| one[0].total_cmp(&other[0]));
-    slowest.filter(|numbers| numbers.len() == mine.len()).ok_or_else(|| Error::comm("ranks measure different blocks"))
+    slowest
+        .filter(|numbers| numbers.len() == mine.len())
+        .ok_or_else(|| Error::comm("ranks measure different blocks"))
 }
 
 /// The plan by which a rank, or the ranks that share blocks, train apart on few blocks.
@@ -315,31 +352,53 @@ fn apart(plan: &ResolvedConfig, key: Key, on_gpu: bool) -> Result<ResolvedConfig
     let mut config = plan.config.clone();
     let parallel = &mut config.parallel;
     parallel.layout = LayoutMode::Given;
-    (parallel.pipeline, parallel.schedule, parallel.stages) = (1, PipelineSchedule::default(), None);
-    (parallel.zero, parallel.shard, parallel.replica, parallel.lanes) = (Zero::Zero, None, None, None);
+    (parallel.pipeline, parallel.schedule, parallel.stages) =
+        (1, PipelineSchedule::default(), None);
+    (parallel.zero, parallel.shard, parallel.replica, parallel.lanes) =
+        (Zero::Zero, None, None, None);
     parallel.recompute = false;
     OnHost::default().set(&mut config);
     config.batch.micro = Some(key.micro);
     config.batch.global = key.micro * key.micros;
     few_blocks(&mut config, plan);
-    let facts = Environment { ranks: key.tensor, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu };
+    let facts = Environment {
+        ranks: key.tensor,
+        threads: plan.threads,
+        vocabulary: plan.network.vocabulary(),
+        on_gpu,
+    };
     resolve(config, &facts)
 }
 
 /// The plan, with another ZeRO stage, few blocks and as few micro-batches.
-fn with_few_blocks(plan: &ResolvedConfig, zero: Zero, ranks: usize, on_gpu: bool) -> Result<ResolvedConfig> {
+fn with_few_blocks(
+    plan: &ResolvedConfig,
+    zero: Zero,
+    ranks: usize,
+    on_gpu: bool,
+) -> Result<ResolvedConfig> {
     let mut config = plan.config.clone();
     OnHost::default().set(&mut config);
-    (config.parallel.zero, config.parallel.lanes, config.batch.micro) = (zero, None, Some(plan.micro));
+    (config.parallel.zero, config.parallel.lanes, config.batch.micro) =
+        (zero, None, Some(plan.micro));
     config.batch.global = plan.micro * plan.mesh.data() as u64 * Key::of(plan).micros;
     few_blocks(&mut config, plan);
-    resolve(config, &Environment { ranks, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu })
+    resolve(
+        config,
+        &Environment {
+            ranks,
+            threads: plan.threads,
+            vocabulary: plan.network.vocabulary(),
+            on_gpu,
+        },
+    )
 }
 
 /// Leaves out transformer blocks that need not be timed.
 fn few_blocks(config: &mut Config, plan: &ResolvedConfig) {
     if let LayerList::Count(count) = config.model.layers {
-        let of_block = plan.network.blocks_summary().get(1).map_or(0, |block| block.parameters) * size_of::<f32>();
+        let of_block = plan.network.blocks_summary().get(1).map_or(0, |block| block.parameters)
+            * size_of::<f32>();
         let enough = BEYOND_CACHES.div_ceil(of_block.max(1)).max(BLOCKS);
         config.model.layers = LayerList::Count(count.min(enough));
     }
@@ -357,23 +416,41 @@ struct Step {
 }
 
 impl Step {
-    fn of<B: Kernels>(pace: &SyntheticTrainer<B>, events: &[Event], seconds: f64, puts_off: bool) -> Result<Self> {
+    fn of<B: Kernels>(
+        pace: &SyntheticTrainer<B>,
+        events: &[Event],
+        seconds: f64,
+        puts_off: bool,
+    ) -> Result<Self> {
         let blocks = pace.plan.network.blocks_summary().len();
         let of = |doing: Doing| -> Vec<f64> {
-            let events = events.iter().filter(|event| event.track == Track::Compute && event.name == doing.name());
+            let events = events
+                .iter()
+                .filter(|event| event.track == Track::Compute && event.name == doing.name());
             events.map(|event| (event.end - event.start) as f64 * 1e-9).collect()
         };
-        let chunks = |times: Vec<f64>| -> Vec<Vec<f64>> { times.chunks(blocks).map(<[f64]>::to_vec).collect() };
-        let (forward, mut backward) = (chunks(of(Doing::Forward)), chunks(of(Doing::Backward)));
+        let chunks = |times: Vec<f64>| -> Vec<Vec<f64>> {
+            times.chunks(blocks).map(<[f64]>::to_vec).collect()
+        };
+        let forward = chunks(of(Doing::Forward));
+        let mut backward = chunks(of(Doing::Backward));
         let loss = of(Doing::Loss);
         let micros = loss.len();
-        let mut weights = if puts_off { chunks(of(Doing::Weights)) } else { vec![vec![0.0; blocks]; micros] };
+        let mut weights =
+            if puts_off { chunks(of(Doing::Weights)) } else { vec![vec![0.0; blocks]; micros] };
         // Backwards begin with the last block.
         backward.iter_mut().chain(&mut weights).for_each(|of_micro| of_micro.reverse());
-        if [&forward, &backward, &weights].iter().any(|passes| passes.len() != micros) || micros == 0 {
+        if [&forward, &backward, &weights].iter().any(|passes| passes.len() != micros)
+            || micros == 0
+        {
             return Err(Error::internal("a step without all of its forwards and backwards"));
         }
-        let passes = [&forward, &backward, &weights].into_iter().flatten().flatten().chain(&loss).sum::<f64>();
+        let passes = [&forward, &backward, &weights]
+            .into_iter()
+            .flatten()
+            .flatten()
+            .chain(&loss)
+            .sum::<f64>();
         Ok(Self { forward, backward, weights, loss, rest: (seconds - passes).max(0.0) })
     }
 }
@@ -446,7 +523,10 @@ fn interpolated(times: &[(usize, f64)], bytes: usize) -> f64 {
 
 impl Measured {
     fn of(&self, plan: &ResolvedConfig) -> Result<(&Times, f64)> {
-        let times = self.times.get(&Key::of(plan)).ok_or_else(|| Error::internal("a layout that was not measured"))?;
+        let times = self
+            .times
+            .get(&Key::of(plan))
+            .ok_or_else(|| Error::internal("a layout that was not measured"))?;
         // The part of a step's micro-batches that are the first.
         Ok((times, 1.0 / plan.step_schedule(0).micros() as f64))
     }
@@ -467,7 +547,11 @@ impl Rates for Measured {
             };
             let [one, other] = [times.passes[0][of_kind], times.passes[1][of_kind]];
             let mean = |of: fn(&Passes) -> f64| first * of(&one) + (1.0 - first) * of(&other);
-            Passes { forward: mean(|p| p.forward), backward: mean(|p| p.backward), weights: mean(|p| p.weights) }
+            Passes {
+                forward: mean(|p| p.forward),
+                backward: mean(|p| p.backward),
+                weights: mean(|p| p.weights),
+            }
         };
         Ok((0..blocks).map(at).collect())
     }
@@ -478,12 +562,16 @@ impl Rates for Measured {
     }
 
     fn collective(&self, operation: Operation, span: Span, bytes: usize) -> f64 {
-        self.exchanges.get(&(Exchange::Collective(operation), span)).map_or(0.0, |times| interpolated(times, bytes))
+        self.exchanges
+            .get(&(Exchange::Collective(operation), span))
+            .map_or(0.0, |times| interpolated(times, bytes))
     }
 
     fn message(&self, span: Span, bytes: usize) -> f64 {
-        let times =
-            self.exchanges.iter().find(|((exchange, of), _)| *exchange == Exchange::Message && of.nodes >= span.nodes);
+        let times = self
+            .exchanges
+            .iter()
+            .find(|((exchange, of), _)| *exchange == Exchange::Message && of.nodes >= span.nodes);
         times.map_or(0.0, |(_, times)| interpolated(times, bytes))
     }
 

@@ -72,7 +72,8 @@ struct Row {
 #[derive(Serialize)]
 struct Tried {
     step_ms: f64,
-    /// Most bytes of parameters, gradients, optimizer state and activations: by the rank's count, and by the estimate.
+    /// Most bytes of parameters, gradients, optimizer state and activations: by the rank's count,
+    /// and by the estimate.
     counted_bytes: usize,
     estimated_bytes: usize,
 }
@@ -115,7 +116,10 @@ impl Report<'_> {
             tried: trials.get(number).map(|trial| Tried {
                 step_ms: trial.step * 1e3,
                 counted_bytes: trial.allocated,
-                estimated_bytes: COUNTED.map(|kind| one.memory.categories()[kind as usize]).iter().sum(),
+                estimated_bytes: COUNTED
+                    .map(|kind| one.memory.categories()[kind as usize])
+                    .iter()
+                    .sum(),
             }),
         };
         let json = Json {
@@ -125,26 +129,38 @@ impl Report<'_> {
             rates,
             memory_limit_bytes: (limit < usize::MAX).then_some(limit),
             layouts: choice.proposals.iter().enumerate().map(row).collect(),
-            left_out: choice.left_out.iter().map(|out| Out { layout: out.keys.to_string(), why: &out.why }).collect(),
+            left_out: choice
+                .left_out
+                .iter()
+                .map(|out| Out { layout: out.keys.to_string(), why: &out.why })
+                .collect(),
             reasons: &choice.reasons,
         };
         serde_json::to_string_pretty(&json).map_err(|e| Error::internal(format!("report: {e}")))
     }
 
-    /// Text: the first `most` layouts, each with its best micro-batch, the refusals, the reasons, and the keys to set. With `all`
-    /// every size of the micro-batch, and every refusal.
+    /// Text: the first `most` layouts, each with its best micro-batch, the refusals, the reasons,
+    /// and the keys to set. With `all` every size of the micro-batch, and every refusal.
     pub fn text(&self, most: usize, all: bool) -> String {
         let Self { network, ranks, per_node, rates, choice, trials } = self;
         let nodes = ranks.div_ceil(*per_node);
-        let many = |count: usize, one: &str| if count == 1 { format!("1 {one}") } else { format!("{count} {one}s") };
-        let mut out = format!("{network} on {}, {}; rates: {rates}\n\n", many(*ranks, "rank"), many(nodes, "node"));
+        let many = |count: usize, one: &str| {
+            if count == 1 { format!("1 {one}") } else { format!("{count} {one}s") }
+        };
+        let mut out = format!(
+            "{network} on {}, {}; rates: {rates}\n\n",
+            many(*ranks, "rank"),
+            many(nodes, "node")
+        );
         let unit = choice.proposals.first().map_or("", |one| one.plan.network.predictions());
         let mut heads = vec!["", "layout", "ms a step", "a second", "memory", "bubble", "exposed"];
         heads.extend((!trials.is_empty()).then_some("measured"));
         let mut rows = vec![heads.into_iter().map(str::to_owned).collect::<Vec<_>>()];
         let mut seen: Vec<&Keys> = Vec::new();
         for (number, one) in choice.proposals.iter().enumerate() {
-            let is_other_size = seen.iter().any(|keys| keys.host == one.keys.host && keys.same_but_micro(&one.keys))
+            let is_other_size = seen
+                .iter()
+                .any(|keys| keys.host == one.keys.host && keys.same_but_micro(&one.keys))
                 && number >= trials.len();
             if !all && (is_other_size || (rows.len() > most && number >= trials.len())) {
                 continue;
@@ -167,7 +183,11 @@ impl Report<'_> {
                 share(one.time.exposed),
             ];
             if !trials.is_empty() {
-                row.push(trials.get(number).map_or_else(|| "–".into(), |trial| format!("{:.2} ms", trial.step * 1e3)));
+                row.push(
+                    trials
+                        .get(number)
+                        .map_or_else(|| "–".into(), |trial| format!("{:.2} ms", trial.step * 1e3)),
+                );
             }
             rows.push(row);
         }
@@ -176,9 +196,13 @@ impl Report<'_> {
         if rest > 0 {
             out += &format!("\n… and {} that fit (--all)", many(rest, "layout"));
         }
-        out += &format!("\na second: {unit}; bubble: waits for other stages; exposed: waits for collectives\n");
+        out += &format!(
+            "\na second: {unit}; bubble: waits for other stages; exposed: waits for collectives\n"
+        );
         // A layout that fits with a smaller micro-batch is not left out.
-        let fits = |left: &&LeftOut| all || !choice.proposals.iter().any(|one| one.keys.same_but_micro(&left.keys));
+        let fits = |left: &&LeftOut| {
+            all || !choice.proposals.iter().any(|one| one.keys.same_but_micro(&left.keys))
+        };
         let left: Vec<&LeftOut> = choice.left_out.iter().filter(fits).collect();
         if !left.is_empty() {
             out += "\nleft out:\n";
@@ -187,7 +211,11 @@ impl Report<'_> {
             let groups: Vec<&[&LeftOut]> = left.chunk_by(alike).collect();
             let shown = if all { groups.len() } else { SHOWN };
             for group in groups.iter().take(shown) {
-                let others = if group.len() > 1 { format!(" and {} like it", group.len() - 1) } else { String::new() };
+                let others = if group.len() > 1 {
+                    format!(" and {} like it", group.len() - 1)
+                } else {
+                    String::new()
+                };
                 out += &format!("  {}{others}: {}\n", group[0].keys, group[0].why);
             }
             let rest: usize = groups.iter().skip(shown).map(|group| group.len()).sum();

@@ -17,7 +17,8 @@ use hpctrain_engine::memory::{Held, MemoryBudget};
 use hpctrain_engine::vocabulary;
 use hpctrain_parallel::{Storage, Zero};
 
-/// Part of a step that each axis, or other property, of a layout must gain: a simpler layout that is as fast comes first.
+/// Part of a step that each axis, or other property, of a layout must gain: a simpler layout that
+/// is as fast comes first.
 const WORTH: f64 = 0.005;
 
 /// A layout that fits.
@@ -74,10 +75,12 @@ pub struct Place {
     pub per_node: usize,
 }
 
-/// Every layout of a configuration on the ranks of `facts`; `rates` are asked for once it is clear which fit.
+/// Every layout of a configuration on the ranks of `facts`; `rates` are asked for once it is clear
+/// which fit.
 ///
 /// # Errors
-/// No layout is legal, or none fits: the least change after which one does. Or replicas are to train apart.
+/// No layout is legal, or none fits: the least change after which one does. Or replicas are to
+/// train apart.
 pub fn choose<R: Rates>(
     config: &Config,
     facts: &Environment,
@@ -86,16 +89,22 @@ pub fn choose<R: Rates>(
 ) -> Result<Choice> {
     let Place { room, held, per_node } = *place;
     if config.parallel.average_every != Interval::Steps(0) {
-        let message =
-            "parallel.average_every is set, but layouts have other numbers of replicas, which train otherwise apart";
-        return Err(Error::input(message).hint("choose a layout without it, and set it beside the keys of that"));
+        let message = "parallel.average_every is set, but layouts have other numbers of replicas, which train otherwise apart";
+        return Err(Error::input(message)
+            .hint("choose a layout without it, and set it beside the keys of that"));
     }
     if config.parallel.storage == Storage::Central {
-        return Err(Error::input("parallel.storage = central is a layout, of which there is nothing to choose")
-            .hint("choose a layout without it"));
+        return Err(Error::input(
+            "parallel.storage = central is a layout, of which there is nothing to choose",
+        )
+        .hint("choose a layout without it"));
     }
     let need = |plan: &ResolvedConfig| {
-        if facts.on_gpu { memory::worst::<Cuda>(plan, held) } else { memory::worst::<Cpu>(plan, held) }
+        if facts.on_gpu {
+            memory::worst::<Cuda>(plan, held)
+        } else {
+            memory::worst::<Cpu>(plan, held)
+        }
     };
     let (legal, refused) = layouts(config, facts, per_node);
     if legal.is_empty() {
@@ -103,12 +112,15 @@ pub fn choose<R: Rates>(
     }
     let mut left_out = refused;
     let may_recompute = !config.parallel.given.contains("recompute");
-    let (mut fitting, mut smallest) = (Vec::new(), None::<(usize, ResolvedConfig, Estimate)>);
+    let mut fitting = Vec::new();
+    let mut smallest = None::<(usize, ResolvedConfig, Estimate)>;
     for (keys, plan) in legal {
         let recomputes = Keys { recompute: true, ..keys };
         let again = (may_recompute && !keys.recompute).then_some(recomputes);
         let mut tried = vec![(keys, plan)];
-        tried.extend(again.and_then(|again| Some((again, resolve(again.config(config), facts).ok()?))));
+        tried.extend(
+            again.and_then(|again| Some((again, resolve(again.config(config), facts).ok()?))),
+        );
         let mut found = None;
         for (keys, plan) in tried {
             let memory = need(&plan);
@@ -128,7 +140,8 @@ pub fn choose<R: Rates>(
             Some(found) => fitting.push(found),
             None => {
                 let memory = resolve(keys.config(config), facts).map(|plan| need(&plan));
-                let why = memory.map_or_else(|e| e.message().to_owned(), |memory| too_large(&memory, &room));
+                let why = memory
+                    .map_or_else(|e| e.message().to_owned(), |memory| too_large(&memory, &room));
                 left_out.push(LeftOut { keys, why, hint: None });
             }
         }
@@ -139,7 +152,11 @@ pub fn choose<R: Rates>(
             true => memory::least_change::<Cuda>(&plan, &room, held),
             false => memory::least_change::<Cpu>(&plan, &room, held),
         };
-        let message = format!("no layout fits: of {} ranks the smallest {}", facts.ranks, too_large(&memory, &room));
+        let message = format!(
+            "no layout fits: of {} ranks the smallest {}",
+            facts.ranks,
+            too_large(&memory, &room)
+        );
         return Err(Error::input(message).hint(hint));
     }
     let plans: Vec<&ResolvedConfig> = fitting.iter().map(|(_, plan, _)| plan).collect();
@@ -148,13 +165,20 @@ pub fn choose<R: Rates>(
     for (keys, plan, memory) in fitting {
         match step_times(&plan, &rates, per_node, !facts.on_gpu)?.play() {
             Some(time) => proposals.push(Proposal { keys, plan, memory, time }),
-            None => left_out.push(LeftOut { keys, why: "its stages wait for each other".into(), hint: None }),
+            None => left_out.push(LeftOut {
+                keys,
+                why: "its stages wait for each other".into(),
+                hint: None,
+            }),
         }
     }
-    // Nothing tells the time of copies to the host: layouts that need them come last, those with the fewest first.
+    // Nothing tells the time of copies to the host: layouts that need them come last, those with
+    // the fewest first.
     let cost = |one: &Proposal| one.time.step * (1.0 + WORTH * one.keys.parts() as f64);
     let on_host = |one: &Proposal| one.keys.host.count();
-    proposals.sort_by(|one, other| on_host(one).cmp(&on_host(other)).then(cost(one).total_cmp(&cost(other))));
+    proposals.sort_by(|one, other| {
+        on_host(one).cmp(&on_host(other)).then(cost(one).total_cmp(&cost(other)))
+    });
     let reasons = reasons(config, facts, &room, &proposals, need);
     Ok(Choice { proposals, left_out, room, reasons })
 }
@@ -174,7 +198,8 @@ fn on_host(
         Some((keys, plan, memory))
     };
     let all = keys.with_more_on_host(config, may_recompute);
-    // The last one has most on the host: where the GPU has no room for that, it has none for the others.
+    // The last one has most on the host: where the GPU has no room for that, it has none for the
+    // others.
     let most = all.iter().rev().find_map(|keys| legal(*keys))?;
     if most.2.gpu() > room.gpu {
         return None;
@@ -247,7 +272,9 @@ fn reasons(
     }
     sentences.push(first);
     if best.plan.has_tables_on_host() {
-        sentences.push("The sums and the updates of the tables on the host are in none of these times.".into());
+        sentences.push(
+            "The sums and the updates of the tables on the host are in none of these times.".into(),
+        );
     }
     if proposals.iter().any(|one| one.keys.host.any()) {
         sentences.push(
@@ -257,12 +284,15 @@ fn reasons(
         );
     }
     if best.keys.zero == Zero::Zero && best.keys.replica > 1 {
-        let saved =
-            proposals.iter().find(|other| other.keys.zero == Zero::One && other.keys.same_axes_but_zero(&best.keys));
+        let saved = proposals.iter().find(|other| {
+            other.keys.zero == Zero::One && other.keys.same_axes_but_zero(&best.keys)
+        });
         if let Some(other) = saved {
             let slower = 100.0 * (other.time.step / time.step - 1.0).max(0.0);
             let [less, now] = [other, best].map(|one| readable(one.bytes()));
-            sentences.push(format!("ZeRO 1 would take {less} a rank instead of {now}, for {slower:.1} % more time."));
+            sentences.push(format!(
+                "ZeRO 1 would take {less} a rank instead of {now}, for {slower:.1} % more time."
+            ));
         }
     }
     sentences
@@ -276,14 +306,15 @@ pub struct Here<'a, B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>> {
     pub backend: F,
     /// Bytes that a rank may take of its GPU.
     pub gpu: Option<usize>,
-    /// Compute threads a rank, unless the configuration says; left out, the ranks of a node share its cores.
+    /// Compute threads a rank, unless the configuration says; left out, the ranks of a node share
+    /// its cores.
     pub threads: Option<usize>,
     /// Token ids in the data, if they are known; left out, those of the configuration's data.
     pub vocabulary: Option<usize>,
 }
 
-/// The choice for the ranks and the device at hand, measured on them, and the ranks on each node: collective over the world of
-/// the communicator.
+/// The choice for the ranks and the device at hand, measured on them, and the ranks on each node:
+/// collective over the world of the communicator.
 ///
 /// # Errors
 /// As [`choose`], or the device or a message failed.
@@ -297,20 +328,26 @@ pub fn choose_here<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     let topology = Topology::gather(&world, comm.node().host)?;
     let threads = here.threads.unwrap_or_else(|| topology.threads());
     let facts = match here.vocabulary {
-        Some(ids) => Environment { ranks: world.size(), threads, vocabulary: Some(ids), on_gpu: !B::ON_HOST },
+        Some(ids) => {
+            Environment { ranks: world.size(), threads, vocabulary: Some(ids), on_gpu: !B::ON_HOST }
+        }
         None => world.all_ok(facts(config, world.size(), threads, !B::ON_HOST))?,
     };
-    // All ranks decide alike: by the most that one holds, the least room, and the fewest ranks on a node.
+    // All ranks decide alike: by the most that one holds, the least room, and the fewest ranks on a
+    // node.
     let mine = Held::now(comm, &[]);
     let told = world.all_gather_u64(&[mine.resident as u64, topology.ranks_here() as u64])?;
     let resident = told.iter().map(|of| of[0]).max().unwrap_or(0) as usize;
     let per_node = told.iter().map(|of| of[1]).min().unwrap_or(1) as usize;
     let held = Held { resident, ..mine };
     let any = world.all_ok(any_plan(config, &facts))?;
-    let room = MemoryBudget::least(&world.all_gather_u64(&memory::room(&any, &topology, held, *gpu).numbers())?);
+    let room = MemoryBudget::least(
+        &world.all_gather_u64(&memory::room(&any, &topology, held, *gpu).numbers())?,
+    );
     let spare = topology.has_spare_cores();
-    let choice =
-        choose(config, &facts, &Place { room, held, per_node }, |plans| measure(comm, plans, per_node, spare, backend));
+    let choice = choose(config, &facts, &Place { room, held, per_node }, |plans| {
+        measure(comm, plans, per_node, spare, backend)
+    });
     Ok((world.all_ok(choice)?, per_node))
 }
 
@@ -346,7 +383,8 @@ mod tests {
         let machine = Machine::named(machine).unwrap();
         let facts = Environment { ranks, threads: 1, vocabulary: Some(50304), on_gpu: true };
         let held = Held { messages: 0, messages_on_device: true, resident: 0, cache: 0 };
-        let place = Place { room: machine.room(), held, per_node: machine.ranks_per_node.min(ranks) };
+        let place =
+            Place { room: machine.room(), held, per_node: machine.ranks_per_node.min(ranks) };
         choose(&configured(settings), &facts, &place, |_| Ok(machine))
     }
 
@@ -362,16 +400,27 @@ mod tests {
         let overrides: Vec<String> = SMALL.iter().map(|setting| setting.to_string()).collect();
         for proposal in &choice.proposals {
             std::fs::write(&path, proposal.keys.toml()).unwrap();
-            let sources = Sources { preset: Some("gpt2-124m"), file: Some(&path), overrides: &overrides };
+            let sources =
+                Sources { preset: Some("gpt2-124m"), file: Some(&path), overrides: &overrides };
             let facts = Environment { ranks: 4, threads: 1, vocabulary: Some(50304), on_gpu: true };
             let plan = resolve(load(&sources).unwrap().0, &facts).unwrap();
-            assert_eq!((plan.mesh, plan.micro), (proposal.plan.mesh, proposal.plan.micro), "{}", proposal.keys);
-            assert_eq!(plan.config.parallel.recompute, proposal.keys.recompute, "{}", proposal.keys);
+            assert_eq!(
+                (plan.mesh, plan.micro),
+                (proposal.plan.mesh, proposal.plan.micro),
+                "{}",
+                proposal.keys
+            );
+            assert_eq!(
+                plan.config.parallel.recompute, proposal.keys.recompute,
+                "{}",
+                proposal.keys
+            );
             assert_eq!(plan.config.parallel.schedule, proposal.keys.schedule, "{}", proposal.keys);
             assert_eq!(plan.config.parallel.sequence, proposal.keys.sequence, "{}", proposal.keys);
         }
         // No layout twice.
-        let mut seen: Vec<String> = choice.proposals.iter().map(|proposal| proposal.keys.to_string()).collect();
+        let mut seen: Vec<String> =
+            choice.proposals.iter().map(|proposal| proposal.keys.to_string()).collect();
         let all = seen.len();
         seen.sort();
         seen.dedup();
@@ -380,13 +429,21 @@ mod tests {
 
     #[test]
     fn given_keys_stay() {
-        let settings = [&SMALL[..], &["parallel.pipeline=1", "parallel.zero=3", "parallel.sequence=true"]].concat();
+        let settings =
+            [&SMALL[..], &["parallel.pipeline=1", "parallel.zero=3", "parallel.sequence=true"]]
+                .concat();
         let choice = chosen(&settings, 4, "h100x8").unwrap();
         for Proposal { keys, plan, .. } in &choice.proposals {
-            assert_eq!((keys.pipeline, keys.zero, keys.sequence, plan.micro), (1, Zero::Three, true, 2), "{keys}");
+            assert_eq!(
+                (keys.pipeline, keys.zero, keys.sequence, plan.micro),
+                (1, Zero::Three, true, 2),
+                "{keys}"
+            );
         }
         assert!(!choice.proposals.is_empty());
-        let none = chosen(&[&SMALL[..], &["parallel.pipeline=3"]].concat(), 4, "h100x8").unwrap_err().to_string();
+        let none = chosen(&[&SMALL[..], &["parallel.pipeline=3"]].concat(), 4, "h100x8")
+            .unwrap_err()
+            .to_string();
         assert!(none.contains("no layout is possible: ") && none.contains("hint: "), "{none}");
     }
 
@@ -397,11 +454,19 @@ mod tests {
         let choice = chosen(&large, 8, "h100x8").unwrap();
         for proposal in &choice.proposals {
             let Keys { pipeline, tensor, shard, .. } = proposal.keys;
-            assert!(pipeline * tensor * shard == 8 || proposal.keys.host.any(), "{}", proposal.keys);
+            assert!(
+                pipeline * tensor * shard == 8 || proposal.keys.host.any(),
+                "{}",
+                proposal.keys
+            );
             assert!(proposal.bytes() <= choice.room.gpu, "{}", proposal.keys);
         }
         let whole = choice.left_out.iter().find(|left| left.keys.replica == 8).unwrap();
-        assert!(whole.why.starts_with("needs ") && whole.why.contains("optimizer "), "{}", whole.why);
+        assert!(
+            whole.why.starts_with("needs ") && whole.why.contains("optimizer "),
+            "{}",
+            whole.why
+        );
         assert!(choice.reasons[0].contains("does not fit a rank"), "{}", choice.reasons[0]);
         let small = chosen(&SMALL, 8, "h100x8").unwrap();
         assert!(small.reasons[0].contains("data parallelism suffices"), "{}", small.reasons[0]);
@@ -409,7 +474,10 @@ mod tests {
         assert_eq!(error.exit_code(), 2);
         let error = error.to_string();
         assert!(error.starts_with("no layout fits: of 1 ranks the smallest needs "), "{error}");
-        assert!(error.contains("hint: ") && error.contains(" ranks, as many on each node as now"), "{error}");
+        assert!(
+            error.contains("hint: ") && error.contains(" ranks, as many on each node as now"),
+            "{error}"
+        );
     }
 
     /// Sizes of a network in billions of parameters, and one sample.
@@ -427,26 +495,50 @@ mod tests {
 
     #[test]
     fn the_host_takes_what_a_gpu_has_no_room_for() {
-        // 6.6e9 parameters, of which a GPU of 74 GiB has 18 bytes each, or 6; and 14e9, of which it cannot have even those.
+        // 6.6e9 parameters, of which a GPU of 74 GiB has 18 bytes each, or 6; and 14e9, of which it
+        // cannot have even those.
         let of = |layers, width, more: &[&str]| {
             let sizes = large(layers, width);
-            let settings: Vec<&str> = sizes.iter().map(String::as_str).chain(more.iter().copied()).collect();
+            let settings: Vec<&str> =
+                sizes.iter().map(String::as_str).chain(more.iter().copied()).collect();
             chosen(&settings, 1, "h100x8")
         };
         let optimizer = OnHost { optimizer: true, ..OnHost::default() };
         let choice = of(32, 4096, &[]).unwrap();
         let [best] = &choice.proposals[..] else { panic!("{:?}", choice.proposals.len()) };
-        assert_eq!((best.keys.host, best.keys.zero, best.keys.recompute), (optimizer, Zero::Zero, false));
-        assert!(best.bytes() < choice.room.gpu && best.memory.host() > 90 << 30, "{}", readable(best.bytes()));
+        assert_eq!(
+            (best.keys.host, best.keys.zero, best.keys.recompute),
+            (optimizer, Zero::Zero, false)
+        );
+        assert!(
+            best.bytes() < choice.room.gpu && best.memory.host() > 90 << 30,
+            "{}",
+            readable(best.bytes())
+        );
         assert!(best.keys.to_string().contains("optimizer on the host"), "{}", best.keys);
         assert!(best.keys.toml().contains("[optimizer]\noffload = true"), "{}", best.keys.toml());
-        assert!(choice.reasons.iter().any(|reason| reason.contains("time of the copies")), "{:?}", choice.reasons);
+        assert!(
+            choice.reasons.iter().any(|reason| reason.contains("time of the copies")),
+            "{:?}",
+            choice.reasons
+        );
         let choice = of(44, 5120, &[]).unwrap();
         let best = &choice.proposals[0];
-        assert_eq!((best.keys.host, best.keys.zero), (OnHost { shards: true, ..optimizer }, Zero::Three));
-        assert!(best.keys.toml().contains("zero = 3\noffload_shards = true"), "{}", best.keys.toml());
+        assert_eq!(
+            (best.keys.host, best.keys.zero),
+            (OnHost { shards: true, ..optimizer }, Zero::Three)
+        );
+        assert!(
+            best.keys.toml().contains("zero = 3\noffload_shards = true"),
+            "{}",
+            best.keys.toml()
+        );
         // Keys that are given stay.
-        for given in [&["optimizer.offload=false"][..], &["parallel.zero=2"], &["parallel.offload_shards=false"]] {
+        for given in [
+            &["optimizer.offload=false"][..],
+            &["parallel.zero=2"],
+            &["parallel.offload_shards=false"],
+        ] {
             let error = of(44, 5120, given).unwrap_err().to_string();
             assert!(error.starts_with("no layout fits: of 1 ranks "), "{given:?}: {error}");
         }
@@ -454,8 +546,15 @@ mod tests {
 
     #[test]
     fn inputs_go_to_the_host_where_they_are_what_is_large() {
-        // One block's activations are small beside the inputs of all of them, and so are parameters.
-        let wide = ["model.layers=320", "model.context=163840", "batch.global=1", "batch.micro=1", "eval.batch=1"];
+        // One block's activations are small beside the inputs of all of them, and so are
+        // parameters.
+        let wide = [
+            "model.layers=320",
+            "model.context=163840",
+            "batch.global=1",
+            "batch.micro=1",
+            "eval.batch=1",
+        ];
         let choice = chosen(&[&wide[..], &["optimizer.kind=sgd"]].concat(), 1, "a100x8").unwrap();
         let keys = choice.proposals[0].keys;
         assert!(keys.recompute && keys.host.activations && !keys.host.shards, "{keys}");
@@ -474,10 +573,16 @@ mod tests {
         // Each layout once: nothing leaves a GPU that has room for it.
         for one in choice.proposals.iter().filter(|one| one.keys.host.any()) {
             let plain = choice.proposals.iter().any(|other| {
-                other.keys.same_but_micro(&one.keys) && other.keys.micro == one.keys.micro && !other.keys.host.any()
+                other.keys.same_but_micro(&one.keys)
+                    && other.keys.micro == one.keys.micro
+                    && !other.keys.host.any()
             });
             assert!(!plain, "{}", one.keys);
-            assert!(one.bytes() <= choice.room.gpu && one.memory.host() <= choice.room.host, "{}", one.keys);
+            assert!(
+                one.bytes() <= choice.room.gpu && one.memory.host() <= choice.room.host,
+                "{}",
+                one.keys
+            );
         }
     }
 
@@ -499,6 +604,9 @@ mod tests {
         let error = refused(shipped.replace("launch =", "lunch ="));
         assert!(error.contains("mine.toml:11: unknown field `lunch`"), "{error}");
         let error = Machine::named("b300x8").unwrap_err().to_string();
-        assert!(error.contains("b300x8") && error.contains("hint: ") && error.contains("h200x8"), "{error}");
+        assert!(
+            error.contains("b300x8") && error.contains("hint: ") && error.contains("h200x8"),
+            "{error}"
+        );
     }
 }

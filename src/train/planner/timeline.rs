@@ -1,12 +1,14 @@
 //! A step on the clock: the actions of every stage with the seconds of their pieces.
 //!
-//! A rank computes one thing at a time, and its communication thread does one collective at a time beside it. All ranks of a
-//! stage do the same; so there is one clock for each stage. Two steps are played, since the gathers of one reach into the
-//! next; the second counts.
+//! A rank computes one thing at a time, and its communication thread does one collective at a time
+//! beside it. All ranks of a stage do the same; so there is one clock for each stage. Two steps are
+//! played, since the gathers of one reach into the next; the second counts.
 
 use std::collections::HashMap;
 
-use hpctrain_parallel::{Action, Flow, Lifetime, Prefetch, ShardingPolicy, Stage, StepSchedule, turns};
+use hpctrain_parallel::{
+    Action, Flow, Lifetime, Prefetch, ShardingPolicy, Stage, StepSchedule, turns,
+};
 
 /// Seconds of a block on a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -51,10 +53,11 @@ pub struct StepTimes {
     pub shards: bool,
     /// The message about loss and norm that all ranks wait for.
     pub summary: f64,
-    /// Part of a collective's time that takes nothing from computations beside it: 1 where others do the work, 0 where the same
-    /// cores do.
+    /// Part of a collective's time that takes nothing from computations beside it: 1 where others
+    /// do the work, 0 where the same cores do.
     pub beside: f64,
-    /// The same for gathers of parameters that live for their use, which computations also read anew.
+    /// The same for gathers of parameters that live for their use, which computations also read
+    /// anew.
     pub beside_uses: f64,
 }
 
@@ -74,7 +77,8 @@ struct Rank {
     now: f64,
     /// When its communication thread is done with all requests.
     requests: f64,
-    /// When the parameters of each slot are here; none where they are neither here nor on their way.
+    /// When the parameters of each slot are here; none where they are neither here nor on their
+    /// way.
     arrivals: Vec<Option<f64>>,
     prefetch: Prefetch,
     waited_for_stages: f64,
@@ -124,8 +128,10 @@ impl StepTimes {
         }
         let end = ranks.iter().map(|rank| rank.now).fold(0.0, f64::max);
         let step = end - starts[1];
-        let mean = |of: fn(&Rank) -> f64| ranks.iter().map(of).sum::<f64>() / ranks.len() as f64 / step;
-        let (bubble, exposed) = (mean(|rank| rank.waited_for_stages), mean(|rank| rank.waited_for_messages));
+        let mean =
+            |of: fn(&Rank) -> f64| ranks.iter().map(of).sum::<f64>() / ranks.len() as f64 / step;
+        let bubble = mean(|rank| rank.waited_for_stages);
+        let exposed = mean(|rank| rank.waited_for_messages);
         Some(Timeline { step, bubble, exposed })
     }
 
@@ -182,11 +188,18 @@ impl StepTimes {
         }
     }
 
-    fn act(&self, index: usize, rank: &mut Rank, action: Action, there: &mut HashMap<(usize, Flow, usize), f64>) {
+    fn act(
+        &self,
+        index: usize,
+        rank: &mut Rank,
+        action: Action,
+        there: &mut HashMap<(usize, Flow, usize), f64>,
+    ) {
         let times = &self.stages[index];
         let units = 0..times.units.len();
         match action {
-            // A receive that is under way takes no time; the computation that needs the message waits.
+            // A receive that is under way takes no time; the computation that needs the message
+            // waits.
             Action::Receive(..) => {}
             Action::Send(flow, k) => {
                 let (to, seconds) = match flow {
@@ -262,7 +275,8 @@ impl StepTimes {
         }
     }
 
-    /// All reductions, the exchange of loss and norm, the update, and the way of new parameters to the other shards.
+    /// All reductions, the exchange of loss and norm, the update, and the way of new parameters to
+    /// the other shards.
     fn end(&self, ranks: &mut [Rank]) {
         for rank in ranks.iter_mut() {
             let reduced = rank.requests;
@@ -288,15 +302,25 @@ mod tests {
     use super::*;
     use hpctrain_parallel::{PipelineSchedule, Zero};
 
-    const UNIT: UnitTimes =
-        UnitTimes { forward: 1.0, backward: 2.0, weights: 1.0, gather: 0.0, reduce: 0.0, update: 0.0 };
+    const UNIT: UnitTimes = UnitTimes {
+        forward: 1.0,
+        backward: 2.0,
+        weights: 1.0,
+        gather: 0.0,
+        reduce: 0.0,
+        update: 0.0,
+    };
 
     /// Stages of one block each.
     fn pipeline(stages: usize, micros: usize, order: PipelineSchedule) -> StepTimes {
         let cut: Vec<_> = (0..stages).map(|unit| unit..unit + 1).collect();
         let loans = vec![None; stages];
-        let times =
-            |index| StageTimes { stage: Stage::new(&cut, index, &loans), units: vec![UNIT], micro: 0.0, message: 0.0 };
+        let times = |index| StageTimes {
+            stage: Stage::new(&cut, index, &loans),
+            units: vec![UNIT],
+            micro: 0.0,
+            message: 0.0,
+        };
         StepTimes {
             stages: (0..stages).map(times).collect(),
             schedule: StepSchedule { stages, order, ..StepSchedule::alone(1, micros) },
@@ -314,7 +338,14 @@ mod tests {
         let stage = Stage::whole(&[None; 3]);
         let alone = pipeline(1, 2, PipelineSchedule::default());
         let stages = vec![StageTimes { stage, units: vec![unit; 3], micro: 0.0, message: 0.0 }];
-        StepTimes { stages, keep: zero.residency(), shards: zero != Zero::Zero, beside, beside_uses: beside, ..alone }
+        StepTimes {
+            stages,
+            keep: zero.residency(),
+            shards: zero != Zero::Zero,
+            beside,
+            beside_uses: beside,
+            ..alone
+        }
     }
 
     #[test]
@@ -322,8 +353,12 @@ mod tests {
         for order in [PipelineSchedule::OneForwardOneBackward, PipelineSchedule::ZeroBubble] {
             for (stages, micros) in [(1, 3), (2, 8), (4, 4), (4, 16), (8, 32)] {
                 let times = pipeline(stages, micros, order);
-                let (played, schedule) = (times.play().unwrap(), times.schedule.bubble_fraction());
-                assert!((played.bubble - schedule).abs() < 1e-9, "{stages}, {micros}: {played:?}, not {schedule}");
+                let played = times.play().unwrap();
+                let schedule = times.schedule.bubble_fraction();
+                assert!(
+                    (played.bubble - schedule).abs() < 1e-9,
+                    "{stages}, {micros}: {played:?}, not {schedule}"
+                );
                 assert_eq!(played.exposed, 0.0);
             }
         }
@@ -340,7 +375,8 @@ mod tests {
         assert!((times.play().unwrap().step - without - 1.0).abs() < 1e-9, "{:?}", times.play());
         // Ranks that copy messages themselves do so in time that would be idle, or not.
         let step = |micros, beside| {
-            let mut times = StepTimes { beside, ..pipeline(2, micros, PipelineSchedule::default()) };
+            let mut times =
+                StepTimes { beside, ..pipeline(2, micros, PipelineSchedule::default()) };
             times.stages[0].message = 0.5;
             times.play().unwrap().step
         };
@@ -353,11 +389,16 @@ mod tests {
         let work = 2.0 * 3.0 * 3.0 + 3.0 * 0.125;
         let step = |zero, beside| blocks(zero, beside).play().unwrap();
         // Only the last reduction has nothing beside it.
-        assert!((step(Zero::Zero, 1.0).step - work - 1.5).abs() < 1e-9, "{:?}", step(Zero::Zero, 1.0));
+        assert!(
+            (step(Zero::Zero, 1.0).step - work - 1.5).abs() < 1e-9,
+            "{:?}",
+            step(Zero::Zero, 1.0)
+        );
         let busy = step(Zero::Zero, 0.0);
         assert!((busy.step - work - 4.5).abs() < 1e-9, "{busy:?}");
         assert!((busy.exposed - 4.5 / busy.step).abs() < 1e-9, "{busy:?}");
-        // Of the gathers that follow updates the first is waited for, and the others come beside the next forward.
+        // Of the gathers that follow updates the first is waited for, and the others come beside
+        // the next forward.
         let sharded = step(Zero::One, 1.0);
         assert!((sharded.step - work - 1.5 - (0.5 - 2.0 * 0.125)).abs() < 1e-9, "{sharded:?}");
         // Parameters that live for their use are gathered for every turn.

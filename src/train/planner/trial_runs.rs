@@ -13,7 +13,8 @@ const WARM_UP: usize = 2;
 /// Steps that are timed.
 const STEPS: usize = 5;
 
-/// Rounds over all proposals: the fastest step counts, since others only disturb, and a disturbance may last.
+/// Rounds over all proposals: the fastest step counts, since others only disturb, and a disturbance
+/// may last.
 const ROUNDS: usize = 5;
 
 /// The memory of steps by themselves, without data and checkpoints.
@@ -30,12 +31,14 @@ pub const COUNTED: [MemoryKind; 5] = [
 pub struct Trial {
     /// Seconds of the fastest step, on the slowest rank.
     pub step: f64,
-    /// Most bytes that a rank had allocated for parameters, gradients, optimizer, activations and workspace, by its ledger.
+    /// Most bytes that a rank had allocated for parameters, gradients, optimizer, activations and
+    /// workspace, by its ledger.
     pub allocated: usize,
 }
 
-/// Runs some steps of the first `count` proposals, of the whole network on random data, and puts these in the order of their
-/// times: collective over the world of the communicator. Returns their results, in the new order.
+/// Runs some steps of the first `count` proposals, of the whole network on random data, and puts
+/// these in the order of their times: collective over the world of the communicator. Returns their
+/// results, in the new order.
 ///
 /// # Errors
 /// Out of memory, the device, or a message failed.
@@ -46,7 +49,8 @@ pub fn try_out<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
 ) -> Result<Vec<Trial>> {
     let count = count.min(choice.proposals.len());
     let nothing = Trial { step: f64::INFINITY, allocated: 0 };
-    let mut tried: Vec<(Trial, Proposal)> = choice.proposals.drain(..count).map(|one| (nothing, one)).collect();
+    let mut tried: Vec<(Trial, Proposal)> =
+        choice.proposals.drain(..count).map(|one| (nothing, one)).collect();
     for _ in 0..ROUNDS {
         for (trial, proposal) in &mut tried {
             let found = try_one(&proposal.plan, here)?;
@@ -73,7 +77,8 @@ fn try_one<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     world.barrier().wait()?;
     let mine = (0..STEPS).map(|_| pace.step()).collect::<Result<Vec<_>>>()?;
     let step = slowest(&world, &mine)?.into_iter().fold(f64::INFINITY, f64::min);
-    let allocated = COUNTED.iter().map(|kind| pace.backend().ledger().peak(*kind)).sum::<usize>() as f64;
+    let allocated =
+        COUNTED.iter().map(|kind| pace.backend().ledger().peak(*kind)).sum::<usize>() as f64;
     let allocated = slowest(&world, &[allocated])?[0] as usize;
     Ok(Trial { step, allocated })
 }

@@ -40,7 +40,9 @@ impl<B: Kernels> Run<'_, B> {
         let text = if matches!(ending, RunOutcome::Preempted(_)) { None } else { self.sample()? };
         let sampled = match (&mut self.records, &text) {
             // Without a step the text is that of the start before.
-            (Some(records), Some(text)) if !self.meters.is_empty() => records.sampled(self.progress.step, text),
+            (Some(records), Some(text)) if !self.meters.is_empty() => {
+                records.sampled(self.progress.step, text)
+            }
             _ => Ok(()),
         };
         self.world.all_ok(self.outages.at_end(sampled))?;
@@ -49,7 +51,11 @@ impl<B: Kernels> Run<'_, B> {
         let failure = self.hooks.failure();
         self.world.all_ok(failure)?;
         // Nobody hears of the end before it is on record.
-        let told = if self.world.rank() == 0 { self.write_summary(&ending, text, stages, joules) } else { Ok(()) };
+        let told = if self.world.rank() == 0 {
+            self.write_summary(&ending, text, stages, joules)
+        } else {
+            Ok(())
+        };
         self.world.all_ok(self.outages.at_end(told))?;
         log::info!("ended at step {}: {ending:?}", self.progress.step);
         Ok(ending)
@@ -63,11 +69,13 @@ impl<B: Kernels> Run<'_, B> {
         Ok(())
     }
 
-    /// Ends a run that waits for its file system, if any rank was asked to end: it has tried once. Collective.
+    /// Ends a run that waits for its file system, if any rank was asked to end: it has tried once.
+    /// Collective.
     fn end_if_asked(&self) -> Result<()> {
         let told = self.world.gather_bytes(vec![u8::from(self.stop_requests.must_end())]).wait()?;
         let is_asked = told.contains(&vec![1]);
-        let verdict = if is_asked && self.records.is_some() { self.outages.give_up() } else { Ok(()) };
+        let verdict =
+            if is_asked && self.records.is_some() { self.outages.give_up() } else { Ok(()) };
         self.world.all_ok(verdict)
     }
 
@@ -105,7 +113,10 @@ impl<B: Kernels> Run<'_, B> {
         if let (Some((at, loss)), Some(evaluator)) =
             (self.schedule.evaluated.filter(|(at, _)| *at == step), &self.evaluator)
         {
-            say(format_args!("\nvalidation loss {loss:.4} over {} samples at step {at}", evaluator.samples()));
+            say(format_args!(
+                "\nvalidation loss {loss:.4} over {} samples at step {at}",
+                evaluator.samples()
+            ));
         }
         if let Some(loss) = records.epoch_loss.as_ref().and_then(EpochLoss::mean) {
             say(format_args!("\nmean training loss {loss:.4} over the last epoch at step {step}"));
@@ -120,17 +131,26 @@ impl<B: Kernels> Run<'_, B> {
         if let Some(report) = self.meters.profile(self.plan.threads, !B::ON_HOST) {
             report.write(&self.directory.profile_path())?;
             log::info!("profile of {} steps:\n{report}", report.steps);
-            say(format_args!("\n{report}\n\nprofile in {}", self.directory.profile_path().display()));
+            say(format_args!(
+                "\n{report}\n\nprofile in {}",
+                self.directory.profile_path().display()
+            ));
         }
         let latest = self.directory.checkpoints().latest();
         if latest.exists() {
             say(format_args!("checkpoint in {}", latest.display()));
         }
         if let Some(text) = text {
-            say(format_args!("\n{text}\n\nmore text: hpctrain sample --checkpoint {}", latest.display()));
+            say(format_args!(
+                "\n{text}\n\nmore text: hpctrain sample --checkpoint {}",
+                latest.display()
+            ));
         }
         if status == Status::Preempted {
-            say(format_args!("continue with --resume auto --set run.name={}", self.directory.name()));
+            say(format_args!(
+                "continue with --resume auto --set run.name={}",
+                self.directory.name()
+            ));
         } else if !self.meters.is_empty() {
             // A finished run that was resumed had nothing left to measure.
             self.card(stages, energy).write(&self.directory.card_path())?;
@@ -140,7 +160,11 @@ impl<B: Kernels> Run<'_, B> {
 
     /// Reports the outcome of the run to the hooks.
     pub(super) fn tell_hooks(&mut self, result: Result<&RunOutcome, &Error>) -> Result<()> {
-        self.hooks.end(&Outcome { step: self.progress.step, directory: self.directory.path(), result })
+        self.hooks.end(&Outcome {
+            step: self.progress.step,
+            directory: self.directory.path(),
+            result,
+        })
     }
 
     /// Evaluators need not wait for more checkpoints.
@@ -155,15 +179,28 @@ impl<B: Kernels> Run<'_, B> {
         }
     }
 
-    /// Text from the trained model. Every rank computes it, because gathers of parameters are collective.
+    /// Text from the trained model. Every rank computes it, because gathers of parameters are
+    /// collective.
     fn sample(&mut self) -> Result<Option<String>> {
         let tokens = self.plan.config.log.sample;
-        let Some(tokenizer) = self.tokenizer.as_ref().filter(|_| tokens > 0) else { return Ok(None) };
-        // A line break begins a text; byte and GPT-2 tokenizers know it, and most character sets. To some tokenizers it is nothing.
-        let Some(prompt) = tokenizer.encode("\n").ok().filter(|ids| !ids.is_empty()) else { return Ok(None) };
-        let sampling = Sampling { tokens, temperature: 0.8, top_k: None, seed: self.plan.config.run.seed };
+        let Some(tokenizer) = self.tokenizer.as_ref().filter(|_| tokens > 0) else {
+            return Ok(None);
+        };
+        // A line break begins a text; byte and GPT-2 tokenizers know it, and most character sets.
+        // To some tokenizers it is nothing.
+        let Some(prompt) = tokenizer.encode("\n").ok().filter(|ids| !ids.is_empty()) else {
+            return Ok(None);
+        };
+        let sampling =
+            Sampling { tokens, temperature: 0.8, top_k: None, seed: self.plan.config.run.seed };
         let _span = span(Doing::Sampling, None);
-        let drawn = generate(&mut self.engine.model, &prompt, self.plan.network.context(), sampling, |_| false)?;
+        let drawn = generate(
+            &mut self.engine.model,
+            &prompt,
+            self.plan.network.context(),
+            sampling,
+            |_| false,
+        )?;
         Ok(Some(tokenizer.decode(&drawn)))
     }
 
@@ -172,14 +209,18 @@ impl<B: Kernels> Run<'_, B> {
         let ledger = self.engine.model.backend.ledger();
         let peaks = MemoryKind::ALL.map(|what| ledger.peak(what) as u64);
         let told = self.world.all_gather_u64(&peaks)?;
-        let named =
-            |bytes: &[usize]| MemoryKind::ALL.iter().map(|what| what.name().into()).zip(bytes.to_vec()).collect();
+        let named = |bytes: &[usize]| {
+            MemoryKind::ALL.iter().map(|what| what.name().into()).zip(bytes.to_vec()).collect()
+        };
         let of_stage = |stage: usize| {
             let estimated = memory::estimate::<B>(&self.plan, stage, self.held).categories();
             let mut most = [0; MemoryKind::ALL.len()];
-            let ranks = told.iter().enumerate().filter(|(rank, _)| self.plan.mesh.stage(*rank) == stage);
+            let ranks =
+                told.iter().enumerate().filter(|(rank, _)| self.plan.mesh.stage(*rank) == stage);
             for (_, peaks) in ranks {
-                most.iter_mut().zip(peaks).for_each(|(most, peak)| *most = (*peak as usize).max(*most));
+                most.iter_mut()
+                    .zip(peaks)
+                    .for_each(|(most, peak)| *most = (*peak as usize).max(*most));
             }
             StageMemory { estimated_bytes: named(&estimated), peak_bytes: named(&most) }
         };
@@ -189,7 +230,8 @@ impl<B: Kernels> Run<'_, B> {
     fn card(&self, stages: Vec<StageMemory>, energy: Option<EnergyUse>) -> RunCard {
         let ledger = self.engine.model.backend.ledger();
         let stats = self.comm.stats();
-        let tokens_per_second = self.plan.tokens_per_step() as f64 / (self.meters.median_ms() * 1e-3);
+        let tokens_per_second =
+            self.plan.tokens_per_step() as f64 / (self.meters.median_ms() * 1e-3);
         RunCard {
             version: env!("CARGO_PKG_VERSION").into(),
             mpi: self.comm.library().into(),
@@ -215,7 +257,10 @@ impl<B: Kernels> Run<'_, B> {
             comm_sent_bytes: Some(stats.sent),
             comm_rounds: Some(stats.rounds).filter(|rounds| *rounds > 0),
             peak_gpu_bytes: self.engine.model.backend.device_peak(),
-            peak_bytes: MemoryKind::ALL.iter().map(|what| (what.name().to_string(), ledger.peak(*what))).collect(),
+            peak_bytes: MemoryKind::ALL
+                .iter()
+                .map(|what| (what.name().to_string(), ledger.peak(*what)))
+                .collect(),
             stages,
             peak_resident_bytes: memory::resident().1,
             time: unix_time(),

@@ -64,7 +64,8 @@ pub struct Request {
 impl Request {
     /// A run from step 0 on CPUs, called `name` unless its configuration names it.
     pub fn new(config: Config, name: impl Into<String>) -> Self {
-        let (resume, take) = (Resume::No, RestoreScope::Everything);
+        let resume = Resume::No;
+        let take = RestoreScope::Everything;
         Self {
             config,
             name: name.into(),
@@ -113,11 +114,12 @@ pub struct GpuPlace {
     pub sharers: usize,
 }
 
-/// Trains: collective over the world of `comm`. The ranks of `beside`, which contain this one and make a gather, are
-/// told the directory of the run. `backend` makes the device of a rank.
+/// Trains: collective over the world of `comm`. The ranks of `beside`, which contain this one and
+/// make a gather, are told the directory of the run. `backend` makes the device of a rank.
 ///
 /// # Errors
-/// The error that stopped the run early. An error that all ranks share says so ([`Error::is_shared`]).
+/// The error that stopped the run early. An error that all ranks share says so
+/// ([`Error::is_shared`]).
 pub fn train_on<B: Kernels>(
     comm: &Comm<B>,
     request: &Request,
@@ -221,11 +223,14 @@ struct Schedule {
 impl<'h, B: Kernels> Run<'h, B> {
     /// One round of optimizer steps and their records.
     fn run_round(&mut self) -> Result<()> {
-        let (before, began) = (self.spent(), self.progress);
+        let before = self.spent();
+        let began = self.progress;
         self.counted = self.step_to_count();
         self.counted.iter().for_each(|step| self.engine.model.sharded.count_gradients_of(*step));
         let has_failed = self.hooks.has_failed() || self.directory.check_often().is_err();
-        let flags = || self.stop_requests.flags(self.saver.is_done()) | ControlFlags::FAILED.when(has_failed);
+        let flags = || {
+            self.stop_requests.flags(self.saver.is_done()) | ControlFlags::FAILED.when(has_failed)
+        };
         self.engine.model.backend.profile().record(self.meters.profiles());
         let next = || self.feed.next_micro();
         let advanced = train_round(&self.plan, &mut self.engine, next, &mut self.progress, flags);
@@ -238,7 +243,9 @@ impl<'h, B: Kernels> Run<'h, B> {
                 let StepResult { loss, norm, skips, .. } = taken;
                 let by = match self.plan.averaging {
                     None => String::new(),
-                    Some(LocalSgd { replicas, .. }) => format!(" by {skips} of {replicas} replicas"),
+                    Some(LocalSgd { replicas, .. }) => {
+                        format!(" by {skips} of {replicas} replicas")
+                    }
                 };
                 log::warn!("step {step}: loss {loss}, gradient norm {norm}: update skipped{by}");
             }
@@ -262,7 +269,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         Ok(())
     }
 
-    /// Replicas that differ have differed for some time: checkpoints since they were last equal count as damaged.
+    /// Replicas that differ have differed for some time: checkpoints since they were last equal
+    /// count as damaged.
     fn mark_checkpoints_suspect(&self, found: &Error) {
         if let Some(good) = self.engine.model.sharded.doubtful_since() {
             let marked = self.saver.doubt_after(good, found.message());
@@ -275,18 +283,36 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.meters.spent(self.comm.stats(), self.feed.waited())
     }
 
-    /// Records the steps of a round that `began` there, each with its part of the time since `before`.
-    fn record(&mut self, steps: &[StepResult], began: checkpoint::Progress, before: TimeCounters) -> Result<()> {
+    /// Records the steps of a round that `began` there, each with its part of the time since
+    /// `before`.
+    fn record(
+        &mut self,
+        steps: &[StepResult],
+        began: checkpoint::Progress,
+        before: TimeCounters,
+    ) -> Result<()> {
         let after = self.spent();
-        let (seconds, times) = (after.total - before.total, Times::between(before, after));
+        let seconds = after.total - before.total;
+        let times = Times::between(before, after);
         // A run ends after whole rounds.
         self.stop_requests.stepped(Duration::from_secs_f64(seconds));
         let is_warm_up = !B::ON_HOST && self.should_continue();
-        self.meters.took_round(steps.len(), seconds, times, is_warm_up, self.engine.model.backend.profile());
+        self.meters.took_round(
+            steps.len(),
+            seconds,
+            times,
+            is_warm_up,
+            self.engine.model.backend.profile(),
+        );
         let last = began.step + steps.len() as u64;
-        let joules = if self.plan.is_due(self.plan.config.log.every, last) { self.energy.joules()? } else { None };
+        let joules = if self.plan.is_due(self.plan.config.log.every, last) {
+            self.energy.joules()?
+        } else {
+            None
+        };
         let count = steps.len() as f64;
-        let (seconds, times) = (seconds / count, times / count);
+        let seconds = seconds / count;
+        let times = times / count;
         let tokens = self.plan.tokens_per_step();
         for (taken, step) in steps.iter().zip(began.step + 1..) {
             let position = began.position + (step - began.step) * self.plan.config.batch.global;
@@ -336,7 +362,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         }
     }
 
-    /// Names ranks that others wait for. `compute` is the seconds that each rank computed in step `step`.
+    /// Names ranks that others wait for. `compute` is the seconds that each rank computed in step
+    /// `step`.
     fn warn_of_stragglers(&mut self, step: u64, compute: &[f64]) -> Result<()> {
         let Some(records) = &mut self.records else { return Ok(()) };
         let (stragglers, written) = records.computed(step, compute);
@@ -351,9 +378,11 @@ impl<'h, B: Kernels> Run<'h, B> {
         if written.is_err() { self.recorded(written) } else { Ok(()) }
     }
 
-    /// The step of the round that begins now whose gradients are to be counted for histograms, if there is one.
+    /// The step of the round that begins now whose gradients are to be counted for histograms, if
+    /// there is one.
     fn step_to_count(&self) -> Option<u64> {
-        let (every, step) = (self.plan.config.log.histograms, self.progress.step);
+        let every = self.plan.config.log.histograms;
+        let step = self.progress.step;
         let due = if every > 0 { (step + 1).next_multiple_of(every) } else { u64::MAX };
         (due <= self.plan.round_end(step)).then_some(due)
     }
@@ -365,7 +394,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         let gradients = whole_histograms(&self.world, &sharded.counted_gradients())?;
         let weights = self.world.all_ok(sharded.counted_parameters())?;
         let weights = whole_histograms(&self.world, &weights)?;
-        if let Some(board) = self.records.as_mut().and_then(|records| records.tensorboard.as_mut()) {
+        if let Some(board) = self.records.as_mut().and_then(|records| records.tensorboard.as_mut())
+        {
             board.histograms(step, "gradients", &gradients);
             board.histograms(self.progress.step, "weights", &weights);
         }
@@ -384,7 +414,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         Ok(())
     }
 
-    /// Before the first step: a signal may have come already, and the evaluation of a resumed step may be missing.
+    /// Before the first step: a signal may have come already, and the evaluation of a resumed step
+    /// may be missing.
     fn begin(&mut self, resume: &Resume) -> Result<()> {
         let step = self.progress.step;
         let evaluated = self.world.all_ok(self.directory.checkpoints().evaluated())?;
@@ -393,9 +424,12 @@ impl<'h, B: Kernels> Run<'h, B> {
         }
         let evaluated = evaluated.known();
         let found = evaluations::validation_loss(evaluated, step);
-        // An evaluation may have found that more steps are of no use, and the run was interrupted before it obeyed.
-        let counts = *resume == Resume::Auto && self.records.is_some() && step < self.plan.config.run.steps;
-        self.stop_requests.stop_for(self.stop_reason(&evaluations::until(evaluated, step)).filter(|_| counts));
+        // An evaluation may have found that more steps are of no use, and the run was interrupted
+        // before it obeyed.
+        let counts =
+            *resume == Resume::Auto && self.records.is_some() && step < self.plan.config.run.steps;
+        self.stop_requests
+            .stop_for(self.stop_reason(&evaluations::until(evaluated, step)).filter(|_| counts));
         let mine = (self.stop_requests.flags(false).bits(), found.map(f64::to_bits));
         let mine = serde_json::to_vec(&mine).map_err(|e| Error::internal(e.to_string()))?;
         let told = self.world.gather_bytes(mine).wait()?;
@@ -447,7 +481,8 @@ impl<'h, B: Kernels> Run<'h, B> {
     /// Whether something that is wanted every so many steps or epochs is due now; 0 wants it never.
     fn is_due(&self, steps: u64, epochs: u64) -> bool {
         let checkpoint::Progress { step, position, .. } = self.progress;
-        self.plan.is_due(steps, step) || self.plan.is_due_by_epochs(epochs, step, position, self.train_samples)
+        self.plan.is_due(steps, step)
+            || self.plan.is_due_by_epochs(epochs, step, position, self.train_samples)
     }
 
     fn evaluate_if_due(&mut self) -> Result<()> {
@@ -461,7 +496,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         let step = self.progress.step;
         let _span = span(Doing::Evaluation, None);
         self.engine.model.sharded.swap_ema()?;
-        let measured = evaluator.measure(&mut self.engine.model, &self.world, || self.stop_requests.must_end())?;
+        let measured = evaluator
+            .measure(&mut self.engine.model, &self.world, || self.stop_requests.must_end())?;
         self.engine.model.sharded.swap_ema()?;
         let Some(measures) = measured else {
             // It is made up for when the run goes on.
@@ -485,7 +521,9 @@ impl<'h, B: Kernels> Run<'h, B> {
             match evaluations::read(&path) {
                 Ok(all) => {
                     let best = self.directory.checkpoints().point_to_best(&all);
-                    best.unwrap_or_else(|e| log::warn!("the link to the best checkpoint stays: {e}"));
+                    best.unwrap_or_else(|e| {
+                        log::warn!("the link to the best checkpoint stays: {e}")
+                    });
                     why = self.stop_reason(&evaluations::until(all.known(), step));
                 }
                 Err(e) => log::warn!("{e}"),
@@ -496,7 +534,8 @@ impl<'h, B: Kernels> Run<'h, B> {
             // All hear of it at once: the evaluation just made is the last one.
             let told = self.world.gather_bytes(why.unwrap_or_default().into_bytes()).wait()?;
             let why = told.into_iter().find(|why| !why.is_empty());
-            self.schedule.ending = why.map(|why| RunOutcome::Stopped(String::from_utf8_lossy(&why).into_owned()));
+            self.schedule.ending =
+                why.map(|why| RunOutcome::Stopped(String::from_utf8_lossy(&why).into_owned()));
         }
         Ok(())
     }
@@ -509,14 +548,16 @@ impl<'h, B: Kernels> Run<'h, B> {
 
     fn save_if_due(&mut self) -> Result<()> {
         let Checkpoint { every, every_epochs, .. } = self.plan.config.checkpoint;
-        let due = self.is_due(every, every_epochs) || std::mem::take(&mut self.schedule.save_is_due);
+        let due =
+            self.is_due(every, every_epochs) || std::mem::take(&mut self.schedule.save_is_due);
         // The end of training saves by itself.
         if due && self.schedule.ending.is_none() { self.save() } else { Ok(()) }
     }
 
     fn save(&mut self) -> Result<()> {
         let _span = span(Doing::Checkpoint, None);
-        let recorded = self.record_epoch_loss().and_then(|()| self.engine.model.sharded.compare_with_update());
+        let recorded =
+            self.record_epoch_loss().and_then(|()| self.engine.model.sharded.compare_with_update());
         self.world.all_ok(recorded)?;
         let saved = self.saver.save(&mut self.engine.model.sharded, self.progress);
         let Some((begun, published)) = self.tolerated(saved)? else { return Ok(()) };
@@ -528,7 +569,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         Ok(())
     }
 
-    /// Without validation data, notes the loss by which the checkpoint of this step is compared with others.
+    /// Without validation data, notes the loss by which the checkpoint of this step is compared
+    /// with others.
     fn record_epoch_loss(&mut self) -> Result<()> {
         let step = self.progress.step;
         let Some(Records { epoch_loss: Some(epoch), .. }) = &self.records else { return Ok(()) };
@@ -541,7 +583,8 @@ impl<'h, B: Kernels> Run<'h, B> {
                 Evaluations::default()
             }
         };
-        let is_known = evaluated.known().iter().any(|one| one.step == step && one.over == Over::Training);
+        let is_known =
+            evaluated.known().iter().any(|one| one.step == step && one.over == Over::Training);
         if is_known {
             return Ok(());
         }
@@ -560,12 +603,13 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.outages.record(written)
     }
 
-    /// Goes on if the file system has refused a checkpoint for a short time, which is due again then: none. Collective where the
-    /// error is: all ranks have the same.
+    /// Goes on if the file system has refused a checkpoint for a short time, which is due again
+    /// then: none. Collective where the error is: all ranks have the same.
     fn tolerated<T>(&mut self, saved: Result<T>) -> Result<Option<T>> {
         match saved {
             Err(e) if is_outage(&e) && (e.is_shared() || self.world.size() == 1) => {
-                let verdict = if self.records.is_some() { self.outages.save_refused(e) } else { Ok(()) };
+                let verdict =
+                    if self.records.is_some() { self.outages.save_refused(e) } else { Ok(()) };
                 self.world.all_ok(verdict)?;
                 self.schedule.saved = None;
                 self.stop_requests.save_failed(self.outages.pause());

@@ -59,7 +59,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         let root = world.rank() == 0;
         let topology = Topology::gather(&world, comm.node().host)?;
 
-        let (mut config, is_own) = (request.config.clone(), own.data.is_some());
+        let mut config = request.config.clone();
+        let is_own = own.data.is_some();
         let mut splits = match own.data {
             Some(splits) => splits,
             None => Splits::open(&config, &world, &topology)?,
@@ -72,7 +73,8 @@ impl<'h, B: Kernels> Run<'h, B> {
             splits = world.all_ok(splits.checked(&plan))?;
         }
         let without = splits.validation.is_none() && plan.config.eval.patience > 0;
-        let refused = || micro_batches::no_validation("eval.patience cannot tell when to stop", &plan.config);
+        let refused =
+            || micro_batches::no_validation("eval.patience cannot tell when to stop", &plan.config);
         world.all_ok(if without { Err(refused()) } else { Ok(()) })?;
         // From here on messages may reach the device.
         let comm = comm.select_transport(plan.config.comm.path, comm::prove)?;
@@ -82,19 +84,25 @@ impl<'h, B: Kernels> Run<'h, B> {
         let held = memory::Held::now(&comm, &splits.sources());
         if may_cut && memory::fit_stages(&world, &mut plan, &topology, held, room)? && root {
             let cut: Vec<usize> = plan.stages.iter().map(Range::len).collect();
-            log::warn!("the stages with the least work do not fit into memory: blocks are cut into {cut:?}");
+            log::warn!(
+                "the stages with the least work do not fit into memory: blocks are cut into {cut:?}"
+            );
         }
         world.all_ok(memory::check::<B>(&plan, &topology, held, room))?;
 
         // A dead trainer's lease may take minutes to take over.
         let prepared = || RunDirectory::prepare(&plan.config, &request.name, &request.resume);
         let claimed = world.with_keepalive(root.then_some(prepared))?;
-        let path = claimed.as_ref().map(|directory| Ok(directory.path().to_string_lossy().into_owned()));
+        let path =
+            claimed.as_ref().map(|directory| Ok(directory.path().to_string_lossy().into_owned()));
         let path = share(&world, path)?;
         let starting = Starting(claimed.unwrap_or_else(|| RunDirectory::at(path)));
         let directory = &starting.0;
         plan.config.run.name = Some(directory.name());
-        world.all_ok(logging::to_file(&directory.log_path(world.rank()), plan.config.log.level.into()))?;
+        world.all_ok(logging::to_file(
+            &directory.log_path(world.rank()),
+            plan.config.log.level.into(),
+        ))?;
         log::info!("rank {} of {} on {}", world.rank(), world.size(), topology.here().host);
         let watch = match plan.config.comm.timeout {
             0 => None,
@@ -102,15 +110,20 @@ impl<'h, B: Kernels> Run<'h, B> {
         };
         // The evaluators leave their signs of life in the same place, which was cleared before.
         if let Some(beside) = beside {
-            beside.gather_bytes(directory.path().to_string_lossy().into_owned().into_bytes()).wait()?;
+            beside
+                .gather_bytes(directory.path().to_string_lossy().into_owned().into_bytes())
+                .wait()?;
         }
 
         let backend = world.all_ok(backend(&plan))?;
         comm.count_memory(backend.clone());
         let held = memory::Held::now(&comm, &splits.sources());
         let Splits { mut train, mut validation, .. } = splits;
-        let (mut engine, exchange) = engine(&comm, &plan, backend, Some(&directory.collectives_path()))?;
-        let (take, allow_changed_data, data_now) = (request.take, request.allow_changed_data, train.fingerprint());
+        let (mut engine, exchange) =
+            engine(&comm, &plan, backend, Some(&directory.collectives_path()))?;
+        let take = request.take;
+        let allow_changed_data = request.allow_changed_data;
+        let data_now = train.fingerprint();
         let taking = RestoreOptions { take, data: data_now.clone(), allow_changed_data };
         let mut notes = Vec::new();
         let mut conform = |manifest: &Manifest| {
@@ -118,31 +131,54 @@ impl<'h, B: Kernels> Run<'h, B> {
             validation.as_mut().map_or(Ok(()), |validation| manifest.conform(validation).map(drop))
         };
         let asked = &request.resume;
-        let Resumed { progress, from, data_changes } =
-            resume(&world, &mut engine.model.sharded, &plan, directory, asked, &taking, &mut conform)?;
+        let Resumed { progress, from, data_changes } = resume(
+            &world,
+            &mut engine.model.sharded,
+            &plan,
+            directory,
+            asked,
+            &taking,
+            &mut conform,
+        )?;
         if root {
             notes.iter().for_each(|note| log::info!("data: {note}"));
         }
-        let trained_on = data_now.map(|fingerprint| TrainedOn { fingerprint, changes: data_changes });
+        let trained_on =
+            data_now.map(|fingerprint| TrainedOn { fingerprint, changes: data_changes });
         // Another run's checkpoint: the next start of this run knows its own directory only.
-        let branched = from.as_deref().filter(|from| from.parent() != Some(directory.checkpoints().root()));
+        let branched =
+            from.as_deref().filter(|from| from.parent() != Some(directory.checkpoints().root()));
         let branch = branched.filter(|_| root && request.resume != Resume::Auto);
         let branch = branch.map(|from| Branch { from: from.to_path_buf(), take: request.take });
         world.all_ok(branch.map_or(Ok(()), |branch| directory.write_branch(branch)))?;
         let branched = branched.is_some();
         let gpu = request.gpu.as_ref();
-        let peak = engine.model.backend.peak_flops().map(|peak| peak / gpu.map_or(1, |gpu| gpu.sharers) as f64);
+        let peak = engine
+            .model
+            .backend
+            .peak_flops()
+            .map(|peak| peak / gpu.map_or(1, |gpu| gpu.sharers) as f64);
         let efficiency = Efficiency::gather(&world, &plan.network, peak)?;
         let energy = Energy::open(&world, &topology.here().host, gpu.map(|gpu| &gpu.id[..]))?;
         let products = time_products(&world, &plan, &mut engine, &directory.matmuls_path())?;
         world.all_ok(products.found.map_or(Ok(()), |found| directory.write_matmuls(&found)))?;
-        let epoch_loss = validation.is_none().then(|| EpochLoss::new(train.samples(), plan.config.batch.global));
+        let epoch_loss =
+            validation.is_none().then(|| EpochLoss::new(train.samples(), plan.config.batch.global));
         let open = || Records::open(directory, &plan, progress.step, exchange.found, epoch_loss);
         let records = root.then(open);
         let mut records = world.all_ok(records.transpose())?;
-        let budget = TimeLimit::new(plan.config.run.time_limit, started, 12 * engine.model.sharded.parameters());
+        let budget = TimeLimit::new(
+            plan.config.run.time_limit,
+            started,
+            12 * engine.model.sharded.parameters(),
+        );
         world.all_ok(if root { budget.check() } else { Ok(()) })?;
-        let stop_requests = StopRequests::new(root, budget, directory.marks(), plan.config.checkpoint.every_seconds);
+        let stop_requests = StopRequests::new(
+            root,
+            budget,
+            directory.marks(),
+            plan.config.checkpoint.every_seconds,
+        );
         if root {
             let facts = startup_summary::Facts {
                 ranks: world.size(),
@@ -193,14 +229,23 @@ impl<'h, B: Kernels> Run<'h, B> {
             state: engine.model.sharded.state_names(),
         };
         let asynchronous = plan.config.checkpoint.asynchronous;
-        let saver = Saver::new(job, world.clone(), &engine.model.backend, &mut engine.model.sharded, asynchronous)?;
-        let outages = IoFailureTolerance::new(plan.config.checkpoint.tolerate, progress.step > 0 || branched);
+        let saver = Saver::new(
+            job,
+            world.clone(),
+            &engine.model.backend,
+            &mut engine.model.sharded,
+            asynchronous,
+        )?;
+        let outages =
+            IoFailureTolerance::new(plan.config.checkpoint.tolerate, progress.step > 0 || branched);
         let train_samples = train.samples();
         let tokenizer = train.tokenizer().cloned();
         let feed = world.all_ok(MicroBatches::start(&engine.model, train, &plan, progress))?;
-        let (samples, chunk) = (plan.config.eval.samples, plan.config.eval.batch);
+        let samples = plan.config.eval.samples;
+        let chunk = plan.config.eval.batch;
         let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
-        let evaluator = evaluator.map(|evaluator| evaluator.naming(Mix::names(&plan.config.data.mix)));
+        let evaluator =
+            evaluator.map(|evaluator| evaluator.naming(Mix::names(&plan.config.data.mix)));
         Ok(Self {
             comm,
             world,
@@ -215,7 +260,10 @@ impl<'h, B: Kernels> Run<'h, B> {
             progress,
             saver,
             // The beginning needs no checkpoint: it can be made again.
-            schedule: Schedule { saved: (!branched).then_some(progress.step), ..Schedule::default() },
+            schedule: Schedule {
+                saved: (!branched).then_some(progress.step),
+                ..Schedule::default()
+            },
             counted: None,
             stop_requests,
             outages,
@@ -247,7 +295,8 @@ pub fn fresh_id() -> String {
 /// A warning about a pipeline that is never full.
 fn few_micros(plan: &ResolvedConfig) -> Option<String> {
     let schedule = plan.step_schedule(0);
-    let (micros, stages) = (schedule.micros(), schedule.stages);
+    let micros = schedule.micros();
+    let stages = schedule.stages;
     (micros < stages).then(|| {
         let idle = 100.0 * schedule.bubble_fraction();
         let batch = 4 * stages as u64 * (plan.replicas() * plan.mesh.shard) as u64;

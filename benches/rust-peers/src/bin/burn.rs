@@ -72,7 +72,9 @@ fn gpt(size: rust_peers::Gpt, steps: usize) {
                 let part = qkv.clone().slice([i..i + 1, 0..batch, 0..heads, 0..context, 0..of_head]);
                 part.reshape([batch, heads, context, of_head])
             };
-            let (q, k, v): (Tensor<4>, Tensor<4>, Tensor<4>) = (part(0), part(1), part(2));
+            let q: Tensor<4> = part(0);
+            let k: Tensor<4> = part(1);
+            let v: Tensor<4> = part(2);
             let scores = q.matmul(k.swap_dims(2, 3)) / (of_head as f64).sqrt() + mask.clone();
             let seen = softmax(scores, 3).matmul(v).swap_dims(1, 2).reshape([batch, context, width]);
             x = x + layer.out.forward(seen);
@@ -104,7 +106,8 @@ fn mlp(steps: usize) {
     let mut at = 0;
     time(128, steps, || {
         let own = model.take().expect("the model of the step before");
-        let (x, y) = (samples.clone().slice([at..at + 128]), classes.clone().slice([at..at + 128]));
+        let x = samples.clone().slice([at..at + 128]);
+        let y = classes.clone().slice([at..at + 128]);
         at = (at + 128) % 4096;
         let x = own.c.forward(relu(own.b.forward(relu(own.a.forward(x)))));
         let loss = entropy.forward(x, y);
@@ -138,7 +141,8 @@ fn cnn(steps: usize) {
     let mut at = 0;
     time(64, steps, || {
         let own = model.take().expect("the model of the step before");
-        let (x, y) = (samples.clone().slice([at..at + 64]), classes.clone().slice([at..at + 64]));
+        let x = samples.clone().slice([at..at + 64]);
+        let y = classes.clone().slice([at..at + 64]);
         at = (at + 64) % 4096;
         let x = pool.forward(relu(own.a.forward(x)));
         let x = pool.forward(relu(own.b.forward(x))).reshape([64, 1600]);

@@ -1,4 +1,5 @@
-//! candle: a training step on the CPU. Its fused layer norm, softmax and attention have no backward, so they are composed.
+//! candle: a training step on the CPU. Its fused layer norm, softmax and attention have no
+//! backward, so they are composed.
 //!
 //!     RAYON_NUM_THREADS=2 candle char 50     # size, steps; prints tokens or samples a second
 
@@ -69,7 +70,8 @@ fn gpt(Gpt { layers, heads, width, context, batch, vocabulary, bias }: Gpt, step
     let map = VarMap::new();
     let vars = VarBuilder::from_varmap(&map, DType::F32, &device);
     let table = |rows: usize, name: &str| vars.get_with_hints((rows, width), name, Init::Randn { mean: 0.0, stdev: 0.02 });
-    let (words, places) = (table(vocabulary, "words")?, table(context, "places")?);
+    let words = table(vocabulary, "words")?;
+    let places = table(context, "places")?;
     let last = Norm::new(width, bias, vars.pp("norm"))?;
     let block = |i: usize| -> Result<Block> {
         let vars = vars.pp(i.to_string());
@@ -94,7 +96,9 @@ fn gpt(Gpt { layers, heads, width, context, batch, vocabulary, bias }: Gpt, step
         for block in &blocks {
             let qkv = block.qkv.forward(&block.norms[0].forward(&x)?)?.reshape((batch, context, 3, heads, of_head))?;
             let qkv = qkv.permute((2, 0, 3, 1, 4))?.contiguous()?;
-            let (q, k, v) = (qkv.get(0)?, qkv.get(1)?, qkv.get(2)?);
+            let q = qkv.get(0)?;
+            let k = qkv.get(1)?;
+            let v = qkv.get(2)?;
             let scores = (q.matmul(&k.t()?)? / (of_head as f64).sqrt())?.broadcast_add(&mask)?;
             let seen = candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&v)?;
             let seen = seen.transpose(1, 2)?.contiguous()?.reshape((batch, context, width))?;
@@ -124,7 +128,8 @@ fn layers(
     let mut optimizer = AdamW::new(map.all_vars(), ParamsAdamW::default())?;
     let mut at = 0;
     let mut step = || -> Result<()> {
-        let (x, y) = (samples.narrow(0, at, batch)?, classes.narrow(0, at, batch)?);
+        let x = samples.narrow(0, at, batch)?;
+        let y = classes.narrow(0, at, batch)?;
         at = (at + batch) % 4096;
         let loss = candle_nn::loss::cross_entropy(&forward(&x)?, &y)?;
         optimizer.backward_step(&loss)?;
@@ -148,10 +153,12 @@ fn cnn(steps: usize) -> Result<()> {
     let vars = VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu);
     let a: Conv2d = candle_nn::conv2d(1, 32, 3, Default::default(), vars.pp("a"))?;
     let b: Conv2d = candle_nn::conv2d(32, 64, 3, Default::default(), vars.pp("b"))?;
-    let (c, d) = (Linear::new(1600, 128, true, vars.pp("c"))?, Linear::new(128, 10, true, vars.pp("d"))?);
+    let c = Linear::new(1600, 128, true, vars.pp("c"))?;
+    let d = Linear::new(128, 10, true, vars.pp("d"))?;
     layers(&[1, 28, 28], 64, &map, steps, |x| {
         let x = a.forward(x)?.relu()?.max_pool2d(2)?;
-        // The backward of its pooling wants even sizes: the second one leaves out what it would not see.
+        // The backward of its pooling wants even sizes: the second one leaves out what it would not
+        // see.
         let x = b.forward(&x)?.relu()?.narrow(2, 0, 10)?.narrow(3, 0, 10)?.contiguous()?.max_pool2d(2)?;
         d.forward(&c.forward(&x.flatten_from(1)?)?.relu()?)
     })

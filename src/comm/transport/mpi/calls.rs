@@ -21,7 +21,8 @@ pub(super) fn count_up(number: c_int) -> usize {
 
 /// Reads a text that MPI writes.
 pub(super) fn text(write: impl FnOnce(*mut c_char, *mut c_int) -> c_int) -> String {
-    let (mut text, mut len) = ([0 as c_char; TEXT], 0);
+    let mut text = [0 as c_char; TEXT];
+    let mut len = 0;
     if write(text.as_mut_ptr(), &mut len) != 0 {
         return "unknown".into();
     }
@@ -35,7 +36,8 @@ pub(super) fn check(code: c_int, call: &str) -> Result<()> {
     if code == 0 {
         return Ok(());
     }
-    // SAFETY: MPI is initialised whenever one of its codes is checked; the buffer has room for any text.
+    // SAFETY: MPI is initialised whenever one of its codes is checked; the buffer has room for any
+    // text.
     let reason = text(|to, len| unsafe { ffi::MPI_Error_string(code, to, len) });
     Err(Error::comm(format!("{call} failed: {reason}")))
 }

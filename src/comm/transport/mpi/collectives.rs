@@ -13,7 +13,8 @@ use hpctrain_device::Span;
 /// Elements the library is given at once: counts are 31 bits wide.
 const LONGEST: usize = 1 << 30;
 
-/// Runs a collective on the communicator of `group`. `staging` is used by operands longer than the library can count.
+/// Runs a collective on the communicator of `group`. `staging` is used by operands longer than the
+/// library can count.
 pub fn run(
     comm: ffi::MPI_Comm,
     in_place: *const c_void,
@@ -27,16 +28,18 @@ pub fn run(
         unsafe { run_once(comm, in_place, group, call, memory.as_mut_ptr(), memory.len()) }
     };
     match call {
-        DeviceCollective::AllReduce | DeviceCollective::Reduce | DeviceCollective::Broadcast { .. } => {
-            memory.chunks_mut(LONGEST).try_for_each(once)
-        }
+        DeviceCollective::AllReduce
+        | DeviceCollective::Reduce
+        | DeviceCollective::Broadcast { .. } => memory.chunks_mut(LONGEST).try_for_each(once),
         DeviceCollective::AllGather => by_parts(group, memory, staging, LONGEST, false, once),
-        DeviceCollective::ReduceScatter => by_parts(group, memory, staging, LONGEST, true, |memory| {
-            once(memory)?;
-            let part = memory.len() / group.size();
-            memory.copy_within(0..part, group.rank * part);
-            Ok(())
-        }),
+        DeviceCollective::ReduceScatter => {
+            by_parts(group, memory, staging, LONGEST, true, |memory| {
+                once(memory)?;
+                let part = memory.len() / group.size();
+                memory.copy_within(0..part, group.rank * part);
+                Ok(())
+            })
+        }
     }
 }
 
@@ -48,13 +51,16 @@ pub fn run_on_device(
     call: DeviceCollective,
     memory: Span<'_>,
 ) -> Result<()> {
-    let whole =
-        matches!(call, DeviceCollective::AllReduce | DeviceCollective::Reduce | DeviceCollective::Broadcast { .. });
+    let whole = matches!(
+        call,
+        DeviceCollective::AllReduce | DeviceCollective::Reduce | DeviceCollective::Broadcast { .. }
+    );
     let longest = if whole { LONGEST } else { memory.words() };
     for start in (0..memory.words()).step_by(longest.max(1)) {
         let part = memory.part(start..memory.words().min(start + longest));
         let at = std::ptr::with_exposed_provenance_mut(part.address());
-        // SAFETY: the span lives for longer than this blocking call, and MPI may be given its address.
+        // SAFETY: the span lives for longer than this blocking call, and MPI may be given its
+        // address.
         unsafe { run_once(comm, in_place, group, call, at, part.words())? };
     }
     Ok(())
@@ -74,36 +80,58 @@ unsafe fn run_once(
 ) -> Result<()> {
     // SAFETY: reading constants of the library.
     let (float, sum) = unsafe { (ffi::RSMPI_FLOAT, ffi::RSMPI_SUM) };
-    let (to, part) = (at.cast(), len / group.size());
+    let to = at.cast();
+    let part = len / group.size();
     match call {
         DeviceCollective::AllReduce => {
-            // SAFETY: the call blocks, and `len` elements are read and written, as the caller allows.
-            check(unsafe { ffi::MPI_Allreduce(in_place, to, count(len)?, float, sum, comm) }, "MPI_Allreduce")
+            // SAFETY: the call blocks, and `len` elements are read and written, as the caller
+            // allows.
+            check(
+                unsafe { ffi::MPI_Allreduce(in_place, to, count(len)?, float, sum, comm) },
+                "MPI_Allreduce",
+            )
         }
         DeviceCollective::Reduce => {
-            let (from, to) = if group.rank == 0 { (in_place, to) } else { (to.cast_const(), null_mut()) };
-            // SAFETY: the call blocks, and `len` elements are read, on the first rank written, as the caller allows.
-            check(unsafe { ffi::MPI_Reduce(from, to, count(len)?, float, sum, 0, comm) }, "MPI_Reduce")
+            let (from, to) =
+                if group.rank == 0 { (in_place, to) } else { (to.cast_const(), null_mut()) };
+            // SAFETY: the call blocks, and `len` elements are read, on the first rank written, as
+            // the caller allows.
+            check(
+                unsafe { ffi::MPI_Reduce(from, to, count(len)?, float, sum, 0, comm) },
+                "MPI_Reduce",
+            )
         }
         DeviceCollective::Broadcast { root } => {
-            // SAFETY: the call blocks, and `len` elements are read or written, as the caller allows.
-            check(unsafe { ffi::MPI_Bcast(to, count(len)?, float, count(root)?, comm) }, "MPI_Bcast")
+            // SAFETY: the call blocks, and `len` elements are read or written, as the caller
+            // allows.
+            check(
+                unsafe { ffi::MPI_Bcast(to, count(len)?, float, count(root)?, comm) },
+                "MPI_Bcast",
+            )
         }
         DeviceCollective::ReduceScatter => {
-            // SAFETY: the call blocks; `size` parts are read, the first is written, as the caller allows.
-            let code = unsafe { ffi::MPI_Reduce_scatter_block(in_place, to, count(part)?, float, sum, comm) };
+            // SAFETY: the call blocks; `size` parts are read, the first is written, as the caller
+            // allows.
+            let code = unsafe {
+                ffi::MPI_Reduce_scatter_block(in_place, to, count(part)?, float, sum, comm)
+            };
             check(code, "MPI_Reduce_scatter_block")
         }
         DeviceCollective::AllGather => {
             let part = count(part)?;
-            // SAFETY: the call blocks; my part is read, the others are written, as the caller allows.
-            check(unsafe { ffi::MPI_Allgather(in_place, 0, float, to, part, float, comm) }, "MPI_Allgather")
+            // SAFETY: the call blocks; my part is read, the others are written, as the caller
+            // allows.
+            check(
+                unsafe { ffi::MPI_Allgather(in_place, 0, float, to, part, float, comm) },
+                "MPI_Allgather",
+            )
         }
     }
 }
 
-/// Runs `call` on all of `memory` if its equal parts have at most `longest` elements, else on copies of as much of
-/// every part at a time. Of those, my part comes back, or with `scattered` unset all.
+/// Runs `call` on all of `memory` if its equal parts have at most `longest` elements, else on
+/// copies of as much of every part at a time. Of those, my part comes back, or with `scattered`
+/// unset all.
 fn by_parts(
     group: &GroupRanks,
     memory: &mut [f32],
@@ -119,7 +147,8 @@ fn by_parts(
     for start in (0..part).step_by(longest) {
         let len = longest.min(part - start);
         staging.clear();
-        (0..group.size()).for_each(|owner| staging.extend_from_slice(&memory[owner * part + start..][..len]));
+        (0..group.size())
+            .for_each(|owner| staging.extend_from_slice(&memory[owner * part + start..][..len]));
         call(staging)?;
         for owner in (0..group.size()).filter(|owner| !scattered || *owner == group.rank) {
             memory[owner * part + start..][..len].copy_from_slice(&staging[owner * len..][..len]);
@@ -137,11 +166,16 @@ mod tests {
         let group = GroupRanks::new(0, 1, vec![0, 1, 2], [0; 3].into());
         for longest in [2, 3, 7, 8] {
             let before: Vec<f32> = (0..21).map(|i| i as f32).collect();
-            let (mut memory, mut staging, mut calls) = (before.clone(), Vec::new(), 0);
-            // Stands for a sum: every part that is handed in must hold the same elements of all owners.
+            let mut memory = before.clone();
+            let mut staging = Vec::new();
+            let mut calls = 0;
+            // Stands for a sum: every part that is handed in must hold the same elements of all
+            // owners.
             let call = |x: &mut [f32]| {
                 let part = x.len() / 3;
-                (0..part).for_each(|i| assert_eq!((x[part + i], x[2 * part + i]), (x[i] + 7.0, x[i] + 14.0)));
+                (0..part).for_each(|i| {
+                    assert_eq!((x[part + i], x[2 * part + i]), (x[i] + 7.0, x[i] + 14.0))
+                });
                 x.iter_mut().for_each(|x| *x += 100.0);
                 calls += 1;
                 Ok(())

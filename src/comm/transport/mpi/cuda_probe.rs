@@ -1,9 +1,10 @@
 //! Whether the MPI library takes addresses of a device: by its claim, and by a test.
 //!
-//! A library that does not know the device crashes on its addresses, and some say that they know it where its driver is
-//! missing. So others than the rank try: two processes of this program that the library's own launcher starts on this
-//! node, as memory goes another way between processes than within one. Where no launcher is found, one process tries with
-//! itself, and the log says that no more was proved.
+//! A library that does not know the device crashes on its addresses, and some say that they know it
+//! where its driver is missing. So others than the rank try: two processes of this program that the
+//! library's own launcher starts on this node, as memory goes another way between processes than
+//! within one. Where no launcher is found, one process tries with itself, and the log says that no
+//! more was proved.
 
 use std::ffi::{c_int, c_void};
 use std::io::Read as _;
@@ -32,15 +33,28 @@ const MERCY: Duration = Duration::from_secs(2);
 /// Polling interval of the child's state.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Variables by which a launcher speaks to the processes it starts, and a batch system to a launcher: the child was started
-/// by none, and stays on this node.
-const OF_LAUNCHERS: [&str; 12] =
-    ["OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "HYDRA_", "MPIR_", "PBS_", "LSB_", "LOADL_", "PE_HOSTFILE", "FLUX_"];
+/// Variables by which a launcher speaks to the processes it starts, and a batch system to a
+/// launcher: the child was started by none, and stays on this node.
+const OF_LAUNCHERS: [&str; 12] = [
+    "OMPI_",
+    "PMIX_",
+    "PMI_",
+    "PRTE_",
+    "SLURM_",
+    "HYDRA_",
+    "MPIR_",
+    "PBS_",
+    "LSB_",
+    "LOADL_",
+    "PE_HOSTFILE",
+    "FLUX_",
+];
 
 /// Prefix of the variables among them that a user sets for every process.
 const OF_USERS: &str = "OMPI_ALLOW_";
 
-/// Settings for a launcher that starts two processes wherever this one runs: on one core, too, and on none of their own.
+/// Settings for a launcher that starts two processes wherever this one runs: on one core, too, and
+/// on none of their own.
 const ANYWHERE: [(&str, &str); 4] = [
     ("OMPI_MCA_rmaps_base_oversubscribe", "1"),
     ("OMPI_MCA_hwloc_base_binding_policy", "none"),
@@ -51,8 +65,8 @@ const ANYWHERE: [(&str, &str); 4] = [
 /// Tells the processes of a proof that they are to be two.
 const PAIR: &str = "HPCTRAIN_PROOF_PAIR";
 
-/// Whether the library claims to know CUDA. The system's library may lack the function, so no program that is linked
-/// with it could call it by name.
+/// Whether the library claims to know CUDA. The system's library may lack the function, so no
+/// program that is linked with it could call it by name.
 pub fn claims_devices() -> bool {
     // SAFETY: the name ends in a zero.
     let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"MPIX_Query_cuda_support".as_ptr()) };
@@ -77,7 +91,9 @@ fn launcher_in(maps: &str, is_open_mpi: bool, is_there: impl Fn(&Path) -> bool) 
         false => &["mpiexec.hydra", "mpiexec.mpich", "mpiexec"],
     };
     let mapped = maps.lines().filter_map(|line| line.find('/').map(|at| Path::new(&line[at..])));
-    let is_mpi = |path: &&Path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libmpi"));
+    let is_mpi = |path: &&Path| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libmpi"))
+    };
     let beside = mapped.filter(is_mpi).flat_map(Path::ancestors).map(|folder| folder.join("bin"));
     let path = std::env::var_os("PATH").unwrap_or_default();
     let folders = beside.chain(std::env::split_paths(&path)).collect::<Vec<_>>();
@@ -85,17 +101,20 @@ fn launcher_in(maps: &str, is_open_mpi: bool, is_there: impl Fn(&Path) -> bool) 
     programs.find(|program| is_there(program))
 }
 
-/// Tries the direct way in processes that are this program with other arguments and end in [`prove`]; their number.
+/// Tries the direct way in processes that are this program with other arguments and end in
+/// [`prove`]; their number.
 ///
 /// # Errors
 /// One of them failed: with its message.
 pub fn prove_in_child(arguments: &[&str]) -> Result<usize> {
-    let program = std::env::current_exe().map_err(|e| Error::internal(format!("where is this program? {e}")))?;
+    let program = std::env::current_exe()
+        .map_err(|e| Error::internal(format!("where is this program? {e}")))?;
     let launcher = launcher();
     let mut command = Command::new(launcher.as_ref().unwrap_or(&program));
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
-        if OF_LAUNCHERS.iter().any(|prefix| text.starts_with(prefix)) && !text.starts_with(OF_USERS) {
+        if OF_LAUNCHERS.iter().any(|prefix| text.starts_with(prefix)) && !text.starts_with(OF_USERS)
+        {
             command.env_remove(&name);
         }
     }
@@ -112,7 +131,9 @@ pub fn prove_in_child(arguments: &[&str]) -> Result<usize> {
         1
     };
     command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
-    let fails = |why: String| Error::input(format!("the MPI library cannot exchange memory of the GPU: {why}"));
+    let fails = |why: String| {
+        Error::input(format!("the MPI library cannot exchange memory of the GPU: {why}"))
+    };
     let mut child = command.spawn().map_err(|e| fails(format!("no process could try: {e}")))?;
     let (tell, told) = channel();
     if let Some(mut stderr) = child.stderr.take() {
@@ -176,23 +197,27 @@ fn ending(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
     Ok(None)
 }
 
-/// Hands the library memory of a device, in messages and sums of this process with itself, and with the other one if it
-/// was started as one of two. It crashes, or returns.
+/// Hands the library memory of a device, in messages and sums of this process with itself, and with
+/// the other one if it was started as one of two. It crashes, or returns.
 ///
-/// As in a run, a thread of its own makes all calls of MPI, begins before the device is opened, and chooses the device when it
-/// reaches for a buffer. `device` makes the device of the process with a number.
+/// As in a run, a thread of its own makes all calls of MPI, begins before the device is opened, and
+/// chooses the device when it reaches for a buffer. `device` makes the device of the process with a
+/// number.
 ///
 /// # Errors
-/// The memory is the host's, the elements received differ from those sent, or there is no other process where there is to
-/// be one.
+/// The memory is the host's, the elements received differ from those sent, or there is no other
+/// process where there is to be one.
 pub fn prove<B: Backend>(device: impl FnOnce(usize) -> Result<B>) -> Result<()> {
     std::thread::scope(|scope| {
         let ((tell, told), (give, given)) = (channel(), channel());
         let exchanging = spawn_scoped(scope, "proof-mpi", move || exchange::<B>(&tell, &given))?;
-        let exchanged = || exchanging.join().unwrap_or_else(|_| Err(Error::internal("the thread of MPI panicked")));
+        let exchanged = || {
+            exchanging.join().unwrap_or_else(|_| Err(Error::internal("the thread of MPI panicked")))
+        };
         let Ok((rank, size)) = told.recv() else { return exchanged().map(drop) };
         let backend = device(rank)?;
-        let (mine, empty) = (values(rank), vec![0.0; LEN]);
+        let mine = values(rank);
+        let empty = vec![0.0; LEN];
         let mut bufs = Vec::new();
         for values in [&mine, &empty, &empty, &empty, &empty] {
             let buf = backend.upload_f32(MemoryKind::Communication, values)?;
@@ -204,7 +229,8 @@ pub fn prove<B: Backend>(device: impl FnOnce(usize) -> Result<B>) -> Result<()> 
         // If the thread has ended it says why.
         let _ = give.send(bufs);
         let bufs = exchanged()?;
-        let (theirs, mut sum) = (values(other(rank)), mine.clone());
+        let theirs = values(other(rank));
+        let mut sum = mine.clone();
         if size > 1 {
             sum.iter_mut().zip(&theirs).for_each(|(x, y)| *x += y);
         }
@@ -230,19 +256,28 @@ fn other(rank: usize) -> usize {
     1 - rank.min(1)
 }
 
-/// The part of MPI's thread: tells its number and that of processes, and exchanges the buffers that it is given: from the first
-/// into the second and, added up, the third; and with the other process into the fourth and the fifth.
-fn exchange<B: Backend>(tell: &Sender<(usize, usize)>, given: &Receiver<Vec<B::Buf>>) -> Result<Vec<B::Buf>> {
+/// The part of MPI's thread: tells its number and that of processes, and exchanges the buffers that
+/// it is given: from the first into the second and, added up, the third; and with the other process
+/// into the fourth and the fifth.
+fn exchange<B: Backend>(
+    tell: &Sender<(usize, usize)>,
+    given: &Receiver<Vec<B::Buf>>,
+) -> Result<Vec<B::Buf>> {
     let mut provided = 0;
     let null = std::ptr::null_mut();
-    // SAFETY: MPI is used by this thread alone, in order; the parameters are live locals or null, which is allowed.
-    let begun = unsafe { ffi::MPI_Init_thread(null, null.cast(), ffi::RSMPI_THREAD_FUNNELED, &mut provided) };
+    // SAFETY: MPI is used by this thread alone, in order; the parameters are live locals or null,
+    // which is allowed.
+    let begun = unsafe {
+        ffi::MPI_Init_thread(null, null.cast(), ffi::RSMPI_THREAD_FUNNELED, &mut provided)
+    };
     check(begun, "MPI_Init_thread")?;
     // SAFETY: reading a constant of the library.
     let world = unsafe { ffi::RSMPI_COMM_WORLD };
     let (rank, size) = node::place(world)?;
     if size != 2 && std::env::var_os(PAIR).is_some() {
-        return Err(Error::input(format!("its launcher started {size} for two processes: it is another library's")));
+        return Err(Error::input(format!(
+            "its launcher started {size} for two processes: it is another library's"
+        )));
     }
     let _ = tell.send((rank, size));
     let Ok(mut bufs) = given.recv() else { return Err(Error::device("no device to try with")) };
@@ -253,20 +288,55 @@ fn exchange<B: Backend>(tell: &Sender<(usize, usize)>, given: &Receiver<Vec<B::B
     let spans = spans.collect::<Result<Vec<_>>>()?;
     let at = |span: Span<'_>| std::ptr::with_exposed_provenance_mut::<c_void>(span.address());
     let [sent, received, sum, from_other, sum_of_both] = [0, 1, 2, 3, 4].map(|i| at(spans[i]));
-    let (len, partner) = (count(LEN)?, count(other(rank))?);
-    // SAFETY: MPI is used by this thread alone, in order; the spans live until the end, hold `len` elements each, and
-    // may be given to MPI; the status is a live local.
+    let len = count(LEN)?;
+    let partner = count(other(rank))?;
+    // SAFETY: MPI is used by this thread alone, in order; the spans live until the end, hold `len`
+    // elements each, and may be given to MPI; the status is a live local.
     unsafe {
-        let (alone, float, mut status) = (ffi::RSMPI_COMM_SELF, ffi::RSMPI_FLOAT, std::mem::zeroed());
-        let code = ffi::MPI_Sendrecv(sent, len, float, 0, 0, received, len, float, 0, 0, alone, &mut status);
+        let alone = ffi::RSMPI_COMM_SELF;
+        let float = ffi::RSMPI_FLOAT;
+        let mut status = std::mem::zeroed();
+        let code = ffi::MPI_Sendrecv(
+            sent,
+            len,
+            float,
+            0,
+            0,
+            received,
+            len,
+            float,
+            0,
+            0,
+            alone,
+            &mut status,
+        );
         check(code, "MPI_Sendrecv")?;
-        check(ffi::MPI_Allreduce(received, sum, len, float, ffi::RSMPI_SUM, alone), "MPI_Allreduce")?;
+        check(
+            ffi::MPI_Allreduce(received, sum, len, float, ffi::RSMPI_SUM, alone),
+            "MPI_Allreduce",
+        )?;
         if size > 1 {
-            let (to, tag) = (partner, 0);
-            let code =
-                ffi::MPI_Sendrecv(sent, len, float, to, tag, from_other, len, float, to, tag, world, &mut status);
+            let to = partner;
+            let tag = 0;
+            let code = ffi::MPI_Sendrecv(
+                sent,
+                len,
+                float,
+                to,
+                tag,
+                from_other,
+                len,
+                float,
+                to,
+                tag,
+                world,
+                &mut status,
+            );
             check(code, "MPI_Sendrecv")?;
-            check(ffi::MPI_Allreduce(sent, sum_of_both, len, float, ffi::RSMPI_SUM, world), "MPI_Allreduce")?;
+            check(
+                ffi::MPI_Allreduce(sent, sum_of_both, len, float, ffi::RSMPI_SUM, world),
+                "MPI_Allreduce",
+            )?;
         }
         check(ffi::MPI_Finalize(), "MPI_Finalize")?;
     }
@@ -283,9 +353,12 @@ mod tests {
         let there = ["/opt/mpi/bin/mpirun", "/usr/bin/mpirun"];
         let found = launcher_in(maps, true, |path| there.contains(&path.to_str().unwrap()));
         assert_eq!(found, Some("/opt/mpi/bin/mpirun".into()));
-        let debian = "7f00-7f01 r-xp 0 00:00 1   /usr/lib/x86_64-linux-gnu/openmpi/lib/libmpi.so.40.30.4\n";
+        let debian =
+            "7f00-7f01 r-xp 0 00:00 1   /usr/lib/x86_64-linux-gnu/openmpi/lib/libmpi.so.40.30.4\n";
         let there = ["/usr/bin/mpirun.openmpi", "/usr/bin/mpirun", "/usr/bin/mpiexec.hydra"];
-        let found = |is_open_mpi| launcher_in(debian, is_open_mpi, |path| there.contains(&path.to_str().unwrap()));
+        let found = |is_open_mpi| {
+            launcher_in(debian, is_open_mpi, |path| there.contains(&path.to_str().unwrap()))
+        };
         assert_eq!(found(true), Some("/usr/bin/mpirun.openmpi".into()));
         assert_eq!(found(false), Some("/usr/bin/mpiexec.hydra".into()));
         assert_eq!(launcher_in(maps, true, |_| false), None);

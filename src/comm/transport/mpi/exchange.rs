@@ -1,4 +1,5 @@
-//! The two directions of an exchange, each through the node's shared memory or through messages of MPI.
+//! The two directions of an exchange, each through the node's shared memory or through messages of
+//! MPI.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -12,8 +13,9 @@ use crate::transport::{GroupRanks, Incoming, Outgoing, check_length};
 use hpctrain_base::error::Result;
 use hpctrain_cpu::{add_serial, copy_for_another_core};
 
-/// Elements of one message of MPI, 1 MiB: received elements are added while they are still in the cache. Between two
-/// processes of one machine 256 KiB took a fifth longer and 128 KiB a quarter; 4 MiB made no difference.
+/// Elements of one message of MPI, 1 MiB: received elements are added while they are still in the
+/// cache. Between two processes of one machine 256 KiB took a fifth longer and 128 KiB a quarter; 4
+/// MiB made no difference.
 const MESSAGE: usize = 1 << 18;
 
 /// Messages of MPI under way at once: one travels while the one before is added.
@@ -53,7 +55,13 @@ impl<'a> Sending<'a> {
     pub fn new(from: Option<Outgoing<'a>>) -> Self {
         let nothing = Outgoing { to: 0, pieces: &[] };
         let (from, done) = (from.unwrap_or(nothing), from.is_none());
-        Self { from, cursor: ChunkCursor::default(), done, count: 0, flying: VecDeque::with_capacity(DEPTH) }
+        Self {
+            from,
+            cursor: ChunkCursor::default(),
+            done,
+            count: 0,
+            flying: VecDeque::with_capacity(DEPTH),
+        }
     }
 
     pub fn is_done(&self) -> bool {
@@ -74,7 +82,8 @@ impl<'a> Sending<'a> {
             self.done = true;
             return true;
         }
-        let (pieces, cursor) = (self.from.pieces, &mut self.cursor);
+        let pieces = self.from.pieces;
+        let cursor = &mut self.cursor;
         segment.put(to, |slot| {
             let mut at = 0;
             cursor.message(
@@ -90,7 +99,12 @@ impl<'a> Sending<'a> {
     }
 
     /// Starts and ends messages of MPI. Whether something moved.
-    pub fn far(&mut self, world: ffi::MPI_Comm, group: &GroupRanks, staging: &mut Staging) -> Result<bool> {
+    pub fn far(
+        &mut self,
+        world: ffi::MPI_Comm,
+        group: &GroupRanks,
+        staging: &mut Staging,
+    ) -> Result<bool> {
         let mut moved = false;
         if let Some(request) = self.flying.front_mut()
             && request.test()?.is_some()
@@ -113,14 +127,19 @@ impl<'a> Sending<'a> {
             several => {
                 let packed = &mut staging.packed[self.count % DEPTH];
                 packed.clear();
-                several.iter().for_each(|(piece, range)| packed.extend_from_slice(&pieces[*piece][range.clone()]));
+                several.iter().for_each(|(piece, range)| {
+                    packed.extend_from_slice(&pieces[*piece][range.clone()])
+                });
                 &packed[..]
             }
         };
         let bytes = bytemuck::cast_slice(elements);
-        // SAFETY: the pieces are borrowed until the exchange is over, which is after every message; a packed buffer
-        // is filled again only DEPTH messages later, when this one has been popped. An error ends the process.
-        self.flying.push_back(unsafe { Request::send(world, group, self.from.to, Kind::Exchange, bytes)? });
+        // SAFETY: the pieces are borrowed until the exchange is over, which is after every message;
+        // a packed buffer is filled again only DEPTH messages later, when this one has been popped.
+        // An error ends the process.
+        self.flying.push_back(unsafe {
+            Request::send(world, group, self.from.to, Kind::Exchange, bytes)?
+        });
         self.count += 1;
         Ok(true)
     }
@@ -139,7 +158,13 @@ impl<'a, 'b> Receiving<'a, 'b> {
     pub fn new(into: Option<Incoming<'a, 'b>>) -> Self {
         let done = into.is_none();
         let into = into.unwrap_or(Incoming { from: 0, pieces: &mut [], add: false });
-        Self { into, cursor: ChunkCursor::default(), done, count: 0, flying: VecDeque::with_capacity(DEPTH) }
+        Self {
+            into,
+            cursor: ChunkCursor::default(),
+            done,
+            count: 0,
+            flying: VecDeque::with_capacity(DEPTH),
+        }
     }
 
     pub fn is_done(&self) -> bool {
@@ -151,7 +176,8 @@ impl<'a, 'b> Receiving<'a, 'b> {
         if self.done {
             return false;
         }
-        let (into, cursor) = (&mut self.into, &mut self.cursor);
+        let into = &mut self.into;
+        let cursor = &mut self.cursor;
         let mut ahead = *cursor;
         if ahead.message(|i| into.pieces.get(i).map(|piece| piece.len()), SLOT, |_, _| {}) == 0 {
             self.done = true;
@@ -159,7 +185,8 @@ impl<'a, 'b> Receiving<'a, 'b> {
         }
         let add = into.add;
         segment.take(from, |slot| {
-            let (mut at, lens) = (0, into.pieces.iter().map(|piece| piece.len()).collect::<Vec<_>>());
+            let mut at = 0;
+            let lens = into.pieces.iter().map(|piece| piece.len()).collect::<Vec<_>>();
             cursor.message(
                 |i| lens.get(i).copied(),
                 SLOT,
@@ -173,7 +200,12 @@ impl<'a, 'b> Receiving<'a, 'b> {
     }
 
     /// Starts messages of MPI and takes in those that arrived. Whether something moved.
-    pub fn far(&mut self, world: ffi::MPI_Comm, group: &GroupRanks, staging: &mut Staging) -> Result<bool> {
+    pub fn far(
+        &mut self,
+        world: ffi::MPI_Comm,
+        group: &GroupRanks,
+        staging: &mut Staging,
+    ) -> Result<bool> {
         let mut moved = false;
         let Incoming { from, pieces, add } = &mut self.into;
         if let Some((request, parts, number)) = self.flying.front_mut()
@@ -213,8 +245,9 @@ impl<'a, 'b> Receiving<'a, 'b> {
             }
         };
         let bytes = bytemuck::cast_slice_mut(elements);
-        // SAFETY: the pieces are borrowed until the exchange is over, and each range is received into once; a staging
-        // buffer is used again only DEPTH messages later, when this one has been popped. An error ends the process.
+        // SAFETY: the pieces are borrowed until the exchange is over, and each range is received
+        // into once; a staging buffer is used again only DEPTH messages later, when this one has
+        // been popped. An error ends the process.
         let request = unsafe { Request::receive(world, group, *from, Kind::Exchange, bytes)? };
         self.flying.push_back((request, parts, self.count));
         self.count += 1;

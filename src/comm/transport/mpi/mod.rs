@@ -1,12 +1,14 @@
 //! Ranks as processes that an MPI launcher started.
 //!
-//! All calls are made by one thread (`MPI_THREAD_FUNNELED`), through the bindings of rsmpi: its safe layer
-//! ignores return codes. Waiting is ours: requests are started without blocking and polled as eagerly as
-//! the backoff allows, so that a rank with a busy core does not lose it to a spinning library, and so that an
-//! abort is heard in the middle of a collective. The vendor's collectives alone block.
+//! All calls are made by one thread (`MPI_THREAD_FUNNELED`), through the bindings of rsmpi: its
+//! safe layer ignores return codes. Waiting is ours: requests are started without blocking and
+//! polled as eagerly as the backoff allows, so that a rank with a busy core does not lose it to a
+//! spinning library, and so that an abort is heard in the middle of a collective. The vendor's
+//! collectives alone block.
 //!
-//! Between ranks of one node elements that will be added go through shared memory; others, too, unless messages of MPI
-//! prove faster at the start. Between nodes there are messages only, and bytes are always messages.
+//! Between ranks of one node elements that will be added go through shared memory; others, too,
+//! unless messages of MPI prove faster at the start. Between nodes there are messages only, and
+//! bytes are always messages.
 
 mod calls;
 mod collectives;
@@ -29,8 +31,8 @@ use request::{Bytes, Kind, Request};
 use shm_window::Segment;
 
 use super::{
-    DeviceCollective, GroupRanks, InFlight, Incoming, NodeInfo, Outgoing, P2pBuffer, Peer, Transport, World,
-    check_length, least_sent,
+    DeviceCollective, GroupRanks, InFlight, Incoming, NodeInfo, Outgoing, P2pBuffer, Peer,
+    Transport, World, check_length, least_sent,
 };
 use crate::algorithms;
 use crate::polling::Backoff;
@@ -43,23 +45,26 @@ pub use cuda_probe::{prove, prove_in_child};
 /// The oldest version of MPI that has shared memory between ranks.
 const OLDEST: (c_int, c_int) = (3, 0);
 
-/// Elements that are exchanged to try a way, and how often: the fastest counts, others were disturbed.
+/// Elements that are exchanged to try a way, and how often: the fastest counts, others were
+/// disturbed.
 const TRIAL: usize = 1 << 18;
 const TRIALS: usize = 5;
 
-/// Messages of MPI must take less than this part of the time to be taken for copies: timings of a start are rough.
+/// Messages of MPI must take less than this part of the time to be taken for copies: timings of a
+/// start are rough.
 const GAIN: f64 = 0.8;
 
 /// Makes Open MPI yield the core while it waits, and hpctrain, too.
 const YIELD: &str = "OMPI_MCA_mpi_yield_when_idle";
 
-/// Queues that the CUDA driver spreads streams over, 8 unless it is told. Streams that share one wait for each other, and a rank with
-/// communicators of NCCL has up to 20.
+/// Queues that the CUDA driver spreads streams over, 8 unless it is told. Streams that share one
+/// wait for each other, and a rank with communicators of NCCL has up to 20.
 const QUEUES: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "32");
 
-/// Sets variables by which libraries behave better, unless they are set already: Open MPI offers the core to others while it waits,
-/// where ranks are more than cores; the CUDA driver gives each stream a queue. A process that has other threads, which may read the
-/// environment at the same time, does without.
+/// Sets variables by which libraries behave better, unless they are set already: Open MPI offers
+/// the core to others while it waits, where ranks are more than cores; the CUDA driver gives each
+/// stream a queue. A process that has other threads, which may read the environment at the same
+/// time, does without.
 pub(crate) fn prepare_environment() {
     let is_alone = is_alone();
     let env = |name: &str| std::env::var(name).ok();
@@ -70,15 +75,19 @@ pub(crate) fn prepare_environment() {
             continue;
         }
         if !is_alone {
-            log::info!("{name}={value} is not set for MPI and CUDA: this program has started threads before");
+            log::info!(
+                "{name}={value} is not set for MPI and CUDA: this program has started threads before"
+            );
             continue;
         }
-        // SAFETY: this thread is the only one of the process, so that no other reads or changes the environment.
+        // SAFETY: this thread is the only one of the process, so that no other reads or changes the
+        // environment.
         unsafe { std::env::set_var(name, value) };
     }
 }
 
-/// Whether this thread is the only one of the process. A system that does not say so counts as if it were not.
+/// Whether this thread is the only one of the process. A system that does not say so counts as if
+/// it were not.
 fn is_alone() -> bool {
     std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1)
 }
@@ -104,7 +113,8 @@ fn short_version(text: &str) -> String {
     first.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Name and version of the library that this program is linked with. May be asked before MPI has begun.
+/// Name and version of the library that this program is linked with. May be asked before MPI has
+/// begun.
 pub fn library() -> String {
     // SAFETY: MPI allows the call at any time; the buffer has room for any text.
     short_version(&text(|to, len| unsafe { ffi::MPI_Get_library_version(to, len) }))
@@ -145,9 +155,12 @@ fn check_version(version: (c_int, c_int), library: &str) -> Result<()> {
     if version >= OLDEST {
         return Ok(());
     }
-    let (have, want) = (format!("{}.{}", version.0, version.1), format!("{}.{}", OLDEST.0, OLDEST.1));
-    let message = format!("{} implements MPI {have}, hpctrain needs {want}", short_version(library));
-    Err(Error::input(message).hint("build hpctrain against a newer MPI library: Open MPI 1.8, MPICH 3.0 or later"))
+    let have = format!("{}.{}", version.0, version.1);
+    let want = format!("{}.{}", OLDEST.0, OLDEST.1);
+    let message =
+        format!("{} implements MPI {have}, hpctrain needs {want}", short_version(library));
+    Err(Error::input(message)
+        .hint("build hpctrain against a newer MPI library: Open MPI 1.8, MPICH 3.0 or later"))
 }
 
 /// Compute threads run beside the one that makes all calls.
@@ -175,7 +188,8 @@ struct Mpi {
     posted: Vec<Posted>,
     /// None where the node has one rank, or could not share memory.
     segment: Option<Segment>,
-    /// Whether elements that are only copied go through it, too: on some systems MPI copies them faster.
+    /// Whether elements that are only copied go through it, too: on some systems MPI copies them
+    /// faster.
     shares_copies: bool,
     staging: Staging,
     /// For operands longer than the vendor can count.
@@ -187,12 +201,14 @@ struct Mpi {
 impl Mpi {
     /// Initialises MPI on this thread, which makes all calls from now on.
     fn open(shared: Arc<Shared>) -> Result<(Self, World)> {
-        let (mut initialized, mut provided) = (0, 0);
+        let mut initialized = 0;
+        let mut provided = 0;
         let mut version = (0, 0);
         // SAFETY: naps of the backoff end on time; affects this thread alone and takes no memory.
         unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
-        // SAFETY: out-parameters are live locals, null arguments are allowed, and MPI_Initialized and
-        // MPI_Get_version may be called at any time; calls after MPI_Init_thread are made only if that succeeded.
+        // SAFETY: out-parameters are live locals, null arguments are allowed, and MPI_Initialized
+        // and MPI_Get_version may be called at any time; calls after MPI_Init_thread are made only
+        // if that succeeded.
         let (world, library, host) = unsafe {
             ffi::MPI_Initialized(&mut initialized);
             if initialized != 0 {
@@ -201,7 +217,8 @@ impl Mpi {
             let library = text(|to, len| ffi::MPI_Get_library_version(to, len));
             ffi::MPI_Get_version(&mut version.0, &mut version.1);
             check_version(version, &library)?;
-            let (null, wanted) = (std::ptr::null_mut(), ffi::RSMPI_THREAD_FUNNELED);
+            let null = std::ptr::null_mut();
+            let wanted = ffi::RSMPI_THREAD_FUNNELED;
             let code = ffi::MPI_Init_thread(null, null.cast(), wanted, &mut provided);
             if code != 0 {
                 return Err(Error::comm(format!(
@@ -211,13 +228,17 @@ impl Mpi {
             }
             check_threads(provided, wanted, &library)?;
             let world = ffi::RSMPI_COMM_WORLD;
-            check(ffi::MPI_Comm_set_errhandler(world, ffi::RSMPI_ERRORS_RETURN), "MPI_Comm_set_errhandler")?;
+            check(
+                ffi::MPI_Comm_set_errhandler(world, ffi::RSMPI_ERRORS_RETURN),
+                "MPI_Comm_set_errhandler",
+            )?;
             (world, library, text(|to, len| ffi::MPI_Get_processor_name(to, len)))
         };
         let (rank, size) = place(world)?;
         let node = Node::find(world, count(rank)?, count(size)?)?;
         let segment = node.share(rank)?;
-        if node.on_machine.1 > cores() || std::env::var_os(YIELD).is_some_and(|value| value == "1") {
+        if node.on_machine.1 > cores() || std::env::var_os(YIELD).is_some_and(|value| value == "1")
+        {
             shared.set_oversubscribed();
         }
         let near = if segment.is_some() { shm_window::BYTES } else { 0 };
@@ -251,14 +272,17 @@ impl Mpi {
         Ok((mpi, world))
     }
 
-    /// Collective over the node: whether it copies faster through its shared memory than by messages of MPI, which can
-    /// go from memory to memory where the system lets them. Its first two ranks try, the first decides.
+    /// Collective over the node: whether it copies faster through its shared memory than by
+    /// messages of MPI, which can go from memory to memory where the system lets them. Its first
+    /// two ranks try, the first decides.
     fn shared_copies_are_faster(&mut self, node: &Node, nodes: &Arc<[usize]>) -> Result<bool> {
         let mut faster = c_int::from(true);
         if node.rank < 2 {
-            let pair: Vec<usize> = (0..nodes.len()).filter(|&rank| nodes[rank] == nodes[self.rank]).take(2).collect();
+            let pair: Vec<usize> =
+                (0..nodes.len()).filter(|&rank| nodes[rank] == nodes[self.rank]).take(2).collect();
             let group = GroupRanks::new(0, self.rank, pair, nodes.clone());
-            let (sent, mut received) = (vec![0.0; TRIAL], vec![0.0; TRIAL]);
+            let sent = vec![0.0; TRIAL];
+            let mut received = vec![0.0; TRIAL];
             let mut fastest = [Duration::MAX; 2];
             for trial in 0..2 * TRIALS {
                 let through = trial % 2;
@@ -275,12 +299,15 @@ impl Mpi {
             faster = c_int::from(fastest[1].mul_f64(GAIN) <= fastest[0]);
         }
         // SAFETY: the parameter is a live local.
-        let code = unsafe { ffi::MPI_Bcast((&raw mut faster).cast(), 1, ffi::RSMPI_INT32_T, 0, node.comm) };
+        let code = unsafe {
+            ffi::MPI_Bcast((&raw mut faster).cast(), 1, ffi::RSMPI_INT32_T, 0, node.comm)
+        };
         check(code, "MPI_Bcast")?;
         Ok(faster != 0)
     }
 
-    /// Ends all ranks. Used, too, when an error leaves MPI holding memory that is about to be given back.
+    /// Ends all ranks. Used, too, when an error leaves MPI holding memory that is about to be given
+    /// back.
     fn abort_all(&self, code: i32) -> ! {
         // SAFETY: called on the thread of all MPI calls, while MPI is initialised.
         unsafe { ffi::MPI_Abort(self.groups[0], code) };
@@ -290,7 +317,8 @@ impl Mpi {
     /// As [`Transport::exchange_bytes`], wherever the bytes are.
     ///
     /// # Safety
-    /// The caller holds both memories until this returns; a device's are such that MPI takes their addresses.
+    /// The caller holds both memories until this returns; a device's are such that MPI takes their
+    /// addresses.
     unsafe fn exchange_messages(
         &mut self,
         group: &GroupRanks,
@@ -298,11 +326,14 @@ impl Mpi {
         receive: Option<(usize, Bytes)>,
     ) -> Result<()> {
         let messages = |side: Option<(usize, Bytes)>| {
-            side.into_iter().flat_map(|(rank, bytes)| bytes.messages().map(move |bytes| (rank, bytes)))
+            side.into_iter()
+                .flat_map(|(rank, bytes)| bytes.messages().map(move |bytes| (rank, bytes)))
         };
-        let (mut outgoing, mut incoming) = (messages(send), messages(receive));
+        let mut outgoing = messages(send);
+        let mut incoming = messages(receive);
         loop {
-            let (send, receive) = (outgoing.next(), incoming.next());
+            let send = outgoing.next();
+            let receive = incoming.next();
             if send.is_none() && receive.is_none() {
                 return Ok(());
             }
@@ -311,8 +342,9 @@ impl Mpi {
         }
     }
 
-    /// As [`Mpi::exchange_messages`], for single messages of at most [`LONGEST`](request::LONGEST) bytes. Returns only
-    /// when MPI has let go of both buffers; if an error of MPI makes that impossible, the job ends.
+    /// As [`Mpi::exchange_messages`], for single messages of at most [`LONGEST`](request::LONGEST)
+    /// bytes. Returns only when MPI has let go of both buffers; if an error of MPI makes that
+    /// impossible, the job ends.
     ///
     /// # Safety
     /// As there.
@@ -324,8 +356,10 @@ impl Mpi {
     ) -> Result<()> {
         let world = self.groups[0];
         let expected = receive.map(|(from, bytes)| (group.ranks[from], bytes.len));
-        // SAFETY: the caller holds the buffer until this function returns, which is after the request is complete.
-        let start = |(from, bytes)| unsafe { Request::receive(world, group, from, Kind::Exchange, bytes) };
+        // SAFETY: the caller holds the buffer until this function returns, which is after the
+        // request is complete.
+        let start =
+            |(from, bytes)| unsafe { Request::receive(world, group, from, Kind::Exchange, bytes) };
         let mut receiving = receive.map(start).transpose()?;
         self.shared.add_sent(send.map_or(0, |(_, bytes)| bytes.len));
         // SAFETY: as above.
@@ -368,8 +402,13 @@ impl Mpi {
         while index < self.posted.len() {
             let mut requests = std::mem::take(&mut self.posted[index].requests);
             let peer = self.posted[index].peer;
-            let tested = |(request, expected): &mut (Request, Option<usize>)| match (request.test()?, *expected) {
-                (Some(received), Some(expected)) => check_length(peer, received, expected).map(|()| true),
+            let tested = |(request, expected): &mut (Request, Option<usize>)| match (
+                request.test()?,
+                *expected,
+            ) {
+                (Some(received), Some(expected)) => {
+                    check_length(peer, received, expected).map(|()| true)
+                }
                 (done, _) => Ok(done.is_some()),
             };
             requests.retain_mut(|part| !tested(part).unwrap_or_else(|error| self.give_up(&error)));
@@ -403,12 +442,15 @@ impl Transport for Mpi {
         receive: Option<Incoming<'_, '_>>,
     ) -> Result<()> {
         let world = self.groups[0];
-        let sent: usize = send.map_or(0, |send| send.pieces.iter().map(|piece| size_of_val(*piece)).sum());
+        let sent: usize =
+            send.map_or(0, |send| send.pieces.iter().map(|piece| size_of_val(*piece)).sum());
         self.shared.add_sent(sent);
         let shared = sums || self.shares_copies;
         let to = self.near(group, send.map(|send| send.to)).filter(|_| shared);
-        let from = self.near(group, receive.as_ref().map(|receive| receive.from)).filter(|_| shared);
-        let (mut sending, mut receiving) = (Sending::new(send), Receiving::new(receive));
+        let from =
+            self.near(group, receive.as_ref().map(|receive| receive.from)).filter(|_| shared);
+        let mut sending = Sending::new(send);
+        let mut receiving = Receiving::new(receive);
         let mut backoff = Backoff::new(false);
         let held = self.staging.bytes();
         while !(sending.is_done() && receiving.is_done()) {
@@ -440,8 +482,8 @@ impl Transport for Mpi {
         send: Option<(usize, &[u8])>,
         receive: Option<(usize, &mut [u8])>,
     ) -> Result<()> {
-        let (send, receive) =
-            (send.map(|(to, bytes)| (to, bytes.into())), receive.map(|(from, bytes)| (from, bytes.into())));
+        let send = send.map(|(to, bytes)| (to, bytes.into()));
+        let receive = receive.map(|(from, bytes)| (from, bytes.into()));
         // SAFETY: both are borrowed until this function returns.
         unsafe { self.exchange_messages(group, send, receive) }
     }
@@ -452,13 +494,19 @@ impl Transport for Mpi {
         send: Option<(usize, Span<'_>)>,
         receive: Option<(usize, Span<'_>)>,
     ) -> Result<()> {
-        let (send, receive) =
-            (send.map(|(to, span)| (to, span.into())), receive.map(|(from, span)| (from, span.into())));
-        // SAFETY: spans are memory that lives for longer than this call, with addresses that MPI may be given.
+        let send = send.map(|(to, span)| (to, span.into()));
+        let receive = receive.map(|(from, span)| (from, span.into()));
+        // SAFETY: spans are memory that lives for longer than this call, with addresses that MPI
+        // may be given.
         unsafe { self.exchange_messages(group, send, receive) }
     }
 
-    fn post(&mut self, group: &GroupRanks, peer: Peer, mut parcel: Box<dyn P2pBuffer>) -> Result<()> {
+    fn post(
+        &mut self,
+        group: &GroupRanks,
+        peer: Peer,
+        mut parcel: Box<dyn P2pBuffer>,
+    ) -> Result<()> {
         let bytes = match parcel.payload() {
             Ok(payload) => Bytes::from(payload),
             Err(error) => {
@@ -466,17 +514,18 @@ impl Transport for Mpi {
                 return Err(error);
             }
         };
-        let (world, kind) = (self.groups[0], Kind::Posted);
+        let world = self.groups[0];
+        let kind = Kind::Posted;
         let mut requests = Vec::with_capacity(1);
         for message in bytes.messages() {
-            // SAFETY: the parcel keeps its bytes in place, where MPI can reach them, until it is finished, which `poll` does only when
-            // all requests are complete.
+            // SAFETY: the parcel keeps its bytes in place, where MPI can reach them, until it is
+            // finished, which `poll` does only when all requests are complete.
             let started = unsafe {
                 match peer {
-                    Peer::To(to) => Request::send(world, group, to, kind, message).map(|request| (request, None)),
-                    Peer::From(from) => {
-                        Request::receive(world, group, from, kind, message).map(|request| (request, Some(message.len)))
-                    }
+                    Peer::To(to) => Request::send(world, group, to, kind, message)
+                        .map(|request| (request, None)),
+                    Peer::From(from) => Request::receive(world, group, from, kind, message)
+                        .map(|request| (request, Some(message.len))),
                 }
             };
             requests.push(started.unwrap_or_else(|error| self.give_up(&error)));
@@ -493,7 +542,8 @@ impl Transport for Mpi {
     fn progress(&mut self) -> Result<InFlight> {
         self.poll();
         // Arrivals have a length to be checked.
-        let leaves = |posted: &Posted| posted.requests.iter().any(|(_, expected)| expected.is_none());
+        let leaves =
+            |posted: &Posted| posted.requests.iter().any(|(_, expected)| expected.is_none());
         Ok(match &self.posted[..] {
             [] => InFlight::Nothing,
             posted if posted.iter().any(leaves) => InFlight::Leaving,
@@ -501,18 +551,29 @@ impl Transport for Mpi {
         })
     }
 
-    fn vendor(&mut self, group: &GroupRanks, call: DeviceCollective, memory: &mut [f32]) -> Result<()> {
+    fn vendor(
+        &mut self,
+        group: &GroupRanks,
+        call: DeviceCollective,
+        memory: &mut [f32],
+    ) -> Result<()> {
         self.shared.add_sent(least_sent(group, call, memory.len()));
         collectives::run(self.groups[group.id], self.in_place, group, call, memory, &mut self.parts)
     }
 
-    fn vendor_device(&mut self, group: &GroupRanks, call: DeviceCollective, memory: Span<'_>) -> Result<()> {
+    fn vendor_device(
+        &mut self,
+        group: &GroupRanks,
+        call: DeviceCollective,
+        memory: Span<'_>,
+    ) -> Result<()> {
         self.shared.add_sent(least_sent(group, call, memory.words()));
         collectives::run_on_device(self.groups[group.id], self.in_place, group, call, memory)
     }
 
     fn split(&mut self, parent: &GroupRanks, color: usize) -> Result<usize> {
-        let (color, key) = (count(color)?, count(self.rank)?);
+        let color = count(color)?;
+        let key = count(self.rank)?;
         // SAFETY: the out-parameter is a live local.
         let (code, group) = unsafe {
             let mut group = ffi::RSMPI_COMM_NULL;
@@ -530,7 +591,9 @@ impl Transport for Mpi {
     fn leave(&mut self, in_order: bool) {
         // After an error other ranks may wait for this one; only `abort` can end them.
         for posted in self.posted.drain(..) {
-            posted.parcel.abandon(Error::comm("another message failed before this one was done with"));
+            posted
+                .parcel
+                .abandon(Error::comm("another message failed before this one was done with"));
         }
         if in_order {
             drop(self.segment.take());
@@ -546,8 +609,14 @@ mod tests {
 
     #[test]
     fn versions_are_told_briefly() {
-        assert_eq!(short_version("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"), "Open MPI v4.1.4");
-        assert_eq!(short_version("MPICH Version:      4.1\nMPICH Release date: x"), "MPICH Version: 4.1");
+        assert_eq!(
+            short_version("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"),
+            "Open MPI v4.1.4"
+        );
+        assert_eq!(
+            short_version("MPICH Version:      4.1\nMPICH Release date: x"),
+            "MPICH Version: 4.1"
+        );
     }
 
     /// Other threads may read the environment at any time.
@@ -566,7 +635,11 @@ mod tests {
         let source = tempfile::NamedTempFile::with_suffix(".c").unwrap();
         std::fs::write(source.path(), "#include <mpi.h>\nMPI_IN_PLACE\n").unwrap();
         let mpicc = std::env::var("MPICC").unwrap_or_else(|_| "mpicc".into());
-        let output = std::process::Command::new(mpicc).args(["-E", "-P"]).arg(source.path()).output().unwrap();
+        let output = std::process::Command::new(mpicc)
+            .args(["-E", "-P"])
+            .arg(source.path())
+            .output()
+            .unwrap();
         let text = String::from_utf8(output.stdout).unwrap();
         let last = text.lines().last().unwrap().replace("void", "");
         let number: isize = last.replace(['(', ')', '*', ' '], "").parse().unwrap();
@@ -578,11 +651,16 @@ mod tests {
         let error = check_version((2, 2), "Open MPI v1.6, package: x").unwrap_err();
         assert_eq!(error.exit_code(), 2);
         assert!(
-            error.to_string().starts_with("Open MPI v1.6 implements MPI 2.2, hpctrain needs 3.0\nhint: "),
+            error
+                .to_string()
+                .starts_with("Open MPI v1.6 implements MPI 2.2, hpctrain needs 3.0\nhint: "),
             "{error}"
         );
         assert!(check_version((3, 1), "").is_ok() && check_version((4, 0), "").is_ok());
         let error = check_threads(0, 1, "Open MPI v1.6, package: x").unwrap_err();
-        assert!(error.to_string().contains("does not allow a program with threads (level 0, needed 1"), "{error}");
+        assert!(
+            error.to_string().contains("does not allow a program with threads (level 0, needed 1"),
+            "{error}"
+        );
     }
 }

@@ -8,7 +8,8 @@ use super::calls::{check, count, count_up};
 use super::shm_window::Segment;
 use hpctrain_base::error::{Error, Result};
 
-/// At most so many ranks count as one node; the machine's other ranks are other nodes. 1 turns shared memory off.
+/// At most so many ranks count as one node; the machine's other ranks are other nodes. 1 turns
+/// shared memory off.
 const RANKS_PER_NODE: &str = "HPCTRAIN_RANKS_PER_NODE";
 
 /// The value of [`RANKS_PER_NODE`].
@@ -22,7 +23,8 @@ fn ranks_per_node(value: Option<String>) -> Result<usize> {
 
 /// My number in a communicator, and its size.
 pub fn place(comm: ffi::MPI_Comm) -> Result<(usize, usize)> {
-    let (mut rank, mut size) = (0, 0);
+    let mut rank = 0;
+    let mut size = 0;
     // SAFETY: out-parameters are live locals.
     check(unsafe { ffi::MPI_Comm_rank(comm, &mut rank) }, "MPI_Comm_rank")?;
     // SAFETY: as above.
@@ -35,7 +37,8 @@ fn smallest(mine: c_int, comm: ffi::MPI_Comm) -> Result<c_int> {
     let mut all = 0;
     // SAFETY: in- and out-parameter are live locals.
     let code = unsafe {
-        let (from, to) = ((&raw const mine).cast(), (&raw mut all).cast());
+        let from = (&raw const mine).cast();
+        let to = (&raw mut all).cast();
         ffi::MPI_Allreduce(from, to, 1, ffi::RSMPI_INT32_T, ffi::RSMPI_MIN, comm)
     };
     check(code, "MPI_Allreduce").map(|()| all)
@@ -58,19 +61,23 @@ impl Node {
         let asked = ranks_per_node(std::env::var(RANKS_PER_NODE).ok());
         let mut first = rank;
         let mut of_ranks = vec![0; count_up(size)];
-        // SAFETY: MPI is initialised; out-parameters are live locals, the array has an entry for every rank.
+        // SAFETY: MPI is initialised; out-parameters are live locals, the array has an entry for
+        // every rank.
         unsafe {
-            let (mut comm, kind) = (ffi::RSMPI_COMM_NULL, ffi::RSMPI_COMM_TYPE_SHARED);
+            let mut comm = ffi::RSMPI_COMM_NULL;
+            let kind = ffi::RSMPI_COMM_TYPE_SHARED;
             let code = ffi::MPI_Comm_split_type(world, kind, rank, ffi::RSMPI_INFO_NULL, &mut comm);
             check(code, "MPI_Comm_split_type")?;
             let on_machine = place(comm)?;
-            // The ranks of a machine split together, or not at all: the environment of one may differ.
-            let limit = asked.as_ref().map_or(0, |&limit| c_int::try_from(limit).unwrap_or(c_int::MAX));
+            // The ranks of a machine split together, or not at all: the environment of one may
+            // differ.
+            let limit =
+                asked.as_ref().map_or(0, |&limit| c_int::try_from(limit).unwrap_or(c_int::MAX));
             let limit = match count_up(smallest(limit, comm)?) {
                 0 => {
-                    return Err(asked
-                        .err()
-                        .unwrap_or_else(|| Error::comm(format!("another rank has a wrong {RANKS_PER_NODE}"))));
+                    return Err(asked.err().unwrap_or_else(|| {
+                        Error::comm(format!("another rank has a wrong {RANKS_PER_NODE}"))
+                    }));
                 }
                 limit => limit,
             };
@@ -81,26 +88,31 @@ impl Node {
             let (rank, size) = place(comm)?;
             let int = ffi::RSMPI_INT32_T;
             check(ffi::MPI_Bcast((&raw mut first).cast(), 1, int, 0, comm), "MPI_Bcast")?;
-            let (from, to) = ((&raw const first).cast(), of_ranks.as_mut_ptr().cast());
+            let from = (&raw const first).cast();
+            let to = of_ranks.as_mut_ptr().cast();
             check(ffi::MPI_Allgather(from, 1, int, to, 1, int, world), "MPI_Allgather")?;
             Ok(Self { comm, rank, size, on_machine, of_ranks })
         }
     }
 
-    /// Collective over the node: the memory that its ranks share, if there are several and all could map it.
+    /// Collective over the node: the memory that its ranks share, if there are several and all
+    /// could map it.
     pub fn share(&self, rank: usize) -> Result<Option<Segment>> {
         if self.size == 1 {
             return Ok(None);
         }
         let mut next = 0..;
         let local = |first: &c_int| (*first == self.of_ranks[rank]).then(|| next.next()).flatten();
-        let segment = Segment::open(self.comm, self.rank, self.of_ranks.iter().map(local).collect())?;
+        let segment =
+            Segment::open(self.comm, self.rank, self.of_ranks.iter().map(local).collect())?;
         // The meeting that a segment requires before its first use, too.
         let all = smallest(c_int::from(segment.is_ok()), self.comm)?;
         match segment {
             Ok(segment) if all == 1 => return Ok(Some(segment)),
             Ok(_) => {}
-            Err(error) => log::warn!("the ranks of this node exchange by messages, which is slower: {error}"),
+            Err(error) => {
+                log::warn!("the ranks of this node exchange by messages, which is slower: {error}")
+            }
         }
         Ok(None)
     }
@@ -112,7 +124,10 @@ mod tests {
 
     #[test]
     fn numbers_of_ranks_are_read() {
-        assert_eq!((ranks_per_node(None), ranks_per_node(Some("2".into()))), (Ok(usize::MAX), Ok(2)));
+        assert_eq!(
+            (ranks_per_node(None), ranks_per_node(Some("2".into()))),
+            (Ok(usize::MAX), Ok(2))
+        );
         assert!(ranks_per_node(Some("0".into())).is_err());
     }
 }

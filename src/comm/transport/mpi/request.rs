@@ -25,7 +25,10 @@ pub struct Bytes {
 impl Bytes {
     /// Messages of at most [`LONGEST`] bytes.
     pub fn messages(self) -> impl Iterator<Item = Bytes> {
-        let message = move |start| Bytes { at: self.at.wrapping_add(start), len: LONGEST.min(self.len - start) };
+        let message = move |start| Bytes {
+            at: self.at.wrapping_add(start),
+            len: LONGEST.min(self.len - start),
+        };
         (0..self.len).step_by(LONGEST).map(message)
     }
 }
@@ -88,7 +91,9 @@ impl Request {
         bytes: impl Into<Bytes>,
     ) -> Result<Self> {
         let bytes = bytes.into();
-        let (len, to, tag) = (count(bytes.len)?, count(group.ranks[to])?, tag(group, kind)?);
+        let len = count(bytes.len)?;
+        let to = count(group.ranks[to])?;
+        let tag = tag(group, kind)?;
         // SAFETY: the caller keeps the bytes; the request is a live local.
         let (code, raw) = unsafe {
             let mut raw = ffi::RSMPI_REQUEST_NULL;
@@ -111,7 +116,9 @@ impl Request {
         bytes: impl Into<Bytes>,
     ) -> Result<Self> {
         let bytes = bytes.into();
-        let (len, from, tag) = (count(bytes.len)?, count(group.ranks[from])?, tag(group, kind)?);
+        let len = count(bytes.len)?;
+        let from = count(group.ranks[from])?;
+        let tag = tag(group, kind)?;
         // SAFETY: the caller keeps the bytes; the request is a live local.
         let (code, raw) = unsafe {
             let mut raw = ffi::RSMPI_REQUEST_NULL;
@@ -136,7 +143,8 @@ impl Request {
         }
         let mut bytes = 0;
         // SAFETY: the status is one that MPI wrote; the out-parameter is a live local.
-        check(unsafe { ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut bytes) }, "MPI_Get_count")?;
+        let code = unsafe { ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut bytes) };
+        check(code, "MPI_Get_count")?;
         Ok(Some(usize::try_from(bytes).unwrap_or(0)))
     }
 }

@@ -1,9 +1,10 @@
 //! Accepts connections, and passes on those whose other end proves that it knows the secret.
 //!
-//! One thread advances all handshakes without blocking: before it is authenticated a connection costs a socket and some bytes, no
-//! thread. A handshake has one deadline. Pending handshakes are limited in all and per source address; beyond a limit the oldest one
-//! is closed, so that silent connections of strangers hold up nobody. Authenticated connections are not counted: all workers of a node
-//! have the same address.
+//! One thread advances all handshakes without blocking: before it is authenticated a connection
+//! costs a socket and some bytes, no thread. A handshake has one deadline. Pending handshakes are
+//! limited in all and per source address; beyond a limit the oldest one is closed, so that silent
+//! connections of strangers hold up nobody. Authenticated connections are not counted: all workers
+//! of a node have the same address.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, TcpListener, TcpStream};
@@ -24,7 +25,8 @@ const PENDING: usize = 256;
 /// Pending handshakes of one source address.
 const PENDING_OF_ADDRESS: usize = 128;
 
-/// Connections that are accepted before pending handshakes are advanced: fewer than would evict one another.
+/// Connections that are accepted before pending handshakes are advanced: fewer than would evict one
+/// another.
 const BURST: usize = 32;
 
 /// Longest wait before the thread looks whether it is to end, or handshakes are late.
@@ -42,8 +44,9 @@ pub struct Acceptor {
 }
 
 impl Acceptor {
-    /// Begins to accept connections from `listener`. Calls `known` on the acceptor's thread for each caller that knows the secret; an
-    /// error that it returns is the reason why the connection is refused.
+    /// Begins to accept connections from `listener`. Calls `known` on the acceptor's thread for
+    /// each caller that knows the secret; an error that it returns is the reason why the connection
+    /// is refused.
     ///
     /// # Errors
     /// Returns an error if the system refused a thread.
@@ -55,7 +58,8 @@ impl Acceptor {
         listener.set_nonblocking(true).map_err(|e| Error::comm(format!("cannot listen: {e}")))?;
         let over = Arc::new(AtomicBool::new(false));
         let ends = over.clone();
-        let mut entrance = Entrance { listener, credentials, pending: vec![], refusals: Refusals::default() };
+        let mut entrance =
+            Entrance { listener, credentials, pending: vec![], refusals: Refusals::default() };
         let accept = move || {
             while !ends.load(Ordering::Relaxed) {
                 entrance.turn(&mut known);
@@ -110,7 +114,10 @@ impl Entrance {
 
     /// Waits for news; returns whether there are some for each pending handshake.
     fn wait(&self) -> Vec<bool> {
-        let streams = self.pending.iter().map(|pending| PollFd::new(pending.handshake.stream(), PollFlags::IN));
+        let streams = self
+            .pending
+            .iter()
+            .map(|pending| PollFd::new(pending.handshake.stream(), PollFlags::IN));
         let mut polled: Vec<PollFd<'_>> =
             std::iter::once(PollFd::new(&self.listener, PollFlags::IN)).chain(streams).collect();
         let longest = Timespec::try_from(POLL_INTERVAL).ok();
@@ -120,10 +127,15 @@ impl Entrance {
     }
 
     /// Advances the handshakes that are ready.
-    fn advance(&mut self, ready: &[bool], known: &mut impl FnMut(PeerId, Connection) -> Result<()>) {
+    fn advance(
+        &mut self,
+        ready: &[bool],
+        known: &mut impl FnMut(PeerId, Connection) -> Result<()>,
+    ) {
         let mut index = 0;
         for is_ready in ready {
-            let advanced = if *is_ready { self.pending[index].handshake.advance() } else { Ok(None) };
+            let advanced =
+                if *is_ready { self.pending[index].handshake.advance() } else { Ok(None) };
             let outcome = match advanced {
                 Ok(None) => {
                     index += 1;
@@ -143,13 +155,18 @@ impl Entrance {
 
     /// Closes the connections whose handshake is not over in time.
     fn close_late(&mut self) {
-        let late = self.pending.iter().take_while(|pending| pending.since.elapsed() >= HANDSHAKE_TIMEOUT).count();
+        let late = self
+            .pending
+            .iter()
+            .take_while(|pending| pending.since.elapsed() >= HANDSHAKE_TIMEOUT)
+            .count();
         for Pending { from, .. } in self.pending.drain(..late) {
             self.refusals.note(from, Refusal::Late);
         }
     }
 
-    /// Begins the handshake of a connection. Closes the oldest pending one if that is needed to make room.
+    /// Begins the handshake of a connection. Closes the oldest pending one if that is needed to
+    /// make room.
     fn admit(&mut self, stream: TcpStream, from: IpAddr) {
         let of_address = self.pending.iter().filter(|pending| pending.from == from).count();
         let oldest = if of_address >= PENDING_OF_ADDRESS {
@@ -195,7 +212,8 @@ impl Refusals {
         match counts.values().sum() {
             1 => log::warn!("refused a connection from {from}: {refusal}"),
             count => {
-                let counts: Vec<String> = counts.iter().map(|(reason, count)| format!("{count} {reason}")).collect();
+                let counts: Vec<String> =
+                    counts.iter().map(|(reason, count)| format!("{count} {reason}")).collect();
                 let counts = counts.join(", ");
                 log::warn!(
                     "refused {count} connections since the last such warning ({counts}); the last was from {from}: {refusal}"
@@ -220,7 +238,9 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let (tell, known) = channel();
-        let take = move |caller, connection| tell.send((caller, connection)).map_err(|e| Error::comm(e.to_string()));
+        let take = move |caller, connection| {
+            tell.send((caller, connection)).map_err(|e| Error::comm(e.to_string()))
+        };
         (Acceptor::open(listener, credentials(), take).unwrap(), address, known)
     }
 
@@ -239,7 +259,8 @@ mod tests {
             stream.write_all(b"h").unwrap();
             stream
         };
-        let mut silent: Vec<TcpStream> = (0..PENDING_OF_ADDRESS + BURST).map(|_| connect()).collect();
+        let mut silent: Vec<TcpStream> =
+            (0..PENDING_OF_ADDRESS + BURST).map(|_| connect()).collect();
         let stream = TcpStream::connect(address).unwrap();
         call(stream, &credentials(), CALLER, Instant::now() + HANDSHAKE_TIMEOUT).unwrap();
         assert_eq!(known.recv().unwrap().0, CALLER);
@@ -253,17 +274,29 @@ mod tests {
     fn a_source_address_evicts_its_own_handshakes_only() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let mut entrance =
-            Entrance { listener, credentials: credentials(), pending: vec![], refusals: Refusals::default() };
+        let mut entrance = Entrance {
+            listener,
+            credentials: credentials(),
+            pending: vec![],
+            refusals: Refusals::default(),
+        };
         let mut admit = |from: [u8; 4]| {
             let _caller = TcpStream::connect(address).unwrap();
             let (stream, _) = entrance.listener.accept().unwrap();
             entrance.admit(stream, from.into());
-            let of = |address: [u8; 4]| entrance.pending.iter().filter(|one| one.from == IpAddr::from(address)).count();
+            let of = |address: [u8; 4]| {
+                entrance.pending.iter().filter(|one| one.from == IpAddr::from(address)).count()
+            };
             (of([10, 0, 0, 1]), of([10, 0, 0, 2]))
         };
         assert_eq!(admit([10, 0, 0, 1]), (1, 0));
-        assert_eq!((0..PENDING).map(|_| admit([10, 0, 0, 2])).last(), Some((1, PENDING_OF_ADDRESS)));
-        assert_eq!(entrance.refusals.counts["made room for others"] as usize, PENDING - PENDING_OF_ADDRESS);
+        assert_eq!(
+            (0..PENDING).map(|_| admit([10, 0, 0, 2])).last(),
+            Some((1, PENDING_OF_ADDRESS))
+        );
+        assert_eq!(
+            entrance.refusals.counts["made room for others"] as usize,
+            PENDING - PENDING_OF_ADDRESS
+        );
     }
 }

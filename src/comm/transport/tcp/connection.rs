@@ -1,7 +1,9 @@
-//! A connection whose ends have proved that they know the run's secret, encrypted if one of them asks for it.
+//! A connection whose ends have proved that they know the run's secret, encrypted if one of them
+//! asks for it.
 //!
-//! Encrypted, it is a sequence of messages of Noise, each with its length (two bytes, most significant first) before it: at most 65,535
-//! bytes of AES-256-GCM. Both ends change their key after the same number of messages, long before the cipher's bound.
+//! Encrypted, it is a sequence of messages of Noise, each with its length (two bytes, most
+//! significant first) before it: at most 65,535 bytes of AES-256-GCM. Both ends change their key
+//! after the same number of messages, long before the cipher's bound.
 
 use std::io::{ErrorKind, IoSlice, Read, Result, Write};
 use std::net::TcpStream;
@@ -90,7 +92,9 @@ impl Connection {
     pub fn into_stream(self) -> error::Result<TcpStream> {
         match self.cipher {
             None => Ok(self.stream),
-            Some(_) => Err(error::Error::comm("the other end asks for encryption, which ranks do not use")),
+            Some(_) => {
+                Err(error::Error::comm("the other end asks for encryption, which ranks do not use"))
+            }
         }
     }
 }
@@ -103,7 +107,8 @@ impl Cipher {
         (bytes.len() >= PREFIX + length).then_some(length)
     }
 
-    /// Receives bytes until a message is complete. Returns its length; none at the end of the stream.
+    /// Receives bytes until a message is complete. Returns its length; none at the end of the
+    /// stream.
     fn receive(&mut self, mut stream: &TcpStream) -> Result<Option<usize>> {
         loop {
             if let Some(length) = self.message() {
@@ -124,7 +129,8 @@ impl Cipher {
         }
     }
 
-    /// Decrypts the first message, of this length, to `into` if it has room, else to `plain`; returns its bytes in `into`.
+    /// Decrypts the first message, of this length, to `into` if it has room, else to `plain`;
+    /// returns its bytes in `into`.
     fn decrypt(&mut self, length: usize, into: &mut [u8]) -> Result<usize> {
         let from = self.begin + PREFIX;
         self.begin = from + length;
@@ -208,7 +214,8 @@ impl Write for Connection {
         self.write_vectored(&[IoSlice::new(bytes)])
     }
 
-    /// Takes the bytes that it returns, of which some may leave with the next call, [`Write::flush`] at the latest.
+    /// Takes the bytes that it returns, of which some may leave with the next call,
+    /// [`Write::flush`] at the latest.
     fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> Result<usize> {
         let Some(cipher) = &mut self.cipher else { return self.stream.write_vectored(slices) };
         cipher.send(&self.stream)?;
@@ -223,7 +230,12 @@ impl Write for Connection {
         }
         match cipher.send(&self.stream) {
             // The bytes are taken.
-            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted) => {
+            Err(e)
+                if matches!(
+                    e.kind(),
+                    ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted
+                ) =>
+            {
                 Ok(taken)
             }
             sent => sent.map(|()| taken),
@@ -249,17 +261,21 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let calling = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let called = listener.accept().unwrap().0;
-        let parameters: snow::params::NoiseParams = "Noise_NNpsk0_25519_AESGCM_SHA256".parse().unwrap();
+        let parameters: snow::params::NoiseParams =
+            "Noise_NNpsk0_25519_AESGCM_SHA256".parse().unwrap();
         let builder = || Builder::new(parameters.clone()).psk(0, &[7; 32]).unwrap();
-        let (mut initiator, mut responder) =
-            (builder().build_initiator().unwrap(), builder().build_responder().unwrap());
-        let (mut message, mut none) = ([0; 200], [0; 200]);
+        let mut initiator = builder().build_initiator().unwrap();
+        let mut responder = builder().build_responder().unwrap();
+        let mut message = [0; 200];
+        let mut none = [0; 200];
         let length = initiator.write_message(&[], &mut message).unwrap();
         responder.read_message(&message[..length], &mut none).unwrap();
         let length = responder.write_message(&[], &mut message).unwrap();
         initiator.read_message(&message[..length], &mut none).unwrap();
         let ends = [(calling, initiator), (called, responder)];
-        ends.map(|(stream, noise)| Connection::new(stream, Some(noise.into_transport_mode().unwrap())))
+        ends.map(|(stream, noise)| {
+            Connection::new(stream, Some(noise.into_transport_mode().unwrap()))
+        })
     }
 
     fn bytes(len: usize) -> Vec<u8> {
@@ -277,7 +293,8 @@ mod tests {
                     from.flush().unwrap();
                 });
                 // By pieces that are smaller than a message, and larger.
-                let (mut first, mut rest) = (vec![0; len / 3], vec![0; len - len / 3]);
+                let mut first = vec![0; len / 3];
+                let mut rest = vec![0; len - len / 3];
                 to.read_exact(&mut first).unwrap();
                 to.read_exact(&mut rest).unwrap();
                 assert!([first, rest].concat() == sent, "{len}");
@@ -294,10 +311,12 @@ mod tests {
         from.stream().set_write_timeout(Some(Duration::from_millis(5))).unwrap();
         to.stream().set_read_timeout(Some(Duration::from_millis(1))).unwrap();
         let sent = bytes(40 << 20);
-        let timed_out = |e: &std::io::Error| matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut);
+        let timed_out =
+            |e: &std::io::Error| matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut);
         std::thread::scope(|scope| {
             let sender = scope.spawn(|| {
-                let (mut at, mut waits) = (0, 0);
+                let mut at = 0;
+                let mut waits = 0;
                 while at < sent.len() || from.flush().is_err() {
                     match from.write(&sent[at..]) {
                         Ok(bytes) => at += bytes,
@@ -311,7 +330,8 @@ mod tests {
             });
             std::thread::sleep(Duration::from_millis(100));
             let mut read = vec![0; sent.len()];
-            let (mut at, mut waits) = (0, 0);
+            let mut at = 0;
+            let mut waits = 0;
             while at < read.len() {
                 match to.read(&mut read[at..]) {
                     Ok(bytes) => at += bytes,

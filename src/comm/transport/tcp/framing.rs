@@ -44,10 +44,16 @@ pub fn abort(code: i32) -> [u8; HEADER] {
 }
 
 /// Writes on from byte `sent` of some pieces of memory. Whether something moved.
-pub fn write(stream: &mut TcpStream, pieces: &[&[u8]], sent: &mut usize, peer: usize) -> Result<bool> {
+pub fn write(
+    stream: &mut TcpStream,
+    pieces: &[&[u8]],
+    sent: &mut usize,
+    peer: usize,
+) -> Result<bool> {
     let mut moved = false;
     loop {
-        let (mut before, mut slices) = (0, Vec::with_capacity(PIECES.min(pieces.len())));
+        let mut before = 0;
+        let mut slices = Vec::with_capacity(PIECES.min(pieces.len()));
         for piece in pieces {
             let from = sent.saturating_sub(before).min(piece.len());
             before += piece.len();
@@ -121,7 +127,10 @@ impl<'a, 'b> Elements<'a, 'b> {
 
     /// Elements of the room.
     fn elements(&self) -> usize {
-        let rest = self.pieces.get(self.piece).map_or(0, |piece| piece.len() - self.done / size_of::<f32>());
+        let rest = self
+            .pieces
+            .get(self.piece)
+            .map_or(0, |piece| piece.len() - self.done / size_of::<f32>());
         if self.aside.is_some() { rest.min(ASIDE) } else { rest }
     }
 }
@@ -209,15 +218,20 @@ impl Inbox {
                 continue;
             }
             self.have = 0;
-            let word = |at: usize| u64::from_le_bytes([0, 1, 2, 3, 4, 5, 6, 7].map(|i| self.header[at + i]));
+            let word = |at: usize| {
+                u64::from_le_bytes([0, 1, 2, 3, 4, 5, 6, 7].map(|i| self.header[at + i]))
+            };
             match (word(0), word(8)) {
                 (BYE, _) => self.left = true,
                 (ABORT, code) => {
-                    return Err(Error::comm(format!("rank {peer} aborted with code {}", code as u32 as i32)));
+                    return Err(Error::comm(format!(
+                        "rank {peer} aborted with code {}",
+                        code as u32 as i32
+                    )));
                 }
                 (group, len) => {
-                    let left =
-                        usize::try_from(len).map_err(|_| Error::comm(format!("rank {peer} sent a length of {len}")))?;
+                    let left = usize::try_from(len)
+                        .map_err(|_| Error::comm(format!("rank {peer} sent a length of {len}")))?;
                     self.arriving = Some(Arriving { group, left, kept: None });
                 }
             }
@@ -241,7 +255,12 @@ impl Inbox {
     }
 
     /// Reads on: the message that [`Inbox::undecided`] told of goes to `sink`.
-    pub fn read_into(&mut self, stream: &mut TcpStream, peer: usize, sink: &mut dyn Sink) -> Result<Found> {
+    pub fn read_into(
+        &mut self,
+        stream: &mut TcpStream,
+        peer: usize,
+        sink: &mut dyn Sink,
+    ) -> Result<Found> {
         let Some(now) = &mut self.arriving else { return Ok(Found::Nothing) };
         let moved = read(stream, peer, &mut now.left, sink)?;
         if now.left == 0 {
@@ -252,7 +271,11 @@ impl Inbox {
     }
 
     /// Group and length of the message that is arriving, if its memory is not decided yet.
-    pub fn undecided(&mut self, stream: &mut TcpStream, peer: usize) -> Result<Option<(u64, usize)>> {
+    pub fn undecided(
+        &mut self,
+        stream: &mut TcpStream,
+        peer: usize,
+    ) -> Result<Option<(u64, usize)>> {
         self.begin(stream, peer)?;
         Ok(self.arriving.as_ref().filter(|now| now.kept.is_none()).map(|now| (now.group, now.left)))
     }
@@ -279,7 +302,12 @@ impl Inbox {
 }
 
 /// Reads bytes as far as they have come. Whether something moved.
-fn read(stream: &mut TcpStream, peer: usize, left: &mut usize, sink: &mut dyn Sink) -> Result<bool> {
+fn read(
+    stream: &mut TcpStream,
+    peer: usize,
+    left: &mut usize,
+    sink: &mut dyn Sink,
+) -> Result<bool> {
     let mut moved = false;
     while *left > 0 {
         let room = sink.room();

@@ -1,7 +1,8 @@
 //! The handshake of a connection: Noise NNpsk0 with the run's secret as the pre-shared key.
 //!
-//! Perrin, "The Noise Protocol Framework", revision 34 (2018), by the crate `snow`: X25519, AES-256-GCM, SHA-256. Both ends prove that
-//! they know the secret, and agree on keys of their own, which the secret does not reveal later (forward secrecy).
+//! Perrin, "The Noise Protocol Framework", revision 34 (2018), by the crate `snow`: X25519,
+//! AES-256-GCM, SHA-256. Both ends prove that they know the secret, and agree on keys of their own,
+//! which the secret does not reveal later (forward secrecy).
 //!
 //! ```text
 //! listening end                                          connecting end
@@ -11,8 +12,9 @@
 //!                                                    ←   the caller's place, whether it asks for encryption
 //! ```
 //!
-//! The last message proves that the caller is there now: the second one alone could be repeated by a stranger who has recorded it.
-//! Every message has a fixed length, and the whole handshake has one deadline.
+//! The last message proves that the caller is there now: the second one alone could be repeated by
+//! a stranger who has recorded it. Every message has a fixed length, and the whole handshake has
+//! one deadline.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -77,15 +79,18 @@ pub struct Credentials {
 impl Credentials {
     /// Returns whether this end asks for encryption of a connection: not if it stays on this host.
     fn ask_encryption(&self, stream: &TcpStream) -> std::io::Result<bool> {
-        let [peer, own] = [stream.peer_addr()?, stream.local_addr()?].map(|address| address.ip().to_canonical());
+        let [peer, own] =
+            [stream.peer_addr()?, stream.local_addr()?].map(|address| address.ip().to_canonical());
         Ok(self.encrypt && !peer.is_loopback() && peer != own)
     }
 
     fn noise<T>(&self, build: impl FnOnce(Builder<'_>) -> Result<T, snow::Error>) -> Result<T> {
         let broken = |e: &dyn std::fmt::Display| Error::internal(format!("{NOISE}: {e}"));
         let parameters = NOISE.parse().map_err(|e| broken(&e))?;
-        let (key, opening) = (self.secret.key(), opening());
-        let builder = Builder::new(parameters).prologue(&opening).and_then(|builder| builder.psk(0, &key));
+        let key = self.secret.key();
+        let opening = opening();
+        let builder =
+            Builder::new(parameters).prologue(&opening).and_then(|builder| builder.psk(0, &key));
         builder.and_then(build).map_err(|e| broken(&e))
     }
 }
@@ -138,7 +143,10 @@ impl std::fmt::Display for Refusal {
         match self {
             Self::Stranger => f.write_str("the other end is not a process of hpctrain"),
             Self::Version(version) => {
-                write!(f, "the other end speaks version {version} of the protocol, this program version {VERSION}")
+                write!(
+                    f,
+                    "the other end speaks version {version} of the protocol, this program version {VERSION}"
+                )
             }
             Self::Secret => f.write_str("the other end does not know this run's secret"),
             Self::Ended(why) => write!(f, "the connection ended within its handshake: {why}"),
@@ -152,7 +160,9 @@ impl std::fmt::Display for Refusal {
 impl PeerId {
     fn hello(self, encrypts: bool) -> [u8; HELLO] {
         let mut bytes = [0; HELLO];
-        for (to, number) in bytes.as_chunks_mut::<4>().0.iter_mut().zip([self.rank, self.ranks, self.lane]) {
+        for (to, number) in
+            bytes.as_chunks_mut::<4>().0.iter_mut().zip([self.rank, self.ranks, self.lane])
+        {
             *to = number.to_le_bytes();
         }
         bytes[HELLO - 1] = u8::from(encrypts);
@@ -161,7 +171,8 @@ impl PeerId {
 
     /// Returns the caller, and whether it asks for encryption.
     fn from(hello: [u8; HELLO]) -> (Self, bool) {
-        let [rank, ranks, lane] = [0, 4, 8].map(|at| u32::from_le_bytes([0, 1, 2, 3].map(|i| hello[at + i])));
+        let [rank, ranks, lane] =
+            [0, 4, 8].map(|at| u32::from_le_bytes([0, 1, 2, 3].map(|i| hello[at + i])));
         (Self { rank, ranks, lane }, hello[HELLO - 1] != 0)
     }
 }
@@ -220,16 +231,22 @@ impl Write for Timed<'_> {
 /// Proves to the listening end that this process knows the secret, and lets it prove the same.
 ///
 /// # Errors
-/// Returns an error if the other end has another version or another secret, or the handshake is not over at the deadline.
-pub fn call(stream: TcpStream, credentials: &Credentials, caller: PeerId, deadline: Instant) -> Result<Connection> {
+/// Returns an error if the other end has another version or another secret, or the handshake is not
+/// over at the deadline.
+pub fn call(
+    stream: TcpStream,
+    credentials: &Credentials,
+    caller: PeerId,
+    deadline: Instant,
+) -> Result<Connection> {
     let lost = |e: std::io::Error| ended(e).error();
     let broken = |e: snow::Error| Error::internal(format!("{NOISE}: {e}"));
     let asks = credentials.ask_encryption(&stream).map_err(lost)?;
     let mut timed = Timed { stream: &stream, deadline };
     let mut opened = [0; OPENING];
-    timed
-        .read_exact(&mut opened)
-        .map_err(|e| Error::comm(format!("the other end did not begin the handshake in time: {e}")))?;
+    timed.read_exact(&mut opened).map_err(|e| {
+        Error::comm(format!("the other end did not begin the handshake in time: {e}"))
+    })?;
     check_opening(&opened).map_err(Refusal::error)?;
     let mut noise = credentials.noise(|builder| builder.build_initiator())?;
     let mut first = [0; OPENING + FIRST];
@@ -253,7 +270,8 @@ pub fn call(stream: TcpStream, credentials: &Credentials, caller: PeerId, deadli
     Ok(Connection::new(stream, (asks || asked != [0]).then_some(transport)))
 }
 
-/// The listening end of a handshake. It never blocks, so that one thread advances any number of them.
+/// The listening end of a handshake. It never blocks, so that one thread advances any number of
+/// them.
 pub struct Handshake {
     stream: TcpStream,
     /// Whether this end asks for encryption.
@@ -295,10 +313,12 @@ impl Handshake {
         &self.stream
     }
 
-    /// Reads the bytes that are there. Returns the caller once it has proved that it knows the secret.
+    /// Reads the bytes that are there. Returns the caller once it has proved that it knows the
+    /// secret.
     ///
     /// # Errors
-    /// Returns an error if the caller is not a process of hpctrain, has another version or another secret, or has ended the connection.
+    /// Returns an error if the caller is not a process of hpctrain, has another version or another
+    /// secret, or has ended the connection.
     pub fn advance(&mut self) -> Result<Option<PeerId>, Refusal> {
         loop {
             match std::mem::replace(&mut self.stage, Stage::Failed) {
@@ -307,12 +327,15 @@ impl Handshake {
                         self.stage = Stage::First(noise);
                         return Ok(None);
                     }
-                    noise.read_message(&self.received[OPENING..], &mut []).map_err(|_| Refusal::Secret)?;
+                    noise
+                        .read_message(&self.received[OPENING..], &mut [])
+                        .map_err(|_| Refusal::Secret)?;
                     let mut answer = [0; ANSWER];
                     noise.write_message(&[u8::from(self.asks)], &mut answer).map_err(broken)?;
                     // The socket has sent little so far: it has room.
                     self.stream.write_all(&answer).map_err(ended)?;
-                    self.stage = Stage::Last(Box::new(noise.into_transport_mode().map_err(broken)?));
+                    self.stage =
+                        Stage::Last(Box::new(noise.into_transport_mode().map_err(broken)?));
                     self.len = 0;
                 }
                 Stage::Last(mut transport) => {
@@ -327,7 +350,9 @@ impl Handshake {
                     self.stage = Stage::Done((self.asks || asked).then_some(*transport));
                     return Ok(Some(caller));
                 }
-                Stage::Done(_) | Stage::Failed => return Err(Refusal::Ended("the handshake is over".into())),
+                Stage::Done(_) | Stage::Failed => {
+                    return Err(Refusal::Ended("the handshake is over".into()));
+                }
             }
         }
     }
@@ -342,7 +367,8 @@ impl Handshake {
         Ok(Connection::new(self.stream, transport))
     }
 
-    /// Reads as far as bytes are there; returns whether the message of this length is complete. Bytes after it stay in the socket.
+    /// Reads as far as bytes are there; returns whether the message of this length is complete.
+    /// Bytes after it stay in the socket.
     fn receive(&mut self, length: usize) -> Result<bool, Refusal> {
         while self.len < length {
             match self.stream.read(&mut self.received[self.len..length]) {
@@ -397,14 +423,19 @@ mod tests {
     fn answer(mut handshake: Handshake) -> Result<(PeerId, Connection), Refusal> {
         loop {
             match handshake.advance()? {
-                Some(caller) => return handshake.into_connection().map(|connection| (caller, connection)),
+                Some(caller) => {
+                    return handshake.into_connection().map(|connection| (caller, connection));
+                }
                 None => std::thread::yield_now(),
             }
         }
     }
 
     /// Returns the results of both ends, each with a secret.
-    fn greet(calls: &[u8], answers: &[u8]) -> (Result<Connection>, Result<(PeerId, Connection), Refusal>) {
+    fn greet(
+        calls: &[u8],
+        answers: &[u8],
+    ) -> (Result<Connection>, Result<(PeerId, Connection), Refusal>) {
         let [calling, called] = connection();
         let [calls, answers] = [calls, answers].map(credentials);
         let calling = std::thread::spawn(move || call(calling, &calls, CALLER, soon()));
@@ -430,7 +461,10 @@ mod tests {
         let other_version = [&MAGIC[..], &9u32.to_le_bytes()].concat();
         let guess = [&opening()[..], &[9; FIRST]].concat();
         let words: [(&[u8], &str); 5] = [
-            (b"GET / HTTP/1.1\r\nHost: x\r\nUser-Agent: curl/8.0 and more\r\n\r\n", "not a process of hpctrain"),
+            (
+                b"GET / HTTP/1.1\r\nHost: x\r\nUser-Agent: curl/8.0 and more\r\n\r\n",
+                "not a process of hpctrain",
+            ),
             (&[0xff; 12], "not a process of hpctrain"),
             (&other_version, "speaks version 9 of the protocol, this program version 2"),
             (b"hpctrain", "ended within its handshake"),
@@ -440,12 +474,16 @@ mod tests {
             let [mut stranger, called] = connection();
             stranger.write_all(said).unwrap();
             stranger.shutdown(Shutdown::Write).unwrap();
-            let error = answer(Handshake::begin(called, &credentials(&[7; 32])).unwrap()).err().unwrap().to_string();
+            let error = answer(Handshake::begin(called, &credentials(&[7; 32])).unwrap())
+                .err()
+                .unwrap()
+                .to_string();
             assert!(error.contains(expected), "{error}");
         }
     }
 
-    /// A stranger who has recorded a handshake gets no further than the answer, of which it cannot compute the keys.
+    /// A stranger who has recorded a handshake gets no further than the answer, of which it cannot
+    /// compute the keys.
     #[test]
     fn recorded_messages_prove_nothing() {
         let known = credentials(&[7; 32]);
@@ -455,7 +493,9 @@ mod tests {
         // This end is the stranger's: it forwards to the listening end, and records.
         let [forward, listening] = connection();
         let knows = known.clone();
-        let listens = std::thread::spawn(move || answer(Handshake::begin(listening, &knows).unwrap()).map(drop));
+        let listens = std::thread::spawn(move || {
+            answer(Handshake::begin(listening, &knows).unwrap()).map(drop)
+        });
         let forwarded = |from: &TcpStream, to: &TcpStream, length: usize| {
             let mut bytes = vec![0; length];
             let [mut from, mut to] = [from, to];
@@ -471,7 +511,8 @@ mod tests {
         listens.join().unwrap().unwrap();
 
         let [mut stranger, called] = connection();
-        let repeated = std::thread::spawn(move || answer(Handshake::begin(called, &known).unwrap()).err());
+        let repeated =
+            std::thread::spawn(move || answer(Handshake::begin(called, &known).unwrap()).err());
         stranger.write_all(&[first, last].concat()).unwrap();
         let mut heard = Vec::new();
         stranger.read_to_end(&mut heard).unwrap();
@@ -489,7 +530,8 @@ mod tests {
             }
         });
         let deadline = Instant::now() + Duration::from_millis(200);
-        let error = call(calling, &credentials(&[7; 32]), CALLER, deadline).err().unwrap().to_string();
+        let error =
+            call(calling, &credentials(&[7; 32]), CALLER, deadline).err().unwrap().to_string();
         assert!(error.contains("did not begin the handshake in time"), "{error}");
         dribble.join().unwrap();
     }

@@ -1,8 +1,9 @@
 //! Ranks as processes that meet by themselves and exchange over TCP: without MPI, on one machine.
 //!
-//! Every two ranks have two connections: one for exchanges, which are over when the call returns, and one for posted messages,
-//! which go on in the background. A message is a header and its bytes; it is read straight into its memory where that is
-//! known when it arrives, else kept until it is asked for. All sockets are polled, as [`Backoff`] has it.
+//! Every two ranks have two connections: one for exchanges, which are over when the call returns,
+//! and one for posted messages, which go on in the background. A message is a header and its bytes;
+//! it is read straight into its memory where that is known when it arrives, else kept until it is
+//! asked for. All sockets are polled, as [`Backoff`] has it.
 
 mod acceptor;
 mod connection;
@@ -27,8 +28,8 @@ use framing::{Bytes, Elements, Found, HEADER, Inbox, Sink, abort, bye, gone, hea
 use rendezvous::meet;
 
 use super::{
-    DeviceCollective, GroupRanks, InFlight, Incoming, NodeInfo, Outgoing, P2pBuffer, Payload, Peer, Transport, World,
-    check_length, no_addresses, no_library,
+    DeviceCollective, GroupRanks, InFlight, Incoming, NodeInfo, Outgoing, P2pBuffer, Payload, Peer,
+    Transport, World, check_length, no_addresses, no_library,
 };
 use crate::algorithms;
 use crate::polling::Backoff;
@@ -36,28 +37,41 @@ use crate::shared::Shared;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::Span;
 
-/// Interval at which a rank that waits for one connection listens to the others: an abort may come over any.
+/// Interval at which a rank that waits for one connection listens to the others: an abort may come
+/// over any.
 const LISTEN: Duration = Duration::from_millis(20);
 
 /// Meets the other ranks on this thread.
 ///
 /// # Errors
 /// They do not come, or the network refused.
-pub(crate) fn open(meeting: &TcpRendezvous, shared: Arc<Shared>) -> Result<(Box<dyn Transport>, World)> {
+pub(crate) fn open(
+    meeting: &TcpRendezvous,
+    shared: Arc<Shared>,
+) -> Result<(Box<dyn Transport>, World)> {
     let (connected, host) = meet(meeting)?;
-    let (rank, ranks) = (meeting.rank, meeting.ranks);
+    let rank = meeting.rank;
+    let ranks = meeting.ranks;
     let hosts: Vec<String> = connected.iter().map(|one| one.host.clone()).collect();
     let first = |host: &String| hosts.iter().position(|other| other == host).unwrap_or(0);
     let nodes: Arc<[usize]> = hosts.iter().map(first).collect();
     let links = connected.into_iter().map(|one| one.lanes.map(Link::new).transpose());
     let links = links.collect::<Result<Vec<_>>>()?;
     let here = |ranks: &[usize]| ranks.iter().filter(|&&node| node == nodes[rank]).count();
-    let (local_rank, local_size) = (here(&nodes[..rank]), here(&nodes));
+    let local_rank = here(&nodes[..rank]);
+    let local_size = here(&nodes);
     let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
     if local_size > cores {
         shared.set_oversubscribed();
     }
-    let wire = Tcp { rank, links, splits: HashMap::new(), aside: Vec::new(), listened: Instant::now(), shared };
+    let wire = Tcp {
+        rank,
+        links,
+        splits: HashMap::new(),
+        aside: Vec::new(),
+        listened: Instant::now(),
+        shared,
+    };
     let world = World {
         rank,
         nodes: nodes.clone(),
@@ -137,7 +151,11 @@ impl Link {
                 let found = self.posted.read_into(&mut self.posts, peer, &mut sink)?;
                 *at = sink.at;
                 match found {
-                    Found::Whole => self.filling.take().into_iter().for_each(|(parcel, _)| parcel.finish(Ok(()))),
+                    Found::Whole => self
+                        .filling
+                        .take()
+                        .into_iter()
+                        .for_each(|(parcel, _)| parcel.finish(Ok(()))),
                     Found::Some | Found::Nothing => return Ok(()),
                 }
                 continue;
@@ -259,7 +277,8 @@ impl Tcp {
         let lens = send.map(|(_, pieces)| pieces.iter().map(|piece| piece.len()).sum::<usize>());
         let head = header(id, lens.unwrap_or(0));
         let sending = send.filter(|_| lens != Some(0)).map(|(to, pieces)| {
-            let pieces: Vec<&[u8]> = std::iter::once(&head[..]).chain(pieces.iter().copied()).collect();
+            let pieces: Vec<&[u8]> =
+                std::iter::once(&head[..]).chain(pieces.iter().copied()).collect();
             (group.ranks[to], pieces)
         });
         let total = lens.map_or(0, |len| HEADER + len);
@@ -324,8 +343,11 @@ impl Transport for Tcp {
         send: Option<Outgoing<'_>>,
         receive: Option<Incoming<'_, '_>>,
     ) -> Result<()> {
-        let pieces: Vec<&[u8]> =
-            send.iter().flat_map(|send| send.pieces).map(|piece| bytemuck::cast_slice(piece)).collect();
+        let pieces: Vec<&[u8]> = send
+            .iter()
+            .flat_map(|send| send.pieces)
+            .map(|piece| bytemuck::cast_slice(piece))
+            .collect();
         let send = send.map(|send| (send.to, &pieces[..]));
         let mut aside = std::mem::take(&mut self.aside);
         let done = match receive {
@@ -366,7 +388,12 @@ impl Transport for Tcp {
         Err(no_addresses())
     }
 
-    fn post(&mut self, group: &GroupRanks, peer: Peer, mut parcel: Box<dyn P2pBuffer>) -> Result<()> {
+    fn post(
+        &mut self,
+        group: &GroupRanks,
+        peer: Peer,
+        mut parcel: Box<dyn P2pBuffer>,
+    ) -> Result<()> {
         let len = match bytes(&mut *parcel).map(|bytes| bytes.len()) {
             Ok(len) if len > 0 => len,
             other => {
@@ -428,10 +455,15 @@ impl Transport for Tcp {
     }
 
     fn leave(&mut self, in_order: bool) {
-        let links = self.links.iter_mut().enumerate().filter_map(|(peer, link)| Some((peer, link.as_mut()?)));
+        let links = self
+            .links
+            .iter_mut()
+            .enumerate()
+            .filter_map(|(peer, link)| Some((peer, link.as_mut()?)));
         for (peer, link) in links {
             for (_, parcel) in link.expected.drain(..) {
-                parcel.finish(Err(Error::comm("another message failed before this one had arrived")));
+                parcel
+                    .finish(Err(Error::comm("another message failed before this one had arrived")));
             }
             if in_order {
                 for stream in [&mut link.exchanges, &mut link.posts] {
@@ -442,7 +474,11 @@ impl Transport for Tcp {
         }
         // A socket that is closed before all is read takes back what the other end has not read.
         while in_order && self.shared.aborted().is_none() {
-            let mut links = self.links.iter_mut().enumerate().filter_map(|(peer, link)| Some((peer, link.as_mut()?)));
+            let mut links = self
+                .links
+                .iter_mut()
+                .enumerate()
+                .filter_map(|(peer, link)| Some((peer, link.as_mut()?)));
             let waits = |(peer, link): (usize, &mut Link)| {
                 let heard = link.inbox.listen(&mut link.exchanges, peer);
                 // One that still sends expects a message that will not come.

@@ -1,4 +1,5 @@
-//! Processes that meet by a directory: each writes its address there, and connects to those before it.
+//! Processes that meet by a directory: each writes its address there, and connects to those before
+//! it.
 
 use std::fmt;
 use std::fs;
@@ -23,7 +24,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Time by which all ranks must have met.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The variable of the environment that holds the [`TcpRendezvous`] of a process that `--spawn` started.
+/// The variable of the environment that holds the [`TcpRendezvous`] of a process that `--spawn`
+/// started.
 pub const MEETING: &str = "HPCTRAIN_MEETING";
 
 /// The place where the ranks of a world meet.
@@ -51,7 +53,8 @@ impl FromStr for TcpRendezvous {
         let parts = || {
             let (rank, rest) = text.split_once('/')?;
             let (ranks, dir) = rest.split_once('/')?;
-            let (rank, ranks) = (rank.parse().ok()?, ranks.parse().ok()?);
+            let rank = rank.parse().ok()?;
+            let ranks = ranks.parse().ok()?;
             (rank < ranks).then(|| Self { dir: dir.into(), rank, ranks })
         };
         parts().ok_or_else(|| {
@@ -75,17 +78,21 @@ pub struct Connected {
 /// Some have not come in time, or the file system or the network refused.
 pub fn meet(meeting: &TcpRendezvous) -> Result<(Vec<Connected>, String)> {
     let TcpRendezvous { dir, rank, ranks } = meeting;
-    let (rank, ranks) = (*rank, *ranks);
+    let rank = *rank;
+    let ranks = *ranks;
     // Nothing leaves this host.
     let credentials = Credentials { secret: Secret::read(dir)?, encrypt: false };
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|e| network("listen on 127.0.0.1", e))?;
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+        .map_err(|e| network("listen on 127.0.0.1", e))?;
     let address = listener.local_addr().map_err(|e| network("listen", e))?;
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     tell(dir, rank, &format!("{address} {host}"))?;
     let until = Instant::now() + TIMEOUT;
-    let told: Vec<(SocketAddr, String)> = (0..ranks).map(|other| hear(dir, other, until)).collect::<Result<_>>()?;
+    let told: Vec<(SocketAddr, String)> =
+        (0..ranks).map(|other| hear(dir, other, until)).collect::<Result<_>>()?;
 
-    let mut lanes: Vec<[Option<TcpStream>; LANES]> = (0..ranks).map(|_| Default::default()).collect();
+    let mut lanes: Vec<[Option<TcpStream>; LANES]> =
+        (0..ranks).map(|_| Default::default()).collect();
     for (other, (address, _)) in told.iter().enumerate().take(rank) {
         for (lane, stream) in lanes[other].iter_mut().enumerate() {
             let caller = PeerId { rank: rank as u32, ranks: ranks as u32, lane: lane as u32 };
@@ -94,7 +101,9 @@ pub fn meet(meeting: &TcpRendezvous) -> Result<(Vec<Connected>, String)> {
     }
     let (tell, known) = channel();
     let met = || Error::comm("all ranks have met");
-    let take = move |caller, connection: Connection| tell.send((caller, connection.into_stream()?)).map_err(|_| met());
+    let take = move |caller, connection: Connection| {
+        tell.send((caller, connection.into_stream()?)).map_err(|_| met())
+    };
     let _acceptor = Acceptor::open(listener, credentials, take)?;
     for _ in 0..LANES * (ranks - 1 - rank) {
         let left = until.saturating_duration_since(Instant::now());
@@ -104,7 +113,11 @@ pub fn meet(meeting: &TcpRendezvous) -> Result<(Vec<Connected>, String)> {
         };
         match lanes.get_mut(other as usize).and_then(|lanes| lanes.get_mut(lane as usize)) {
             Some(slot) if of as usize == ranks && slot.is_none() => *slot = Some(stream),
-            _ => return Err(Error::comm(format!("rank {other} of {of} called twice, or in another world"))),
+            _ => {
+                return Err(Error::comm(format!(
+                    "rank {other} of {of} called twice, or in another world"
+                )));
+            }
         }
     }
     let connected = told.into_iter().zip(lanes).map(|((_, host), lanes)| {
@@ -125,10 +138,14 @@ fn reach(
     loop {
         let connected = TcpStream::connect(address).map_err(|e| Error::comm(e.to_string()));
         let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
-        match connected.and_then(|stream| call(stream, credentials, caller, deadline)?.into_stream()) {
+        match connected
+            .and_then(|stream| call(stream, credentials, caller, deadline)?.into_stream())
+        {
             Ok(stream) => return Ok(stream),
             Err(_) if Instant::now() < until => std::thread::sleep(POLL_INTERVAL),
-            Err(e) => return Err(Error::comm(format!("cannot reach rank {other} at {address}: {e}"))),
+            Err(e) => {
+                return Err(Error::comm(format!("cannot reach rank {other} at {address}: {e}")));
+            }
         }
     }
 }
@@ -139,8 +156,11 @@ fn network(doing: &str, e: std::io::Error) -> Error {
 
 /// Writes a rank's address, all of it at once.
 fn tell(dir: &Path, rank: usize, text: &str) -> Result<()> {
-    let (path, new) = (dir.join(format!("rank-{rank}")), dir.join(format!("rank-{rank}.new")));
-    fs::write(&new, text).and_then(|()| fs::rename(&new, &path)).map_err(|e| Error::io("write", &path, e))
+    let path = dir.join(format!("rank-{rank}"));
+    let new = dir.join(format!("rank-{rank}.new"));
+    fs::write(&new, text)
+        .and_then(|()| fs::rename(&new, &path))
+        .map_err(|e| Error::io("write", &path, e))
 }
 
 /// Waits for a rank's address.
@@ -158,7 +178,9 @@ fn hear(dir: &Path, rank: usize, until: Instant) -> Result<(SocketAddr, String)>
             Err(e) => return Err(Error::io("read", &path, e)),
         }
     };
-    let parts = text.split_once(' ').and_then(|(address, host)| Some((address.parse().ok()?, host.to_string())));
+    let parts = text
+        .split_once(' ')
+        .and_then(|(address, host)| Some((address.parse().ok()?, host.to_string())));
     parts.ok_or_else(|| Error::comm(format!("{} holds no address: {text:?}", path.display())))
 }
 
@@ -175,11 +197,14 @@ mod tests {
         write_secret(folder.path()).unwrap();
         assert!(write_secret(folder.path()).is_err(), "another world meets there");
         let meeting = |rank| TcpRendezvous { dir: folder.path().into(), rank, ranks: 2 };
-        let (first, second) = (meeting(0), meeting(1));
-        let waiting = std::thread::spawn(move || meet(&first).map(|(connected, _)| connected.len()));
+        let first = meeting(0);
+        let second = meeting(1);
+        let waiting =
+            std::thread::spawn(move || meet(&first).map(|(connected, _)| connected.len()));
         let (address, _) = hear(folder.path(), 0, Instant::now() + TIMEOUT).unwrap();
         // Each keeps quiet, or talks of other things.
-        let mut strangers: Vec<TcpStream> = (0..20).map(|_| TcpStream::connect(address).unwrap()).collect();
+        let mut strangers: Vec<TcpStream> =
+            (0..20).map(|_| TcpStream::connect(address).unwrap()).collect();
         strangers[7].write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
         let met = meet(&second).unwrap().0;
         assert_eq!((met.len(), met[0].lanes.is_some(), met[1].lanes.is_some()), (2, true, false));

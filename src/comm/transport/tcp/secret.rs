@@ -61,7 +61,9 @@ impl Secret {
         let mode = file.metadata().map_err(refused)?.permissions().mode() & 0o7777;
         if mode & OTHERS != 0 {
             let name = path.display();
-            let message = format!("{name} has mode {mode:o}: others than its owner may use the secret of the run");
+            let message = format!(
+                "{name} has mode {mode:o}: others than its owner may use the secret of the run"
+            );
             return Err(Error::input(message).hint(format!(
                 "chmod 600 {name}; if others may have read it, end all processes of the run and remove it: hpctrain \
                  coordinate writes a new one"
@@ -103,7 +105,10 @@ mod tests {
         for mode in [0o644, 0o640, 0o660, 0o601, 0o620] {
             set_permissions(Secret::path(dir.path()), Permissions::from_mode(mode)).unwrap();
             let error = Secret::read(dir.path()).err().unwrap().to_string();
-            assert!(error.contains(&format!("secret has mode {mode:o}")) && error.contains("chmod 600"), "{error}");
+            assert!(
+                error.contains(&format!("secret has mode {mode:o}")) && error.contains("chmod 600"),
+                "{error}"
+            );
         }
         set_permissions(Secret::path(dir.path()), Permissions::from_mode(0o400)).unwrap();
         assert!(Secret::read(dir.path()).is_ok());

@@ -1,6 +1,7 @@
 //! An events file: records of TensorFlow's TFRecord format, appended.
 //!
-//! A record is its length in eight bytes, a checksum of these, the message, and a checksum of that; numbers are little-endian.
+//! A record is its length in eight bytes, a checksum of these, the message, and a checksum of that;
+//! numbers are little-endian.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufReader, BufWriter, ErrorKind, Read, Write as _};
@@ -15,10 +16,12 @@ use hpctrain_base::own_files;
 /// Bytes that may wait for a file system that refuses them. Records that come then are left out.
 const MOST_WAITING: usize = 32 << 20;
 
-/// The name of every events file begins so; readers take those of a directory in the order of their names.
+/// The name of every events file begins so; readers take those of a directory in the order of their
+/// names.
 const PREFIX: &str = "events.out.tfevents.";
 
-/// A file of events. A file system that refuses it for a while costs a warning, and no more than the memory of [`MOST_WAITING`].
+/// A file of events. A file system that refuses it for a while costs a warning, and no more than
+/// the memory of [`MOST_WAITING`].
 pub struct EventsFile {
     path: PathBuf,
     /// None while the file system refuses.
@@ -32,8 +35,9 @@ pub struct EventsFile {
 }
 
 impl EventsFile {
-    /// Begins a file in `directory`, by name the last there, for a run that is at `step`. Points of later steps are dropped from the
-    /// files before it, and readers that have them are told to forget them.
+    /// Begins a file in `directory`, by name the last there, for a run that is at `step`. Points of
+    /// later steps are dropped from the files before it, and readers that have them are told to
+    /// forget them.
     ///
     /// # Errors
     /// The file system refused.
@@ -52,8 +56,13 @@ impl EventsFile {
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
         let path = directory.join(format!("{PREFIX}{second:010}.{host}.hpctrain"));
         let file = own_files::create_new(&path).map_err(|e| Error::io("create", &path, e))?;
-        let mut begun = Self { path, file: Some(file), waiting: Vec::new(), lost: 0, is_told: false };
-        begun.append(&Event { wall_time: now, step: 0, what: Some(What::FileVersion(VERSION.into())) });
+        let mut begun =
+            Self { path, file: Some(file), waiting: Vec::new(), lost: 0, is_told: false };
+        begun.append(&Event {
+            wall_time: now,
+            step: 0,
+            what: Some(What::FileVersion(VERSION.into())),
+        });
         let start = What::SessionLog(SessionLog { status: START });
         begun.append(&Event { wall_time: now, step: step as i64 + 1, what: Some(start) });
         Ok(begun)
@@ -127,8 +136,8 @@ fn masked(bytes: &[u8]) -> [u8; 4] {
     crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
 }
 
-/// The next event with its record; none at the end of the file, or where readers of the format end: at a record that is torn or
-/// damaged.
+/// The next event with its record; none at the end of the file, or where readers of the format end:
+/// at a record that is torn or damaged.
 fn next(from: &mut impl Read) -> std::io::Result<Option<(Event, Vec<u8>)>> {
     let mut record = Vec::new();
     from.by_ref().take(12).read_to_end(&mut record)?;
@@ -139,7 +148,9 @@ fn next(from: &mut impl Read) -> std::io::Result<Option<(Event, Vec<u8>)>> {
     let message = u64::from_le_bytes(*length).saturating_add(4);
     from.by_ref().take(message).read_to_end(&mut record)?;
     let is_whole = (record.len() - 12) as u64 == message;
-    let Some((message, sum)) = record[12..].split_last_chunk::<4>().filter(|_| is_whole) else { return Ok(None) };
+    let Some((message, sum)) = record[12..].split_last_chunk::<4>().filter(|_| is_whole) else {
+        return Ok(None);
+    };
     if *sum != masked(message) {
         return Ok(None);
     }
@@ -180,9 +191,15 @@ mod tests {
     fn records_are_framed_as_published() {
         // The example of RFC 3720, B.4, and its mask.
         assert_eq!(crc32c::crc32c(&[0; 32]), 0x8a91_36aa);
-        assert_eq!(u32::from_le_bytes(masked(&[0; 32])), 0x8a91_36aau32.rotate_right(15).wrapping_add(0xa282_ead8));
+        assert_eq!(
+            u32::from_le_bytes(masked(&[0; 32])),
+            0x8a91_36aau32.rotate_right(15).wrapping_add(0xa282_ead8)
+        );
         let record = framed(b"abc");
-        assert_eq!((record.len(), &record[..8], &record[12..15]), (19, &[3, 0, 0, 0, 0, 0, 0, 0][..], &b"abc"[..]));
+        assert_eq!(
+            (record.len(), &record[..8], &record[12..15]),
+            (19, &[3, 0, 0, 0, 0, 0, 0, 0][..], &b"abc"[..])
+        );
     }
 
     #[test]
@@ -204,7 +221,10 @@ mod tests {
         let last = dir.path().join(names().last().unwrap());
         let events = events(&std::fs::read(last).unwrap());
         assert_eq!(events[0].what, Some(What::FileVersion(VERSION.into())));
-        assert_eq!((events[1].step, &events[1].what), (4, &Some(What::SessionLog(SessionLog { status: START }))));
+        assert_eq!(
+            (events[1].step, &events[1].what),
+            (4, &Some(What::SessionLog(SessionLog { status: START })))
+        );
     }
 
     #[test]
@@ -224,7 +244,10 @@ mod tests {
         // As a kill leaves it.
         std::fs::write(&path, &whole[..whole.len() - 3]).unwrap();
         drop(EventsFile::begin(dir.path(), 4, 1.0).unwrap());
-        assert_eq!((steps(&path), std::fs::read_dir(dir.path()).unwrap().count()), (vec![1, 2, 3, 4], 2));
+        assert_eq!(
+            (steps(&path), std::fs::read_dir(dir.path()).unwrap().count()),
+            (vec![1, 2, 3, 4], 2)
+        );
         // Behind a damaged record no reader goes on.
         let mut damaged = std::fs::read(&path).unwrap();
         let third = damaged.len() - framed(&[]).len() - 12;
@@ -246,10 +269,14 @@ mod tests {
         file.waiting.extend(&record[5..]);
         file.file = Some(File::open("/dev/null").unwrap());
         file.append(&event(2));
-        assert!(file.is_told && file.file.is_none(), "a file that is not open to write takes nothing");
+        assert!(
+            file.is_told && file.file.is_none(),
+            "a file that is not open to write takes nothing"
+        );
         file.append(&event(3));
         assert!(!file.is_told && file.waiting.is_empty());
-        let steps: Vec<i64> = events(&std::fs::read(path).unwrap()).iter().skip(2).map(|event| event.step).collect();
+        let steps: Vec<i64> =
+            events(&std::fs::read(path).unwrap()).iter().skip(2).map(|event| event.step).collect();
         assert_eq!(steps, [1, 2, 3]);
     }
 }

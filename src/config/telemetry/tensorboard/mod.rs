@@ -1,7 +1,8 @@
-//! Points of a run for TensorBoard, in `tensorboard/` of its directory (`log.tensorboard`). Rank 0 writes them; a file
-//! system that refuses them does not end a run that has begun.
+//! Points of a run for TensorBoard, in `tensorboard/` of its directory (`log.tensorboard`). Rank 0
+//! writes them; a file system that refuses them does not end a run that has begun.
 //!
-//! A start of a run begins a file of its own, and drops the points of steps that are taken again from the files before it.
+//! A start of a run begins a file of its own, and drops the points of steps that are taken again
+//! from the files before it.
 
 mod events_file;
 mod protocol;
@@ -9,7 +10,9 @@ mod protocol;
 use std::path::Path;
 
 use events_file::EventsFile;
-use protocol::{Content, Dim, Event, Metadata, Plugin, STRINGS, Shape, Summary, TENSORS, Tensor, Value, What};
+use protocol::{
+    Content, Dim, Event, Metadata, Plugin, STRINGS, Shape, Summary, TENSORS, Tensor, Value, What,
+};
 
 use super::evaluations::{Evaluation, Over, Status};
 use super::metrics::Step;
@@ -29,7 +32,8 @@ pub struct TensorBoard {
 }
 
 impl TensorBoard {
-    /// Begins the points of a run that is at `step`, and whose throughput is in `predictions` such as tokens.
+    /// Begins the points of a run that is at `step`, and whose throughput is in `predictions` such
+    /// as tokens.
     ///
     /// # Errors
     /// The file system refused.
@@ -40,7 +44,9 @@ impl TensorBoard {
 
     /// Adds the scalars of a step.
     pub fn step(&mut self, record: &Step) {
-        let Step { step, loss, lr, grad_norm, skipped, tokens_per_second, peak_bytes, time, .. } = *record;
+        let Step {
+            step, loss, lr, grad_norm, skipped, tokens_per_second, peak_bytes, time, ..
+        } = *record;
         let mut values = vec![
             scalar("loss/training", loss),
             scalar("optimizer/learning_rate", lr),
@@ -71,7 +77,10 @@ impl TensorBoard {
 
     /// Adds loss and metrics of an evaluation that has them.
     pub fn evaluation(&mut self, evaluation: &Evaluation) {
-        let Evaluation { step, status: Status::Done, over, loss, perplexity, metrics, time, .. } = evaluation else {
+        let Evaluation {
+            step, status: Status::Done, over, loss, perplexity, metrics, time, ..
+        } = evaluation
+        else {
             return;
         };
         let kind = match over {
@@ -79,16 +88,22 @@ impl TensorBoard {
             Over::Training => "training_epoch",
         };
         let mut values = vec![scalar(&format!("loss/{kind}"), loss.unwrap_or(f64::NAN))];
-        values.extend(perplexity.map(|perplexity| scalar(&format!("{kind}/perplexity"), perplexity)));
-        values.extend(metrics.iter().map(|(name, value)| scalar(&format!("{kind}/{name}"), *value)));
+        values
+            .extend(perplexity.map(|perplexity| scalar(&format!("{kind}/perplexity"), perplexity)));
+        values
+            .extend(metrics.iter().map(|(name, value)| scalar(&format!("{kind}/{name}"), *value)));
         self.append(*step, *time, values);
     }
 
-    /// Adds the staleness of the gradients of a step on parameter servers: mean and largest, if a gradient counted.
+    /// Adds the staleness of the gradients of a step on parameter servers: mean and largest, if a
+    /// gradient counted.
     pub fn staleness(&mut self, step: u64, of_gradients: &[u64]) {
         let Some(largest) = of_gradients.iter().max() else { return };
         let mean = of_gradients.iter().sum::<u64>() as f64 / of_gradients.len() as f64;
-        let values = vec![scalar("servers/staleness", mean), scalar("servers/largest_staleness", *largest as f64)];
+        let values = vec![
+            scalar("servers/staleness", mean),
+            scalar("servers/largest_staleness", *largest as f64),
+        ];
         self.append(step, unix_time(), values);
     }
 
@@ -102,13 +117,17 @@ impl TensorBoard {
         self.append(step, unix_time(), vec![as_text(tag, text)]);
     }
 
-    /// Adds histograms of tensors of one `kind`, such as `gradients`, and where values are not finite, their number.
+    /// Adds histograms of tensors of one `kind`, such as `gradients`, and where values are not
+    /// finite, their number.
     pub fn histograms(&mut self, step: u64, kind: &str, of_tensors: &Histograms) {
         let mut values = Vec::with_capacity(of_tensors.len());
         for (name, histogram) in of_tensors {
             values.extend(as_histogram(format!("{kind}/{name}"), histogram));
             let not_finite = histogram.not_finite();
-            values.extend((not_finite > 0).then(|| scalar(&format!("not_finite/{kind}/{name}"), not_finite as f64)));
+            values.extend(
+                (not_finite > 0)
+                    .then(|| scalar(&format!("not_finite/{kind}/{name}"), not_finite as f64)),
+            );
         }
         self.append(step, unix_time(), values);
     }
@@ -119,7 +138,11 @@ impl TensorBoard {
     }
 
     fn append(&mut self, step: u64, wall_time: f64, value: Vec<Value>) {
-        self.file.append(&Event { wall_time, step: step as i64, what: Some(What::Summary(Summary { value })) });
+        self.file.append(&Event {
+            wall_time,
+            step: step as i64,
+            what: Some(What::Summary(Summary { value })),
+        });
     }
 }
 
@@ -132,7 +155,8 @@ fn as_text(tag: &str, text: &str) -> Value {
     let block: String = text.lines().flat_map(|line| ["    ", line, "\n"]).collect();
     let plugin = Plugin { name: "text".into() };
     let shape = Shape { dim: vec![Dim { size: 1 }] };
-    let tensor = Tensor { dtype: STRINGS, shape: Some(shape), string_val: vec![block.into_bytes()] };
+    let tensor =
+        Tensor { dtype: STRINGS, shape: Some(shape), string_val: vec![block.into_bytes()] };
     Value {
         tag: tag.into(),
         metadata: Some(Metadata { plugin: Some(plugin), data_class: TENSORS }),
@@ -143,7 +167,8 @@ fn as_text(tag: &str, text: &str) -> Value {
 /// A histogram; none of no finite values.
 fn as_histogram(tag: String, histogram: &Histogram) -> Option<Value> {
     let (min, max) = histogram.bounds()?;
-    let (bucket_limit, bucket) = histogram.buckets().into_iter().map(|(limit, count)| (limit, count as f64)).unzip();
+    let (bucket_limit, bucket) =
+        histogram.buckets().into_iter().map(|(limit, count)| (limit, count as f64)).unzip();
     let content = protocol::Histogram {
         min: min.into(),
         max: max.into(),
@@ -173,7 +198,11 @@ mod tests {
         let mut histogram = Histogram::default();
         histogram.add(&[1.0, -1.0, 3.0, f32::NAN]);
         let nothing = ("empty".to_string(), Histogram::default());
-        board.histograms(5, "weights", &Histograms::from([("h.0".to_string(), histogram), nothing]));
+        board.histograms(
+            5,
+            "weights",
+            &Histograms::from([("h.0".to_string(), histogram), nothing]),
+        );
         board.staleness(5, &[]);
         board.staleness(5, &[1, 4]);
         let entry = std::fs::read_dir(dir.path()).unwrap().next().unwrap().unwrap();
@@ -181,7 +210,9 @@ mod tests {
         let mut seen = BTreeMap::new();
         for Event { step, what, .. } in &events[2..] {
             let Some(What::Summary(Summary { value })) = what else { panic!("{what:?}") };
-            seen.extend(value.iter().map(|one| (one.tag.clone(), (*step, one.content.clone().unwrap()))));
+            seen.extend(
+                value.iter().map(|one| (one.tag.clone(), (*step, one.content.clone().unwrap()))),
+            );
         }
         assert_eq!(seen["loss/training"], (5, Content::Simple(2.5)));
         assert_eq!(seen["loss/validation"], (5, Content::Simple(2.0)));

@@ -1,5 +1,6 @@
-//! The messages of TensorBoard's events files, as far as this program writes them: of `event.proto`, `summary.proto` and `tensor.proto`
-//! as TensorBoard publishes them under `tensorboard/compat/proto`. Fields that are not written are left out.
+//! The messages of TensorBoard's events files, as far as this program writes them: of
+//! `event.proto`, `summary.proto` and `tensor.proto` as TensorBoard publishes them under
+//! `tensorboard/compat/proto`. Fields that are not written are left out.
 
 use prost::{Message, Oneof};
 
@@ -39,7 +40,8 @@ pub struct SessionLog {
     pub status: i32,
 }
 
-/// The program has begun at the event's step: readers forget all that they have read of this step and later ones.
+/// The program has begun at the event's step: readers forget all that they have read of this step
+/// and later ones.
 pub const START: i32 = 1;
 
 #[derive(Clone, PartialEq, Message)]

@@ -44,12 +44,16 @@ impl Cells {
             if targets.is_empty() && columns.targets.iter().any(has) {
                 targets = places(&columns.targets)?;
             }
-            let coders =
-                columns.categories.iter().map(|category| Ok((place(&category.name)?, Coder::like(&category.coding))));
-            let (inputs, categories) = (places(&columns.inputs)?, coders.collect::<Result<_>>()?);
+            let coders = columns
+                .categories
+                .iter()
+                .map(|category| Ok((place(&category.name)?, Coder::like(&category.coding))));
+            let inputs = places(&columns.inputs)?;
+            let categories = coders.collect::<Result<_>>()?;
             Ok(Self { inputs, categories, targets, weight, earlier: Some(earlier) })
         };
-        let (targets, weight) = (places(&import.targets)?, import.weight.as_ref().map(place).transpose()?);
+        let targets = places(&import.targets)?;
+        let weight = import.weight.as_ref().map(place).transpose()?;
         let cells = match &import.categories {
             Categories::Named { columns, hash } => {
                 if let Some(ids) = hash.filter(|ids| *ids < 2) {
@@ -57,18 +61,25 @@ impl Cells {
                         .hint("give 2 or more: id 0 is of empty cells"));
                 }
                 // A name leaves out every column that has it; one that no column has is a mistake.
-                for name in import.drop.iter().filter(|name| !header.iter().any(|column| column == *name)) {
+                for name in
+                    import.drop.iter().filter(|name| !header.iter().any(|column| column == *name))
+                {
                     place(name)?;
                 }
-                let is_dropped = |column: usize| import.drop.iter().any(|name| header.get(column) == Some(name));
-                let kept: Vec<usize> = (0..header.len()).filter(|column| !is_dropped(*column)).collect();
+                let is_dropped =
+                    |column: usize| import.drop.iter().any(|name| header.get(column) == Some(name));
+                let kept: Vec<usize> =
+                    (0..header.len()).filter(|column| !is_dropped(*column)).collect();
                 check_names(import, header, &kept)?;
                 let categories = places(columns)?;
                 let is_input = |column: &usize| {
-                    !targets.contains(column) && !categories.contains(column) && weight != Some(*column)
+                    !targets.contains(column)
+                        && !categories.contains(column)
+                        && weight != Some(*column)
                 };
                 let inputs = kept.into_iter().filter(is_input).collect();
-                let categories = categories.into_iter().map(|column| (column, Coder::new(*hash))).collect();
+                let categories =
+                    categories.into_iter().map(|column| (column, Coder::new(*hash))).collect();
                 Self { inputs, categories, targets, weight, earlier: None }
             }
             Categories::Like(path) => {
@@ -76,7 +87,8 @@ impl Cells {
                 like(columns, targets, weight, earlier)?
             }
             Categories::Learned(known) => {
-                let columns = Columns { targets: vec![], ..known.columns.clone().unwrap_or_default() };
+                let columns =
+                    Columns { targets: vec![], ..known.columns.clone().unwrap_or_default() };
                 let scale = match &known.scales[..] {
                     [Some(scale)] => Some((scale.mean.clone(), scale.std.clone())),
                     _ => None,
@@ -93,10 +105,11 @@ impl Cells {
     fn check(&self, import: &ImportCsv, header: &StringRecord) -> Result<()> {
         let path = import.input.display();
         let learned_from = self.inputs.len() + self.categories.len();
-        // Options with their columns; inputs are the remaining columns, or those of an earlier table.
+        // Options with their columns; inputs are the remaining columns, or those of an earlier
+        // table.
         let like = !matches!(import.categories, Categories::Named { .. });
-        let dropped =
-            (0..header.len()).filter(|column| import.drop.iter().any(|name| header.get(*column) == Some(name)));
+        let dropped = (0..header.len())
+            .filter(|column| import.drop.iter().any(|name| header.get(*column) == Some(name)));
         let asked = [
             ("--target", self.targets.clone()),
             ("--weight", self.weight.into_iter().collect()),
@@ -107,7 +120,9 @@ impl Cells {
             ("--like", if like { self.inputs.clone() } else { vec![] }),
             ("--drop", dropped.collect()),
         ];
-        let asked = asked.iter().flat_map(|(option, columns)| columns.iter().map(move |column| (*column, *option)));
+        let asked = asked
+            .iter()
+            .flat_map(|(option, columns)| columns.iter().map(move |column| (*column, *option)));
         let asked: Vec<(usize, &str)> = asked.collect();
         let twice = asked.iter().enumerate().find_map(|(i, (column, second))| {
             let (_, first) = asked[..i].iter().find(|(before, _)| before == column)?;
@@ -124,7 +139,8 @@ impl Cells {
             return Err(Error::input(format!("{path}: {what}")).hint(hint));
         }
         if learned_from == 0 {
-            let (all, targets) = (header.len(), self.targets.len());
+            let all = header.len();
+            let targets = self.targets.len();
             return Err(Error::input(format!("{path}: {all} columns, {targets} of them targets")).hint(
                 "name the columns to predict with --target, and leave some as inputs; another character between cells can be given with --delimiter",
             ));
@@ -135,25 +151,38 @@ impl Cells {
     /// Names of inputs and categories, and the mapping of the latter to ids.
     pub fn columns(self, header: &StringRecord, fill: Vec<f32>) -> Columns {
         let name = |column: usize| header.get(column).unwrap_or_default().to_owned();
-        let category = |(column, coder): (usize, Coder)| Category { name: name(column), coding: coder.coding() };
+        let category = |(column, coder): (usize, Coder)| Category {
+            name: name(column),
+            coding: coder.coding(),
+        };
         let names = |columns: &[usize]| columns.iter().map(|column| name(*column)).collect();
-        let (inputs, targets) = (names(&self.inputs), names(&self.targets));
-        Columns { inputs, categories: self.categories.into_iter().map(category).collect(), targets, fill }
+        let inputs = names(&self.inputs);
+        let targets = names(&self.targets);
+        Columns {
+            inputs,
+            categories: self.categories.into_iter().map(category).collect(),
+            targets,
+            fill,
+        }
     }
 }
 
-/// Columns that may be inputs have names, each its own: others could not be told apart in a later table, and a column without a
-/// name is the number of the row, mostly.
+/// Columns that may be inputs have names, each its own: others could not be told apart in a later
+/// table, and a column without a name is the number of the row, mostly.
 fn check_names(import: &ImportCsv, header: &StringRecord, kept: &[usize]) -> Result<()> {
     let name = |column: usize| header.get(column).unwrap_or_default();
     if let Some(column) = kept.iter().find(|column| name(**column).is_empty()) {
-        let (path, number) = (import.input.display(), column + 1);
+        let path = import.input.display();
+        let number = column + 1;
         return Err(Error::input(format!("{path}: column {number} has no name")).hint(
             "name it in the first line; leave it out with --drop \"\"; or say --no-header if the first line is a row",
         ));
     }
     let mut seen = std::collections::HashMap::new();
-    match kept.iter().find_map(|column| seen.insert(name(*column), *column).map(|first| (first, *column))) {
+    match kept
+        .iter()
+        .find_map(|column| seen.insert(name(*column), *column).map(|first| (first, *column)))
+    {
         Some((first, second)) => Err(twice(&import.input, name(second), first, second)),
         None => Ok(()),
     }
@@ -166,15 +195,18 @@ fn earlier(folder: &Path) -> Result<(Columns, Earlier)> {
     let file = h5::open_file(&files[0], None)?;
     let at = files[0].display();
     let columns = Columns::read(&file).map_err(|e| e.at(at.to_string()))?.ok_or_else(|| {
-        Error::input(format!("{at} does not tell its columns")).hint("give the directory of a table that was imported")
+        Error::input(format!("{at} does not tell its columns"))
+            .hint("give the directory of a table that was imported")
     })?;
-    let classes = class_names(&file).map_err(|e| Error::input(format!("{at}: {}", h5::one_line(&e))))?;
+    let classes =
+        class_names(&file).map_err(|e| Error::input(format!("{at}: {}", h5::one_line(&e))))?;
     let inputs = DataSpec::new(folder).inputs;
     let standard = match columns.inputs.len() {
         0 => None,
         width => MeanStd::read(&file, &inputs, width).map_err(|e| e.at(at))?,
     };
     let scale = standard.map(|MeanStd { mean, std }| (mean, std));
-    let (fill, classes) = (columns.fill.clone(), classes.unwrap_or_default());
+    let fill = columns.fill.clone();
+    let classes = classes.unwrap_or_default();
     Ok((columns, Earlier { scale, fill, classes }))
 }

@@ -1,4 +1,5 @@
-//! The way in which a table is written: characters between cells and before decimals, cells without a value, a line of names.
+//! The way in which a table is written: characters between cells and before decimals, cells without
+//! a value, a line of names.
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader};
@@ -21,13 +22,15 @@ const FIRST_LINE: usize = 1 << 20;
 /// The way in which a table is written.
 #[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args)]
 pub struct TableFormat {
-    /// The character between cells, or tab [default: that of , ; tab | which the first line has most often]
+    /// The character between cells, or tab [default: that of , ; tab | which the first line has
+    /// most often]
     #[arg(long, value_name = "CHAR", value_parser = delimiter)]
     pub delimiter: Option<u8>,
     /// Numbers have a comma before their decimals: 3,14
     #[arg(long)]
     pub decimal_comma: bool,
-    /// Cells without a value, besides empty ones [default, in columns of numbers: NA, N/A, NaN, nan, NULL, null, None, -]
+    /// Cells without a value, besides empty ones [default, in columns of numbers: NA, N/A, NaN,
+    /// nan, NULL, null, None, -]
     #[arg(long, value_name = "TEXT,…", value_delimiter = ',')]
     pub na: Vec<String>,
     /// The first line is a row: columns are named 1, 2, 3 and so on
@@ -54,7 +57,8 @@ pub enum Missing {
     Error,
     /// Rows with one are left out, and counted.
     Skip,
-    /// The mean of the column over the training rows that have a value. Tables like this one get the same.
+    /// The mean of the column over the training rows that have a value. Tables like this one get
+    /// the same.
     Mean,
     /// This number.
     Number(f32),
@@ -89,7 +93,8 @@ fn delimiter(text: &str) -> std::result::Result<u8, String> {
 }
 
 impl TableFormat {
-    /// Opens the table at `path` with the names of its columns; the reader's next record is the first row.
+    /// Opens the table at `path` with the names of its columns; the reader's next record is the
+    /// first row.
     ///
     /// # Errors
     /// There is no such file, it cannot be read or is no UTF-8, or it is empty.
@@ -101,7 +106,10 @@ impl TableFormat {
         let seen = file.fill_buf().map_err(|e| Error::io("read", path, e))?;
         let line = seen.split(|byte| *byte == b'\n').next().unwrap_or_default();
         let delimiter = self.delimiter.unwrap_or_else(|| self.likeliest(line));
-        let mut reader = ReaderBuilder::new().delimiter(delimiter).has_headers(!self.no_header).from_reader(file);
+        let mut reader = ReaderBuilder::new()
+            .delimiter(delimiter)
+            .has_headers(!self.no_header)
+            .from_reader(file);
         let mut header = reader.headers().map_err(|e| refused(path, &e))?.clone();
         if self.no_header {
             header = (1..=header.len()).map(|number| number.to_string()).collect();
@@ -116,7 +124,9 @@ impl TableFormat {
         let mut is_quoted = false;
         for byte in line {
             is_quoted ^= *byte == b'"';
-            if !is_quoted && let Some(place) = DELIMITERS.iter().position(|delimiter| delimiter == byte) {
+            if !is_quoted
+                && let Some(place) = DELIMITERS.iter().position(|delimiter| delimiter == byte)
+            {
                 counts[place] += 1;
             }
         }
@@ -148,7 +158,9 @@ impl TableFormat {
         match number {
             None => Cell::Word,
             // Numbers are kept as f32.
-            Some(number) if f64::is_finite(number) && (number as f32).is_finite() => Cell::Number(number),
+            Some(number) if f64::is_finite(number) && (number as f32).is_finite() => {
+                Cell::Number(number)
+            }
             Some(_) => Cell::NotFinite,
         }
     }
@@ -157,7 +169,8 @@ impl TableFormat {
     pub(super) fn advice(&self, cell: &str) -> &'static str {
         let is_decimal = |dot: char, thousands: char| {
             let digits = cell.strip_prefix(['-', '+']).unwrap_or(cell);
-            digits.contains(dot) && digits.chars().all(|c| c.is_ascii_digit() || c == dot || c == thousands)
+            digits.contains(dot)
+                && digits.chars().all(|c| c.is_ascii_digit() || c == dot || c == thousands)
         };
         if !self.decimal_comma && is_decimal(',', '.') {
             return "if the comma is before decimals, say so with --decimal-comma; separators of thousands are to be removed";
@@ -182,7 +195,9 @@ pub(super) fn place(path: &Path, header: &StringRecord, name: &str) -> Result<us
 
 /// The error of two columns of one name, by their indices.
 pub(super) fn twice(path: &Path, name: &str, first: usize, second: usize) -> Error {
-    let (path, first, second) = (path.display(), first + 1, second + 1);
+    let path = path.display();
+    let first = first + 1;
+    let second = second + 1;
     Error::input(format!("{path}: columns {first} and {second} are both named {name:?}"))
         .hint("give each column a name of its own, or leave both out of an import with --drop")
 }
@@ -191,7 +206,9 @@ pub(super) fn twice(path: &Path, name: &str, first: usize, second: usize) -> Err
 pub(super) fn refused(path: &Path, e: &csv::Error) -> Error {
     let hint = match e.kind() {
         ErrorKind::Utf8 { .. } => "bring the file to UTF-8: iconv -f latin1 -t utf-8 OLD > NEW",
-        ErrorKind::UnequalLengths { .. } => "mend the line; the character between cells can be given with --delimiter",
+        ErrorKind::UnequalLengths { .. } => {
+            "mend the line; the character between cells can be given with --delimiter"
+        }
         ErrorKind::Io(_) => "give a table of text, a line for each row",
         _ => "mend the line, or leave it out",
     };
@@ -203,7 +220,11 @@ mod tests {
     use super::*;
 
     fn format(decimal_comma: bool, na: &[&str]) -> TableFormat {
-        TableFormat { decimal_comma, na: na.iter().map(ToString::to_string).collect(), ..TableFormat::default() }
+        TableFormat {
+            decimal_comma,
+            na: na.iter().map(ToString::to_string).collect(),
+            ..TableFormat::default()
+        }
     }
 
     #[test]
@@ -259,8 +280,15 @@ mod tests {
             assert_eq!(comma.number(cell), wanted, "{cell}");
         }
         // Words that stand for missing numbers may be words: Namibia is one.
-        assert!(!plain.is_missing("NA") && plain.is_missing("") && format(false, &["NA"]).is_missing("NA"));
-        assert!(plain.advice("3,14").contains("--decimal-comma") && plain.advice("red").contains("--categorical"));
+        assert!(
+            !plain.is_missing("NA")
+                && plain.is_missing("")
+                && format(false, &["NA"]).is_missing("NA")
+        );
+        assert!(
+            plain.advice("3,14").contains("--decimal-comma")
+                && plain.advice("red").contains("--categorical")
+        );
     }
 
     #[test]

@@ -14,7 +14,8 @@ pub(super) enum Labels {
     /// One column, of which no row was seen.
     Unseen,
     Numbers,
-    /// Numbers of classes less 1 by their names, in the order of their appearance; or those of an earlier table.
+    /// Numbers of classes less 1 by their names, in the order of their appearance; or those of an
+    /// earlier table.
     Words {
         coder: Coder,
         known: Option<Vec<String>>,
@@ -22,14 +23,15 @@ pub(super) enum Labels {
 }
 
 impl Labels {
-    /// Targets of `width` columns: words if `classes`, numbers if `regression` or several, else after the first row. With the
-    /// classes of an earlier table, if there is one.
+    /// Targets of `width` columns: words if `classes`, numbers if `regression` or several, else
+    /// after the first row. With the classes of an earlier table, if there is one.
     pub fn new(width: usize, regression: bool, classes: bool, earlier: Option<&[String]>) -> Self {
         match earlier {
             Some([]) => Self::Numbers,
-            Some(names) if width == 1 => {
-                Self::Words { coder: Coder::like(&Coding::Values(names.to_vec())), known: Some(names.to_vec()) }
-            }
+            Some(names) if width == 1 => Self::Words {
+                coder: Coder::like(&Coding::Values(names.to_vec())),
+                known: Some(names.to_vec()),
+            },
             None if classes => Self::Words { coder: Coder::new(None), known: None },
             None if width == 1 && !regression => Self::Unseen,
             _ => Self::Numbers,
@@ -46,20 +48,30 @@ impl Labels {
         }
     }
 
-    /// The number of a word's class, of classes that have names; nothing of numbers. Errors have no place.
+    /// The number of a word's class, of classes that have names; nothing of numbers. Errors have no
+    /// place.
     pub fn class(&mut self, word: &str) -> Result<Option<f64>> {
         let Self::Words { coder, known } = self else { return Ok(None) };
         match (coder.id(word), known) {
-            (0, Some(known)) => Err(Error::input(format!("{word:?} is none of the classes {}", known.join(", ")))
-                .hint("these are those of the earlier table; mend the line, or leave it out")),
-            (id, _) if id as usize > MOST => Err(Error::input(format!("more than {MOST} different words"))
-                .hint("a column of text is no target; name another with --target")),
+            (0, Some(known)) => {
+                Err(Error::input(format!("{word:?} is none of the classes {}", known.join(", ")))
+                    .hint("these are those of the earlier table; mend the line, or leave it out"))
+            }
+            (id, _) if id as usize > MOST => {
+                Err(Error::input(format!("more than {MOST} different words"))
+                    .hint("a column of text is no target; name another with --target"))
+            }
             (id, _) => Ok(Some(f64::from(id) - 1.0)),
         }
     }
 
-    /// Classes in their order, and the targets by it: that of an earlier table; of numbers; else of names.
-    pub fn finish(self, targets: Elements<f64>, out: &Path) -> Result<(Vec<String>, Elements<f64>)> {
+    /// Classes in their order, and the targets by it: that of an earlier table; of numbers; else of
+    /// names.
+    pub fn finish(
+        self,
+        targets: Elements<f64>,
+        out: &Path,
+    ) -> Result<(Vec<String>, Elements<f64>)> {
         let Self::Words { coder, known } = self else { return Ok((vec![], targets)) };
         if let Some(known) = known {
             return Ok((known, targets));
@@ -69,7 +81,8 @@ impl Labels {
         let mut ordered = Spooler::create(out)?;
         let mut written = Ok(());
         targets.blocks(|some| {
-            let by_order: Vec<f64> = some.iter().map(|class| places[*class as usize] as f64).collect();
+            let by_order: Vec<f64> =
+                some.iter().map(|class| places[*class as usize] as f64).collect();
             if written.is_ok() {
                 written = ordered.push(&by_order);
             }
@@ -81,7 +94,8 @@ impl Labels {
 
 /// Words in order, by value if all are numbers; and the place of each.
 fn in_order(words: &[String]) -> (Vec<String>, Vec<usize>) {
-    let values: Option<Vec<f64>> = words.iter().map(|word| word.parse().ok().filter(|x: &f64| !x.is_nan())).collect();
+    let values: Option<Vec<f64>> =
+        words.iter().map(|word| word.parse().ok().filter(|x: &f64| !x.is_nan())).collect();
     let mut order: Vec<usize> = (0..words.len()).collect();
     order.sort_by(|a, b| {
         let by_value = values.as_ref().map(|values| values[*a].total_cmp(&values[*b]));
@@ -102,7 +116,10 @@ mod tests {
 
     #[test]
     fn classes_are_in_the_order_of_their_names_or_numbers() {
-        assert_eq!(in_order(&owned(&["dog", "cat", "Ant"])), (owned(&["Ant", "cat", "dog"]), vec![2, 1, 0]));
+        assert_eq!(
+            in_order(&owned(&["dog", "cat", "Ant"])),
+            (owned(&["Ant", "cat", "dog"]), vec![2, 1, 0])
+        );
         assert_eq!(in_order(&owned(&["10", "9", "1"])), (owned(&["1", "9", "10"]), vec![2, 1, 0]));
         assert_eq!(in_order(&owned(&["10", "9", "x"])), (owned(&["10", "9", "x"]), vec![0, 1, 2]));
     }
@@ -113,14 +130,22 @@ mod tests {
         let mut labels = Labels::new(1, false, false, None);
         labels.see(false);
         let targets = ["dog", "cat", "dog", "eel"].map(|word| labels.class(word).unwrap().unwrap());
-        let (classes, targets) = labels.finish(Elements::Memory(targets.to_vec()), folder.path()).unwrap();
-        assert_eq!((classes, targets.get(0, 4).unwrap()), (owned(&["cat", "dog", "eel"]), vec![1.0, 0.0, 1.0, 2.0]));
+        let (classes, targets) =
+            labels.finish(Elements::Memory(targets.to_vec()), folder.path()).unwrap();
+        assert_eq!(
+            (classes, targets.get(0, 4).unwrap()),
+            (owned(&["cat", "dog", "eel"]), vec![1.0, 0.0, 1.0, 2.0])
+        );
         // Those of an earlier table keep their numbers.
         let known = owned(&["eel", "cat"]);
         let mut labels = Labels::new(1, false, false, Some(&known));
         assert_eq!(labels.class("cat").unwrap(), Some(1.0));
         assert!(
-            labels.class("dog").unwrap_err().to_string().contains("\"dog\" is none of the classes eel, cat\nhint: ")
+            labels
+                .class("dog")
+                .unwrap_err()
+                .to_string()
+                .contains("\"dog\" is none of the classes eel, cat\nhint: ")
         );
     }
 

@@ -83,7 +83,8 @@ impl Row<'_> {
     /// The file, the line and the column of a cell.
     fn place(&self, column: usize) -> String {
         let line = self.record.position().map_or(0, Position::line);
-        let (path, name) = (self.import.input.display(), self.header.get(column).unwrap_or_default());
+        let path = self.import.input.display();
+        let name = self.header.get(column).unwrap_or_default();
         format!("{path}: line {line}, column {name:?}")
     }
 
@@ -93,11 +94,14 @@ impl Row<'_> {
 
     /// The number in a cell; nothing if it has no value.
     fn given(&self, column: usize) -> std::result::Result<Option<f64>, Unusable> {
-        let (cell, format) = (self.cell(column), &self.import.format);
+        let cell = self.cell(column);
+        let format = &self.import.format;
         match format.number(cell) {
             Cell::Number(number) => Ok(Some(number)),
             Cell::Missing => Ok(None),
-            Cell::NotFinite if self.import.kept.not_finite == NotFinite::Skip => Err(Unusable::LeftOut),
+            Cell::NotFinite if self.import.kept.not_finite == NotFinite::Skip => {
+                Err(Unusable::LeftOut)
+            }
             Cell::NotFinite => Err(self.refused(
                 column,
                 &format!("{cell:?} is not finite"),
@@ -107,7 +111,9 @@ impl Row<'_> {
                     "mend the line, or leave such rows out with --not-finite skip"
                 },
             )),
-            Cell::Word => Err(self.refused(column, &format!("{cell:?} is no number"), format.advice(cell))),
+            Cell::Word => {
+                Err(self.refused(column, &format!("{cell:?} is no number"), format.advice(cell)))
+            }
         }
     }
 
@@ -140,7 +146,10 @@ impl Row<'_> {
     fn without_target(&self, column: usize) -> Unusable {
         match self.filled {
             Filled::Skipped => Unusable::LeftOut,
-            _ => self.missing(column, "targets and weights are not filled up: leave such rows out with --missing skip"),
+            _ => self.missing(
+                column,
+                "targets and weights are not filled up: leave such rows out with --missing skip",
+            ),
         }
     }
 
@@ -150,7 +159,8 @@ impl Row<'_> {
 
     /// The target in a column: the number of its class, or a number.
     fn target(&self, column: usize, labels: &mut Labels) -> std::result::Result<f64, Unusable> {
-        let (cell, format) = (self.cell(column), &self.import.format);
+        let cell = self.cell(column);
+        let format = &self.import.format;
         let is_number = format.number(cell) != Cell::Word;
         if matches!(labels, Labels::Unseen) && !format.is_missing(cell) {
             if format.number(cell) == Cell::Missing {
@@ -167,23 +177,27 @@ impl Row<'_> {
         }
         match labels.class(cell) {
             Ok(Some(class)) => Ok(class),
-            Ok(None) if !is_number && matches!(labels, Labels::Numbers) && !self.import.regression => Err(self
-                .refused(
+            Ok(None)
+                if !is_number && matches!(labels, Labels::Numbers) && !self.import.regression =>
+            {
+                Err(self.refused(
                     column,
                     &format!("{cell:?} is no number, as the targets before it are"),
                     "mend the line; with --classes all values of the column are names of classes",
-                )),
+                ))
+            }
             Ok(None) => self.needed(column),
             Err(e) => Err(Unusable::Error(e.at(self.place(column)))),
         }
     }
 }
 
-/// Writes every line as a sample. Targets are classes if there is one column of them that holds integers from 0 on, or words.
+/// Writes every line as a sample. Targets are classes if there is one column of them that holds
+/// integers from 0 on, or words.
 ///
 /// # Errors
-/// The file is missing, a line has not as many cells as the header, a cell is no number or a weight less than 0, there is no
-/// such column or two of the same name, or as for every import.
+/// The file is missing, a line has not as many cells as the header, a cell is no number or a weight
+/// less than 0, there is no such column or two of the same name, or as for every import.
 pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     let path = import.input.display();
     let (mut reader, header) = import.format.open(&import.input)?;
@@ -198,11 +212,15 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     let mut labels = Labels::new(cells.targets.len(), import.regression, import.classes, classes);
     // They wait in files: a table may be larger than memory.
     let out = &import.kept.out;
-    let (mut inputs, mut ids) = (Spooler::create(out)?, Spooler::create(out)?);
-    let (mut targets, mut weights) = (Spooler::create(out)?, Spooler::create(out)?);
+    let mut inputs = Spooler::create(out)?;
+    let mut ids = Spooler::create(out)?;
+    let mut targets = Spooler::create(out)?;
+    let mut weights = Spooler::create(out)?;
     let mut record = StringRecord::new();
-    let (mut rows, mut left_out) = (0, 0);
-    let (mut numbers, mut aims) = (Vec::new(), Vec::new());
+    let mut rows = 0;
+    let mut left_out = 0;
+    let mut numbers = Vec::new();
+    let mut aims = Vec::new();
     while reader.read_record(&mut record).map_err(|e| refused(&import.input, &e))? {
         let row = Row { import, header: &header, record: &record, filled: &filled };
         let mut read = || -> std::result::Result<Option<f64>, Unusable> {
@@ -244,12 +262,18 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
         rows += 1;
     }
     if rows == 0 {
-        let what = if left_out > 0 { "every line has a missing value" } else { "no lines after the header" };
+        let what = if left_out > 0 {
+            "every line has a missing value"
+        } else {
+            "no lines after the header"
+        };
         return Err(Error::input(format!("{path}: {what}")).hint("give a table with some samples"));
     }
     let source = import.input.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let (shape, width) = (vec![cells.inputs.len()], cells.targets.len());
-    let (weights, ids) = (weights.finish()?, ids.finish()?);
+    let shape = vec![cells.inputs.len()];
+    let width = cells.targets.len();
+    let weights = weights.finish()?;
+    let ids = ids.finish()?;
     let (classes, targets) = labels.finish(targets.finish()?, out)?;
     let scale = cells.earlier.take().and_then(|earlier| earlier.scale);
     let (is_filled_later, fill) = match filled {

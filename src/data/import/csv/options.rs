@@ -13,8 +13,9 @@ pub struct ImportCsv {
     pub input: PathBuf,
     /// The way in which it is written.
     pub format: TableFormat,
-    /// Names of the columns to predict. All others are inputs. With none of them rows have no targets; but a table like an earlier
-    /// one has those of the earlier one, if it has these columns.
+    /// Names of the columns to predict. All others are inputs. With none of them rows have no
+    /// targets; but a table like an earlier one has those of the earlier one, if it has these
+    /// columns.
     pub targets: Vec<String>,
     /// Name of the column with the weights of samples, neither input nor target.
     pub weight: Option<String>,
@@ -24,10 +25,11 @@ pub struct ImportCsv {
     pub regression: bool,
     /// The values of the target are names of classes, even where they are numbers.
     pub classes: bool,
-    /// Treatment of missing numbers among the inputs. Left out, it is that of numbers that are not finite; of a table like an
-    /// earlier one, that of the earlier one.
+    /// Treatment of missing numbers among the inputs. Left out, it is that of numbers that are not
+    /// finite; of a table like an earlier one, that of the earlier one.
     pub missing: Option<Missing>,
-    /// Every row is needed, as where they are to be predicted: errors do not advise to leave some out.
+    /// Every row is needed, as where they are to be predicted: errors do not advise to leave some
+    /// out.
     pub needs_all: bool,
     /// Columns of categories.
     pub categories: Categories,
@@ -61,15 +63,15 @@ pub enum Categories {
     Named {
         /// The names.
         columns: Vec<String>,
-        /// Ids of each category, to which values are hashed. Without it, values have ids from 1 on in the order of their
-        /// appearance.
+        /// Ids of each category, to which values are hashed. Without it, values have ids from 1 on
+        /// in the order of their appearance.
         hash: Option<u32>,
     },
-    /// Inputs, categories, ids, scale and classes of an earlier import in this directory. Values that it did not have get id 0;
-    /// other columns are left out.
+    /// Inputs, categories, ids, scale and classes of an earlier import in this directory. Values
+    /// that it did not have get id 0; other columns are left out.
     Like(PathBuf),
-    /// Those from which a network has learned, for rows that it is to predict: targets are left out, and so are columns that it
-    /// does not know.
+    /// Those from which a network has learned, for rows that it is to predict: targets are left
+    /// out, and so are columns that it does not know.
     Learned(Box<Preprocessing>),
 }
 

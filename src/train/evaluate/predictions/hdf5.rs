@@ -22,7 +22,12 @@ pub(super) struct Arrays {
 
 impl Arrays {
     /// A file for so many rows. Errors have no path.
-    pub fn create(path: &Path, rows: usize, meaning: &OutputSchema, beside: &RowIds) -> Result<Self> {
+    pub fn create(
+        path: &Path,
+        rows: usize,
+        meaning: &OutputSchema,
+        beside: &RowIds,
+    ) -> Result<Self> {
         let names: &[String] = if beside.is_number() { &[] } else { beside.names() };
         if let Some(name) = names.iter().find(|name| name.is_empty() || name.contains(['/', '.'])) {
             return Err(Error::input(format!("HDF5 has no dataset of the name {name:?}"))
@@ -30,18 +35,25 @@ impl Arrays {
         }
         let create = || -> hdf5::Result<_> {
             let file = hdf5_open::create(path)?;
-            let outputs = file.new_dataset::<f32>().shape([rows, meaning.width()]).create("outputs")?;
+            let outputs =
+                file.new_dataset::<f32>().shape([rows, meaning.width()]).create("outputs")?;
             let classes = match meaning.has_class() {
                 true => Some(file.new_dataset::<u32>().shape(rows).create("classes")?),
                 false => None,
             };
             let given = texts(meaning.given_classes().iter())?;
             if !given.is_empty() {
-                file.new_dataset::<VarLenUnicode>().shape(given.len()).create("class_names")?.write_raw(&given)?;
+                file.new_dataset::<VarLenUnicode>()
+                    .shape(given.len())
+                    .create("class_names")?
+                    .write_raw(&given)?;
             }
-            let group = if names.is_empty() { None } else { Some(hdf5_open::create_group(&file, "rows")?) };
+            let group =
+                if names.is_empty() { None } else { Some(hdf5_open::create_group(&file, "rows")?) };
             let column = |name: &String| {
-                group.as_ref().map(|group| group.new_dataset::<VarLenUnicode>().shape(rows).create(name.as_str()))
+                group.as_ref().map(|group| {
+                    group.new_dataset::<VarLenUnicode>().shape(rows).create(name.as_str())
+                })
             };
             let beside = names.iter().filter_map(column).collect::<hdf5::Result<Vec<_>>>()?;
             Ok(Self { file, outputs, classes, beside })
@@ -58,12 +70,15 @@ impl Arrays {
         beside: &RowIds,
         names: &[Vec<String>],
     ) -> std::result::Result<(), String> {
-        let (width, rows) = (meaning.width(), names.len());
+        let width = meaning.width();
+        let rows = names.len();
         let write = || -> hdf5::Result<()> {
-            let block = ndarray::ArrayView2::from_shape((rows, width), values).map_err(|e| e.to_string())?;
+            let block = ndarray::ArrayView2::from_shape((rows, width), values)
+                .map_err(|e| e.to_string())?;
             self.outputs.write_slice(block, (first..first + rows, ..))?;
             if let Some(classes) = &self.classes {
-                let likeliest: Vec<u32> = values.chunks(width).map(|row| meaning.class(row) as u32).collect();
+                let likeliest: Vec<u32> =
+                    values.chunks(width).map(|row| meaning.class(row) as u32).collect();
                 classes.write_slice(&likeliest, first..first + rows)?;
             }
             for (place, column) in self.beside.iter().enumerate().filter(|_| !beside.is_number()) {
@@ -84,5 +99,6 @@ impl Arrays {
 }
 
 fn texts<'a>(all: impl Iterator<Item = &'a String>) -> hdf5::Result<Vec<VarLenUnicode>> {
-    all.map(|text| text.parse().map_err(|_| format!("{text:?} is no text of HDF5").into())).collect()
+    all.map(|text| text.parse().map_err(|_| format!("{text:?} is no text of HDF5").into()))
+        .collect()
 }

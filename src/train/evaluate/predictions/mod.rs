@@ -29,13 +29,17 @@ enum Form {
 
 impl Form {
     fn of(path: &Path) -> Result<Self> {
-        let extension = path.extension().map(|extension| extension.to_string_lossy().to_ascii_lowercase());
+        let extension =
+            path.extension().map(|extension| extension.to_string_lossy().to_ascii_lowercase());
         match extension.as_deref() {
             Some("h5" | "hdf5") => Ok(Self::Hdf5),
             Some("csv") => Ok(Self::Csv),
             Some("jsonl" | "ndjson") => Ok(Self::JsonLines),
-            _ => Err(Error::input(format!("{}: the form of a file with such a name is not known", path.display()))
-                .hint("name it FILE.csv (a table), FILE.jsonl (lines of JSON) or FILE.h5 (HDF5)")),
+            _ => Err(Error::input(format!(
+                "{}: the form of a file with such a name is not known",
+                path.display()
+            ))
+            .hint("name it FILE.csv (a table), FILE.jsonl (lines of JSON) or FILE.h5 (HDF5)")),
         }
     }
 }
@@ -45,12 +49,13 @@ enum Sink {
     Lines(Box<Lines>),
 }
 
-/// The file that outputs go to, in the form that the end of its name tells. It gets its name when it is whole.
+/// The file that outputs go to, in the form that the end of its name tells. It gets its name when
+/// it is whole.
 ///
 /// * `.csv`: a line of names, then a line for each row;
 /// * `.jsonl`: an object for each row;
-/// * `.h5`: `/outputs`, a row for each sample as the network gives it; where classes are told apart `/classes` with the number of
-///   the likeliest of each, and `/class_names` if they have some.
+/// * `.h5`: `/outputs`, a row for each sample as the network gives it; where classes are told apart
+///   `/classes` with the number of the likeliest of each, and `/class_names` if they have some.
 pub struct Predictions {
     path: PathBuf,
     /// Removed unless it gets its name.
@@ -68,16 +73,20 @@ impl Predictions {
     pub fn create(path: &Path, rows: usize, meaning: OutputSchema, beside: RowIds) -> Result<Self> {
         let form = Form::of(path)?;
         if path.exists() {
-            return Err(Error::input(format!("{} exists", path.display())).hint("choose another --out, or remove it"));
+            return Err(Error::input(format!("{} exists", path.display()))
+                .hint("choose another --out, or remove it"));
         }
         // As other new files are: the process's mask applies.
-        let temporary =
-            Builder::new().prefix(".predictions").permissions(Permissions::from_mode(0o666)).tempfile_in(folder(path));
+        let temporary = Builder::new()
+            .prefix(".predictions")
+            .permissions(Permissions::from_mode(0o666))
+            .tempfile_in(folder(path));
         let (file, temporary) = temporary.map_err(|e| Error::io("create", path, e))?.into_parts();
         let sink = match form {
-            Form::Hdf5 => {
-                Sink::Arrays(Arrays::create(&temporary, rows, &meaning, &beside).map_err(|e| e.at(path.display()))?)
-            }
+            Form::Hdf5 => Sink::Arrays(
+                Arrays::create(&temporary, rows, &meaning, &beside)
+                    .map_err(|e| e.at(path.display()))?,
+            ),
             Form::Csv => Sink::Lines(Box::new(Lines::table(file, path, &meaning, &beside)?)),
             Form::JsonLines => Sink::Lines(Box::new(Lines::json(file, path))),
         };
@@ -99,7 +108,9 @@ impl Predictions {
     /// Gives the file its name.
     pub(super) fn finish(self) -> Result<()> {
         match self.sink {
-            Sink::Arrays(arrays) => arrays.close().map_err(|e| Error::io("write", &self.path, e))?,
+            Sink::Arrays(arrays) => {
+                arrays.close().map_err(|e| Error::io("write", &self.path, e))?
+            }
             Sink::Lines(lines) => lines.close()?,
         }
         let durable = std::fs::File::open(&self.temporary).and_then(|file| file.sync_all());

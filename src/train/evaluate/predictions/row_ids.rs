@@ -21,7 +21,10 @@ impl RowIds {
     }
 
     /// Columns of these names, with cells for each row.
-    pub fn columns(names: Vec<String>, rows: impl Iterator<Item = Result<Vec<String>>> + Send + 'static) -> Self {
+    pub fn columns(
+        names: Vec<String>,
+        rows: impl Iterator<Item = Result<Vec<String>>> + Send + 'static,
+    ) -> Self {
         Self { names, rows: Some(Box::new(rows)), done: 0 }
     }
 
@@ -44,8 +47,10 @@ impl RowIds {
             Some(all) => {
                 let next: Vec<Vec<String>> = all.take(rows).collect::<Result<_>>()?;
                 if next.len() < rows {
-                    return Err(Error::input("the input has fewer rows than when it was read first")
-                        .hint("leave it as it is while hpctrain predict runs"));
+                    return Err(Error::input(
+                        "the input has fewer rows than when it was read first",
+                    )
+                    .hint("leave it as it is while hpctrain predict runs"));
                 }
                 Ok(next)
             }

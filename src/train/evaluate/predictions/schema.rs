@@ -42,7 +42,8 @@ impl OutputSchema {
         let classes = known.map_or(&[][..], |known| &known.classes);
         let columns = known.and_then(|known| known.columns.as_ref());
         let targets = columns.map_or(&[][..], |columns| &columns.targets);
-        let numbered = |count: usize| (0..count).map(|number| number.to_string()).collect::<Vec<_>>();
+        let numbered =
+            |count: usize| (0..count).map(|number| number.to_string()).collect::<Vec<_>>();
         let named = || match (targets.len() == width, width) {
             (true, _) => targets.to_vec(),
             (false, 1) => vec!["output".to_owned()],
@@ -51,7 +52,10 @@ impl OutputSchema {
         match (plan.config.loss.kind, width) {
             (LossKind::CrossEntropy, _) => {
                 let are_given = classes.len() == width;
-                Self::Classes { names: if are_given { classes.to_vec() } else { numbered(width) }, are_given }
+                Self::Classes {
+                    names: if are_given { classes.to_vec() } else { numbered(width) },
+                    are_given,
+                }
             }
             (LossKind::BinaryCrossEntropy, 1) => match classes {
                 [no, yes] => Self::Logit { names: [no.clone(), yes.clone()], are_given: true },
@@ -65,7 +69,9 @@ impl OutputSchema {
     /// Outputs of a row.
     pub(super) fn width(&self) -> usize {
         match self {
-            Self::Classes { names, .. } | Self::Chances(names) | Self::Numbers(names) => names.len(),
+            Self::Classes { names, .. } | Self::Chances(names) | Self::Numbers(names) => {
+                names.len()
+            }
             Self::Logit { .. } => 1,
         }
     }
@@ -141,13 +147,17 @@ mod tests {
         for (found, wanted) in told.numbers.iter().zip([1.0 / (1.0 + e), e / (1.0 + e), 0.0]) {
             assert!((found - wanted).abs() < 1e-6, "{found} {wanted}");
         }
-        let logit = OutputSchema::Logit { names: ["no", "yes"].map(str::to_owned), are_given: true };
+        let logit =
+            OutputSchema::Logit { names: ["no", "yes"].map(str::to_owned), are_given: true };
         let told = logit.tell(&[3f32.ln()]);
         assert_eq!(told.class, Some(1));
         assert!((told.numbers[0] - 0.25).abs() < 1e-6 && (told.numbers[1] - 0.75).abs() < 1e-6);
         assert_eq!(logit.tell(&[-1000.0]).numbers, [1.0, 0.0]);
         let told = OutputSchema::Chances(names()).tell(&[0.0, 100.0, -100.0]);
         assert_eq!((told.class, told.numbers[0], told.numbers[1]), (None, 0.5, 1.0));
-        assert_eq!(OutputSchema::Numbers(names()).tell(&[1.5, -2.0, 0.0]).numbers, [1.5, -2.0, 0.0]);
+        assert_eq!(
+            OutputSchema::Numbers(names()).tell(&[1.5, -2.0, 0.0]).numbers,
+            [1.5, -2.0, 0.0]
+        );
     }
 }

@@ -82,8 +82,10 @@ fn object(told: &DecodedRow, meaning: &OutputSchema, beside: &RowIds, cells: &[S
     let mut object = Map::new();
     for (name, cell) in beside.names().iter().zip(cells) {
         let number = cell.parse().ok().filter(|_| beside.is_number());
-        object
-            .insert(name.clone(), number.map_or_else(|| Value::from(cell.clone()), |number: u64| Value::from(number)));
+        object.insert(
+            name.clone(),
+            number.map_or_else(|| Value::from(cell.clone()), |number: u64| Value::from(number)),
+        );
     }
     if let Some(class) = told.class {
         object.insert("class".into(), Value::from(meaning.names()[class].clone()));
