@@ -58,7 +58,7 @@ def samples(directory):
 
 
 def hpctrain(size, precision, zero, ranks, threads, work):
-    settings = SETTINGS[size] + [f"precision.compute={precision}", f"run.root={work}", f"run.threads={threads}", "eval.samples=8", "log.sample=0"]
+    settings = SETTINGS[size] + [f"precision.dtype={precision}", f"run.root={work}", f"run.threads={threads}", "eval.samples=8", "log.sample_tokens=0"]
     if size not in BUNDLED:
         settings.append(f"data.path={work}")
     launcher = ["mpirun", "-np", str(ranks)] if ranks > 1 else []

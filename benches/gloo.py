@@ -83,7 +83,7 @@ def exchange(program):
     with tempfile.TemporaryDirectory() as root:
         run = pathlib.Path(root) / "x"
         settings = {"model.width": 256, "batch.global": 4, "batch.worker": 4, "run.steps": 60, "run.threads": 1, "run.root": root,
-                    "run.name": "x", "eval.every": 0, "eval.samples": 16, "checkpoint.every": 0, "servers.staleness": '"none"'}
+                    "run.name": "x", "eval.every": 0, "eval.samples": 16, "checkpoint.every": 0, "parameter_server.staleness": '"none"'}
         command = [program, "coordinate", "--servers", "1", "--workers", "1", "--preset", "gpt-char"]
         command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

@@ -2,7 +2,7 @@
 """Step times of two ranks on two hosts, by the rate of the network between them, beside the least that compute and bytes allow.
 
     benches/hosts.py [--program target/release/hpctrain] [--rounds 5] [--rates 10gbit,1gbit,200mbit] [--zero 0,1,3]
-                     [--congestion cubic] [--set parallel.lanes=2]
+                     [--congestion cubic] [--set parallel.virtual_ranks=2]
 
 The hosts are network namespaces of this machine (scripts/hosts; root and iproute2), with a core each where it has two; the rate is
 that of `tc tbf` on both ends of each cable. TCP's congestion control is CUBIC, as on most systems, or the one named. Every round
@@ -47,7 +47,7 @@ def train(program, root, name, zero, settings, trace=None):
     """The medians of a run's steps: all of it, and the part that is no communication, in milliseconds; and its parameters."""
     words = [program, "train", *(["--trace", trace] if trace else [])]
     keys = [f"run.root={root}", f"run.name={name}", f"run.steps={STEPS}", f"parallel.zero={zero}", "run.threads=1"]
-    keys += ["eval.every=0", "eval.samples=1", "checkpoint.every=0", "log.sample=0", *settings]
+    keys += ["eval.every=0", "eval.samples=1", "checkpoint.every=0", "log.sample_tokens=0", *settings]
     for key in keys:
         words += ["--set", key]
     hosts("mpirun", "h0:1,h1:1", *words, stdout=subprocess.DEVNULL)

@@ -41,7 +41,7 @@ def run(program, zero, steps, width, spare):
     with tempfile.TemporaryDirectory() as root:
         settings = {
             "model.width": width, "parallel.zero": zero, "run.steps": steps, "run.threads": 1, "run.root": root,
-            "run.name": "x", "eval.every": 0, "eval.samples": 4, "checkpoint.every": 0, "log.sample": 0,
+            "run.name": "x", "eval.every": 0, "eval.samples": 4, "checkpoint.every": 0, "log.sample_tokens": 0,
         }
         command = ["mpirun", "-np", "2"] + (["--bind-to", "none"] if spare else []) + [program]
         command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]

@@ -25,10 +25,10 @@ def once(program, staleness, workers, stops, steps):
     """Samples a second of a run."""
     with tempfile.TemporaryDirectory() as root:
         run = pathlib.Path(root) / "x"
-        own = ["batch.worker=8"] if staleness != "0" else ["parallel.lanes=6"]
+        own = ["batch.worker=8"] if staleness != "0" else ["parallel.virtual_ranks=6"]
         settings = [*SETTINGS, *(word for key in own for word in ("--set", key))]
         command = [program, "coordinate", "--servers", "1", "--workers", str(workers), *settings,
-                   "--set", f"servers.staleness={staleness}", "--set", f"batch.global={8 * workers if staleness != '0' else 24}",
+                   "--set", f"parameter_server.staleness={staleness}", "--set", f"batch.global={8 * workers if staleness != '0' else 24}",
                    "--set", f"run.root={root}", "--set", "run.name=x", "--set", f"run.steps={steps}"]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         coordinator = subprocess.Popen(command, **quiet)

@@ -5,7 +5,7 @@
 
 One rank trains a network of some 500 MB of parameters and optimizer state with one compute thread, so that a second core
 is free for the writer, and saves every fifth step. Steps that begin while a checkpoint is written are compared with the
-others of the same run: the trace says which. A save that is written while training waits (checkpoint.asynchronous=false)
+others of the same run: the trace says which. A save that is written while training waits (checkpoint.async_save=false)
 shows what is gained.
 """
 
@@ -24,8 +24,8 @@ def run(program, folder, steps, asynchronous):
         trace = os.path.join(root, "trace.json")
         settings = {
             "model.layers": 13, "model.width": 512, "model.heads": 8, "batch.global": 4, "run.steps": steps,
-            "run.threads": 1, "run.root": root, "run.name": "x", "eval.every": 0, "eval.samples": 4, "log.sample": 0,
-            "checkpoint.every": EVERY, "checkpoint.keep": 1, "checkpoint.asynchronous": str(asynchronous).lower(),
+            "run.threads": 1, "run.root": root, "run.name": "x", "eval.every": 0, "eval.samples": 4, "log.sample_tokens": 0,
+            "checkpoint.every": EVERY, "checkpoint.keep": 1, "checkpoint.async_save": str(asynchronous).lower(),
         }
         command = [program, "train", "--trace", trace]
         command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]

@@ -15,7 +15,7 @@ runs=$(mktemp -d "${TMPDIR:-/tmp}/hpctrain-01.XXXXXX")
 
 # Two ranks share each batch of 16 samples.
 mpirun -np 2 "$HPCTRAIN" --set run.root="$runs" --set run.name=first \
-    --set run.steps=150 --set schedule.warmup=20 --set eval.samples=320
+    --set run.steps=150 --set lr_schedule.warmup=20 --set eval.samples=320
 
 echo "--- $runs/first holds"
 ls "$runs/first"

@@ -20,7 +20,7 @@ work=$(mktemp -d "${TMPDIR:-/tmp}/hpctrain-02.XXXXXX")
 "$HPCTRAIN" data verify "$work/data"
 
 mpirun -np 2 "$HPCTRAIN" --set run.root="$work/runs" --set run.name=own --set data.path="$work/data" \
-    --set run.steps=150 --set schedule.warmup=20 --set log.sample=0
+    --set run.steps=150 --set lr_schedule.warmup=20 --set log.sample_tokens=0
 
 echo "--- it has learned to write"
 "$HPCTRAIN" sample --checkpoint "$work/runs/own/checkpoints/latest" --tokens 200

@@ -16,8 +16,8 @@ runs=$(mktemp -d "${TMPDIR:-/tmp}/hpctrain-03.XXXXXX")
 # The batch is cut into four lanes. One rank computes all of them, two ranks two each, four ranks one each; the lanes'
 # gradients are always added in the same order.
 for ranks in 1 2 4; do
-    mpirun -np "$ranks" "$HPCTRAIN" --set run.root="$runs" --set run.name="np$ranks" --set parallel.lanes=4 \
-        --set run.steps=40 --set eval.samples=64 --set log.sample=0 >/dev/null
+    mpirun -np "$ranks" "$HPCTRAIN" --set run.root="$runs" --set run.name="np$ranks" --set parallel.virtual_ranks=4 \
+        --set run.steps=40 --set eval.samples=64 --set log.sample_tokens=0 >/dev/null
     # The text of a number in metrics.jsonl reads back to the same bits, so equal text is equal bits.
     sed 's/.*"step":\([0-9]*\),.*"loss":\([^,]*\),.*/\1 \2/' "$runs/np$ranks/metrics.jsonl" >"$runs/np$ranks.losses"
     echo "$ranks ranks: last loss $(tail -n 1 "$runs/np$ranks.losses" | cut -d ' ' -f 2)"

@@ -16,8 +16,8 @@ runs=$(mktemp -d "${TMPDIR:-/tmp}/hpctrain-04.XXXXXX")
 train() {
     local ranks=$1
     shift
-    mpirun -np "$ranks" "$HPCTRAIN" --set run.root="$runs" --set parallel.lanes=4 --set schedule.shape=constant \
-        --set schedule.warmup=10 --set eval.samples=64 --set log.sample=0 "$@" >/dev/null
+    mpirun -np "$ranks" "$HPCTRAIN" --set run.root="$runs" --set parallel.virtual_ranks=4 --set lr_schedule.kind=constant \
+        --set lr_schedule.warmup=10 --set eval.samples=64 --set log.sample_tokens=0 "$@" >/dev/null
 }
 
 train 1 --set run.name=whole --set run.steps=40

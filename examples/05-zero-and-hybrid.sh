@@ -14,8 +14,8 @@ runs=$(mktemp -d "${TMPDIR:-/tmp}/hpctrain-05.XXXXXX")
 train() {
     local name=$1
     shift
-    "$HPCTRAIN" simulate --ranks 4 --set run.root="$runs" --set run.name="$name" --set parallel.lanes=4 \
-        --set run.steps=20 --set eval.samples=64 --set log.sample=0 "$@" >"$runs/$name.out"
+    "$HPCTRAIN" simulate --ranks 4 --set run.root="$runs" --set run.name="$name" --set parallel.virtual_ranks=4 \
+        --set run.steps=20 --set eval.samples=64 --set log.sample_tokens=0 "$@" >"$runs/$name.out"
     sed 's/.*"step":\([0-9]*\),.*"loss":\([^,]*\),.*/\1 \2/' "$runs/$name/metrics.jsonl" >"$runs/$name.losses"
     cmp "$runs/ddp.losses" "$runs/$name.losses"
     printf '%-8s last loss %s\n' "$name" "$(tail -n 1 "$runs/$name.losses" | cut -d ' ' -f 2)"

@@ -13,7 +13,7 @@ export OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy
 
 runs=$(mktemp -d "${TMPDIR:-/tmp}/hpctrain-06.XXXXXX")
 settings=(--set "run.root=$runs" --set run.steps=60 --set checkpoint.every=20 --set eval.every=20
-    --set eval.samples=256 --set parallel.lanes=2 --set log.sample=0)
+    --set eval.samples=256 --set parallel.virtual_ranks=2 --set log.sample_tokens=0)
 
 # One evaluation a line: the step and the exact loss.
 losses() { sed 's/.*"step":\([0-9]*\),.*"loss":\([^,]*\),.*/\1 \2/' "$runs/$1/eval.jsonl"; }

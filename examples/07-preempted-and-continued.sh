@@ -11,8 +11,8 @@ export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 
 runs=$(mktemp -d "${TMPDIR:-/tmp}/hpctrain-07.XXXXXX")
-settings=(--set "run.root=$runs" --set run.steps=150 --set eval.every=0 --set eval.samples=64 --set parallel.lanes=2
-    --set log.sample=0)
+settings=(--set "run.root=$runs" --set run.steps=150 --set eval.every=0 --set eval.samples=64 --set parallel.virtual_ranks=2
+    --set log.sample_tokens=0)
 losses() { sed 's/.*"step":\([0-9]*\),.*"loss":\([^,]*\),.*/\1 \2/' "$runs/$1/metrics.jsonl"; }
 
 mpirun -np 2 "$HPCTRAIN" train "${settings[@]}" --set run.name=whole >/dev/null

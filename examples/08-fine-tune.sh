@@ -17,7 +17,7 @@ for text in README.md docs/architecture.md; do
     "$HPCTRAIN" data import text "$text" --tokenizer byte --val-fraction 0.2 --out "$runs/$(basename "$text" .md)" >/dev/null
 done
 train() {
-    mpirun -np 2 "$HPCTRAIN" train --set run.root="$runs" --set eval.every=0 --set log.sample=0 "$@" |
+    mpirun -np 2 "$HPCTRAIN" train --set run.root="$runs" --set eval.every=0 --set log.sample_tokens=0 "$@" |
         grep -E '^(resumed|validation)' || true
 }
 
@@ -32,6 +32,6 @@ ls "$runs/exported"
 "$HPCTRAIN" checkpoint diff --weights-only "$runs/base" "$runs/imported"
 
 echo "fine-tuned on the architecture page for 50 steps, and as many steps from nothing:"
-other=(--set model.bias=true --set data.path="$runs/architecture" --set run.steps=50 --set schedule.warmup=5)
+other=(--set model.bias=true --set data.path="$runs/architecture" --set run.steps=50 --set lr_schedule.warmup=5)
 train --set run.name=tuned "${other[@]}" --resume "$runs/imported" --weights-only
 train --set run.name=fresh "${other[@]}"

@@ -85,7 +85,7 @@ fn main() -> ExitCode {
             "eval.every=20",
             "eval.samples=100",
             "checkpoint.every=50",
-            "log.sample=0",
+            "log.sample_tokens=0",
         ];
         let overrides: Vec<String> =
             settings.map(String::from).into_iter().chain(std::env::args().skip(1)).collect();

@@ -58,8 +58,13 @@ fn coordinate(place: &Path) -> Result<()> {
 
 /// The loss of a small GPT after some steps at a learning rate.
 fn loss_of(rate: f64) -> Result<f64> {
-    let settings =
-        ["model.layers=1", "model.width=32", "model.heads=2", "run.steps=40", "schedule.warmup=5"];
+    let settings = [
+        "model.layers=1",
+        "model.width=32",
+        "model.heads=2",
+        "run.steps=40",
+        "lr_schedule.warmup=5",
+    ];
     let mut overrides: Vec<String> = settings.map(String::from).to_vec();
     overrides.push(format!("optimizer.lr={rate}"));
     let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() })?;

@@ -53,8 +53,8 @@ const SETTINGS: [&str; 10] = [
     "run.steps=400",
     "batch.global=32",
     "optimizer.lr=1e-2",
-    "schedule.warmup=20",
-    "parallel.lanes=2",
+    "lr_schedule.warmup=20",
+    "parallel.virtual_ranks=2",
     "eval.every=100",
     "eval.batch=100",
 ];

@@ -37,12 +37,8 @@ fn main() -> ExitCode {
             let warmup = 20.0;
             let lr = 3e-3 * (step / warmup).min((warmup / step).sqrt());
             let grad_scale = (1.0 / norm).min(1.0) as f32;
-            engine.model.sharded.update(Hyper {
-                lr,
-                weight_decay: 0.1,
-                step: progress.updates,
-                grad_scale,
-            })?;
+            let hyper = Hyper { lr, weight_decay: 0.1, step: progress.updates, grad_scale };
+            engine.model.sharded.update(hyper)?;
             if comm.rank() == 0 && progress.step.is_multiple_of(10) {
                 let loss = loss / plan.tokens_per_step() as f64;
                 println!("step {:>4}  loss {loss:.4}  norm {norm:.3}  lr {lr:.2e}", progress.step);

@@ -52,7 +52,7 @@
 //!     "loss.kind=mse",
 //!     "optimizer.lr=0.1",
 //!     "optimizer.weight_decay=0.0",
-//!     "schedule.warmup=0",
+//!     "lr_schedule.warmup=0",
 //!     "run.steps=150",
 //! ];
 //! let (config, _) = load(&Sources { overrides: &settings.map(String::from), ..Sources::default() })?;

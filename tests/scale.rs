@@ -107,7 +107,7 @@ fn trains(
         "eval.samples=8",
         "checkpoint.every=1",
         "checkpoint.keep=3",
-        "log.sample=0",
+        "log.sample_tokens=0",
     ];
     let overrides: Vec<String> =
         settings.iter().chain(more).map(|setting| setting.to_string()).collect();

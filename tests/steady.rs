@@ -113,9 +113,12 @@ fn train(comm: &Comm<Cpu>, plan: &ResolvedConfig, watch: impl Fn(bool)) -> Resul
 #[test]
 fn one_rank_allocates_nothing_large() {
     let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-    for (threads, settings) in
-        [(1, ""), (2, ""), (2, "parallel.recompute=true"), (2, "batch.micro=8 parallel.lanes=2")]
-    {
+    for (threads, settings) in [
+        (1, ""),
+        (2, ""),
+        (2, "parallel.recompute=true"),
+        (2, "batch.micro=8 parallel.virtual_ranks=2"),
+    ] {
         let plan = plan(1, threads, &settings.split_whitespace().collect::<Vec<_>>());
         SEEN.store(0, Ordering::Relaxed);
         let fresh = train(&comm::single(), &plan, |watch| WATCHING.store(watch, Ordering::Relaxed))
@@ -144,14 +147,14 @@ fn pools_of_every_layout_are_enough() {
     let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     for (ranks, settings) in [
         (1, "batch.micro=16"),
-        (1, "parallel.lanes=8 parallel.recompute=true"),
+        (1, "parallel.virtual_ranks=8 parallel.recompute=true"),
         (2, "parallel.zero=0"),
         (4, "parallel.zero=1"),
         (4, "parallel.zero=2"),
         (4, "parallel.zero=3"),
         (4, "parallel.zero=3 parallel.shard=2 parallel.recompute=true"),
-        (2, "parallel.zero=2 parallel.lanes=8 batch.micro=2"),
-        (2, "parallel.zero=3 parallel.lanes=8 parallel.recompute=true"),
+        (2, "parallel.zero=2 parallel.virtual_ranks=8 batch.micro=2"),
+        (2, "parallel.zero=3 parallel.virtual_ranks=8 parallel.recompute=true"),
         (3, "parallel.zero=3 comm.algorithm=ring batch.micro=4"),
     ] {
         let settings: Vec<&str> = settings.split_whitespace().collect();

@@ -2,9 +2,9 @@
 """Draws the loss curves of runs: docs/images/curve.py OUT.svg LABEL=RUN [LABEL=RUN …]. The first run's curve is a band
 under the others, so that equal ones show. Made of runs/… with:
 
-    hpctrain train --set parallel.lanes=8 --set run.name=one
-    mpirun -np 4 hpctrain train --set parallel.lanes=8 --set parallel.zero=3 --set run.name=four
-    mpirun -np 4 hpctrain train --set parallel.lanes=8 --set parallel.pipeline=2 --set parallel.zero=1 \
+    hpctrain train --set parallel.virtual_ranks=8 --set run.name=one
+    mpirun -np 4 hpctrain train --set parallel.virtual_ranks=8 --set parallel.zero=3 --set run.name=four
+    mpirun -np 4 hpctrain train --set parallel.virtual_ranks=8 --set parallel.pipeline=2 --set parallel.zero=1 \
         --set batch.micro=2 --set run.name=stages
 """
 import json

@@ -159,7 +159,7 @@ impl Error {
     /// The same refusal of the file system, after which a run ends: `age` has passed since its last
     /// good checkpoint.
     pub fn outlasted(self, age: std::time::Duration) -> Self {
-        const HINT: &str = "continue with --resume auto; checkpoint.tolerate sets the time";
+        const HINT: &str = "continue with --resume auto; checkpoint.io_retry_seconds sets the time";
         let message =
             format!("{}; the last good checkpoint is {} s old", self.message, age.as_secs());
         let hint = match &self.hint {

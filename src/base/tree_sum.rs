@@ -3,10 +3,10 @@
 //! f32 addition is commutative but not associative. A tree whose shape does not depend on the ranks
 //! that hold its terms makes every number of ranks give the same bits.
 
-/// Sums partial results as they come, lane after lane, in the shape of a binary tree: neighbours
+/// Sums partial results as they come, virtual rank after virtual rank, in the shape of a binary tree: neighbours
 /// first.
 ///
-/// Two subtrees of equal height merge at once, so at most log2(lanes) + 1 partial sums are alive.
+/// Two subtrees of equal height merge at once, so at most log2(virtual ranks) + 1 partial sums are alive.
 #[derive(Debug)]
 pub struct Tree<T> {
     /// Partial sums with their heights; heights fall strictly.
@@ -20,7 +20,7 @@ impl<T> Default for Tree<T> {
 }
 
 impl<T> Tree<T> {
-    /// Adds the next lane's result; `add(into, from)` computes `into += from`.
+    /// Adds the next virtual rank's result; `add(into, from)` computes `into += from`.
     pub fn push<E>(
         &mut self,
         next: T,
@@ -69,13 +69,13 @@ mod tests {
     use super::*;
 
     /// Writes the tree down.
-    fn shape(lanes: usize) -> String {
+    fn shape(virtual_ranks: usize) -> String {
         let add = |into: &mut String, from: String| {
             *into = format!("({into}{from})");
             Ok::<_, ()>(())
         };
         let mut tree = Tree::default();
-        (0..lanes).for_each(|i| tree.push(i.to_string(), add).unwrap());
+        (0..virtual_ranks).for_each(|i| tree.push(i.to_string(), add).unwrap());
         tree.finish(add).unwrap().unwrap_or_default()
     }
 

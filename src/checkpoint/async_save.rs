@@ -126,7 +126,7 @@ impl<B: Kernels> Saver<B> {
         if let Some(underway) = &self.underway {
             let step = progress.step;
             let before = underway.progress.step;
-            match self.job.config.checkpoint.when_busy {
+            match self.job.config.checkpoint.if_busy {
                 WhenBusy::Skip => {
                     log::warn!(
                         "step {step}: not saved: the checkpoint of step {before} is still being written"

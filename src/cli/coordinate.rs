@@ -1,4 +1,4 @@
-//! `hpctrain coordinate`: begins a run whose servers and workers come by themselves.
+//! `hpctrain ps coordinator`: begins a run whose servers and workers come by themselves.
 
 use clap::Args;
 
@@ -7,11 +7,11 @@ use super::train::RunArgs;
 use crate::job::{exit_on_panic, fail};
 use crate::signals;
 
-/// Arguments of `hpctrain coordinate`.
+/// Arguments of `hpctrain ps coordinator`.
 #[derive(Args)]
 pub struct CoordinateArgs {
-    /// Workers that the run is meant for; left out, servers.workers, or those that are there at the
-    /// start.
+    /// Workers that the run is meant for; left out, parameter_server.workers, or those that are
+    /// there at the start.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     workers: Option<u16>,
     /// Servers to wait for.
@@ -21,7 +21,7 @@ pub struct CoordinateArgs {
     run: RunArgs,
 }
 
-/// `hpctrain coordinate`; returns the exit code.
+/// `hpctrain ps coordinator`; returns the exit code.
 pub fn run(args: &CoordinateArgs) -> i32 {
     exit_on_panic("coordinator");
     match signals::listen().and_then(|()| args.run.request(None)) {

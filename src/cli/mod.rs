@@ -64,18 +64,9 @@ enum Command {
     Predict(predict::PredictArgs),
     /// Train with threads as ranks: the same program in one process, without MPI.
     Simulate(simulate::SimulateArgs),
-    /// Begin a run on parameter servers, and give its work out: servers and workers come by
-    /// themselves.
-    Coordinate(coordinate::CoordinateArgs),
-    /// Hold parameters for a run on servers, until it ends.
-    Server(servers::ServerArgs),
-    /// Train for a run on servers, until it ends or this process is asked to (SIGTERM).
-    Worker(servers::WorkerArgs),
-    /// Take the part in a run on servers that `TF_CONFIG`, or `RANK` and `WORLD_SIZE`, give this
-    /// process.
-    Role(ps_auto::RoleArgs),
-    /// Show a run on servers: who is there, how far each is, the load of every server.
-    Status(servers::StatusArgs),
+    /// Train on parameter servers: coordinator, servers, workers.
+    #[command(subcommand)]
+    Ps(PsCommand),
     /// Start a job again until its run has ended: hpctrain supervise -- mpirun -np 8 hpctrain train
     Supervise(supervise::SuperviseArgs),
     /// Compare layouts: the same loss, parameters and optimizer state on any ranks, in any ZeRO
@@ -125,6 +116,21 @@ enum Command {
     },
 }
 
+/// Processes of a run on parameter servers.
+#[derive(clap::Subcommand)]
+enum PsCommand {
+    /// Start a run on parameter servers and hand out its work; servers and workers connect to it.
+    Coordinator(coordinate::CoordinateArgs),
+    /// Hold parameters for a run on parameter servers, until it ends.
+    Server(servers::ServerArgs),
+    /// Train for a run on parameter servers, until it ends or this process gets SIGTERM.
+    Worker(servers::WorkerArgs),
+    /// Run the process that `TF_CONFIG`, or `RANK` and `WORLD_SIZE`, assign to this task.
+    Auto(ps_auto::RoleArgs),
+    /// Show servers and workers of a run: steps, load, last contact.
+    Status(servers::StatusArgs),
+}
+
 impl Command {
     /// Whether a launcher may start it as several processes.
     fn has_ranks(&self) -> bool {
@@ -141,8 +147,7 @@ impl Command {
             | Command::Report(_)
             | Command::Runs(_)
             | Command::Compare(_) => false,
-            Command::Coordinate(_) | Command::Server(_) | Command::Worker(_) => false,
-            Command::Role(_) | Command::Status(_) | Command::Supervise(_) => false,
+            Command::Ps(_) | Command::Supervise(_) => false,
             Command::Completions { .. } => false,
         }
     }
@@ -204,8 +209,10 @@ pub fn run() -> i32 {
         }
     }
     // The results of a training are its records and checkpoints.
-    let is_for_output =
-        !matches!(command, Command::Train(_) | Command::Simulate(_) | Command::Coordinate(_));
+    let is_for_output = !matches!(
+        command,
+        Command::Train(_) | Command::Simulate(_) | Command::Ps(PsCommand::Coordinator(_))
+    );
     let code = carry_out(command, launch.as_ref(), speaks);
     match telemetry::lost() {
         Some(e) if is_for_output && code == 0 => fail(&e),
@@ -230,14 +237,14 @@ fn carry_out(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::ProveDirect => report(probe_transport::run()),
         Command::ProveTogether(args) => report(probe_transport::together(&args)),
         // Each process is one by itself, whoever started it.
-        Command::Server(args) => servers::serve_alone(&args),
-        Command::Worker(args) => servers::work_alone(&args),
-        Command::Role(args) => ps_auto::run(&args),
+        Command::Ps(PsCommand::Server(args)) => servers::serve_alone(&args),
+        Command::Ps(PsCommand::Worker(args)) => servers::work_alone(&args),
+        Command::Ps(PsCommand::Auto(args)) => ps_auto::run(&args),
         _ if !speaks => 0,
         Command::Verify(args) => verify::run(&args),
         Command::Simulate(args) => simulate::run(&args),
-        Command::Coordinate(args) => coordinate::run(&args),
-        Command::Status(args) => report(servers::status(&args)),
+        Command::Ps(PsCommand::Coordinator(args)) => coordinate::run(&args),
+        Command::Ps(PsCommand::Status(args)) => report(servers::status(&args)),
         Command::Supervise(args) => supervise::run(args),
         Command::Data(args) => report(data::run(args)),
         Command::Checkpoint(args) => checkpoint::run(&args),

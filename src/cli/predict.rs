@@ -158,7 +158,7 @@ impl Work for PredictArgs {
             let own = &found.plan.config.data;
             let path = path.display().to_string();
             found.plan.config.data =
-                Data { path, axes: own.axes, scale: own.scale, ..Data::default() };
+                Data { path, image_layout: own.image_layout, scale: own.scale, ..Data::default() };
             // That such rows get the network's scale goes without saying.
             (found.converted(|catalogue, plan| self.open(catalogue, plan))?.0, directory)
         };

@@ -1,4 +1,4 @@
-//! `hpctrain role`: the part of this process in a run on servers, by the variables that cluster
+//! `hpctrain ps auto`: the part of this process in a run on servers, by the variables that cluster
 //! managers set.
 
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ use crate::signals;
 /// The variable that `TensorFlow`'s guides use.
 const TF_CONFIG: &str = "TF_CONFIG";
 
-/// Arguments of `hpctrain role`.
+/// Arguments of `hpctrain ps auto`.
 #[derive(Args)]
 pub struct RoleArgs {
     /// With RANK and WORLD_SIZE, so many of the processes hold the parameters.
@@ -96,7 +96,7 @@ fn task(env: impl Fn(&str) -> Option<String>, servers: usize) -> Result<Task> {
         return Err(Error::input(
             "neither TF_CONFIG nor RANK and WORLD_SIZE give this process a part",
         )
-        .hint("set one of them, or use hpctrain coordinate, server and worker"));
+        .hint("set one of them, or use hpctrain ps coordinator, server and worker"));
     };
     if rank >= ranks || servers + 2 > ranks || servers == 0 {
         return Err(Error::input(format!(
@@ -178,14 +178,16 @@ pub fn run(args: &RoleArgs) -> i32 {
         let task = task(|name| std::env::var(name).ok(), args.servers)?;
         let mut request = args.run.request(None)?;
         let run = directory(&request.config)?;
-        let patience = Duration::from_secs(request.config.servers.timeout);
+        let patience = Duration::from_secs(request.config.parameter_server.timeout);
         match task {
             Task::Coordinate { servers, workers, address } => {
-                request.config.servers.address = request.config.servers.address.or(address);
+                request.config.parameter_server.address =
+                    request.config.parameter_server.address.or(address);
                 Ok(coordinate_as(request, servers, Some(workers)))
             }
             Task::Serve { address } => {
-                serve_as(&run, address.or(request.config.servers.address), patience).map(|()| 0)
+                serve_as(&run, address.or(request.config.parameter_server.address), patience)
+                    .map(|()| 0)
             }
             Task::Work => work_as(&run, patience),
             Task::Evaluate => {

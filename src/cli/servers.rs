@@ -8,7 +8,7 @@ use clap::Args;
 use super::rank_roles::{Part, Role};
 use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, single};
-use crate::config::{self, Batch, Config, Servers};
+use crate::config::{self, Batch, Config, ParameterServer};
 use crate::error::{Error, Result};
 use crate::gpu_assignment::{cpu, cpu_can, cpu_name, place};
 use crate::job::{exit_on_panic, fail};
@@ -22,14 +22,14 @@ use crate::spawn::spawn_scoped;
 use crate::telemetry::say;
 use crate::train::Request;
 
-/// Arguments of `hpctrain server`.
+/// Arguments of `hpctrain ps server`.
 #[derive(Args)]
 pub struct ServerArgs {
-    /// Directory of the run, which `hpctrain coordinate` makes.
+    /// Directory of the run, which `hpctrain ps coordinator` makes.
     #[arg(long, value_name = "DIR")]
     run: PathBuf,
     /// Host, port, or both at which others reach it, such as `node7:2222`; it listens there if it
-    /// is an IP address. Omitted, as servers.address and comm.interface of the run.
+    /// is an IP address. Omitted, as parameter_server.address and comm.interface of the run.
     #[arg(long, value_name = "ADDRESS")]
     address: Option<String>,
     /// Time within which the coordinator must be there, and come back.
@@ -37,10 +37,10 @@ pub struct ServerArgs {
     timeout: u64,
 }
 
-/// Arguments of `hpctrain worker`.
+/// Arguments of `hpctrain ps worker`.
 #[derive(Args)]
 pub struct WorkerArgs {
-    /// Directory of the run, which `hpctrain coordinate` makes.
+    /// Directory of the run, which `hpctrain ps coordinator` makes.
     #[arg(long, value_name = "DIR")]
     run: PathBuf,
     /// Time within which the coordinator must be there, and come back.
@@ -48,7 +48,7 @@ pub struct WorkerArgs {
     timeout: u64,
 }
 
-/// Arguments of `hpctrain status`.
+/// Arguments of `hpctrain ps status`.
 #[derive(Args)]
 pub struct StatusArgs {
     /// Directory of the run.
@@ -66,10 +66,11 @@ pub struct StatusArgs {
 pub fn check_without(config: &Config) -> Result<()> {
     let comm = config::Comm { interface: None, encrypt: true, ..config.comm };
     let batch = Batch { worker: None, ..config.batch };
-    let without = Config { servers: Servers::default(), batch, comm, ..config.clone() };
+    let without =
+        Config { parameter_server: ParameterServer::default(), batch, comm, ..config.clone() };
     let [given, without] = [config, &without].map(serde_json::to_value);
     let (Ok(given), Ok(without)) = (given, without) else { return Ok(()) };
-    for section in ["servers", "batch", "comm"] {
+    for section in ["parameter_server", "batch", "comm"] {
         let keys = given[section].as_object().into_iter().flatten();
         if let Some((key, value)) =
             keys.into_iter().find(|(key, value)| without[section][key.as_str()] != **value)
@@ -89,7 +90,7 @@ pub fn check_without(config: &Config) -> Result<()> {
 /// The run cannot begin, which all ranks share; or this rank failed.
 pub fn take_part(role: &Role, mut request: Request) -> Result<i32> {
     let (workers, servers) = role.counts;
-    let timeout = Duration::from_secs(request.config.servers.timeout);
+    let timeout = Duration::from_secs(request.config.parameter_server.timeout);
     if role.mixed {
         request.config.eval.inline = false;
     }
@@ -116,7 +117,7 @@ pub fn take_part(role: &Role, mut request: Request) -> Result<i32> {
     };
     let post = ServerOptions {
         site,
-        address: config.servers.address.as_deref().and_then(host_of),
+        address: config.parameter_server.address.as_deref().and_then(host_of),
         patience: timeout,
         threads: role.threads,
     };
@@ -167,7 +168,7 @@ pub fn simulate(ranks: usize, servers: usize, request: Request) -> Result<i32> {
     let workers = ranks - servers;
     cpu_can(&config)?;
     exit_on_panic("simulate");
-    let timeout = Duration::from_secs(config.servers.timeout);
+    let timeout = Duration::from_secs(config.parameter_server.timeout);
     let threads = request.threads.unwrap_or(1);
     let opened = CoordinatorRun::open(CoordinatorOptions {
         run: request,
@@ -178,7 +179,7 @@ pub fn simulate(ranks: usize, servers: usize, request: Request) -> Result<i32> {
     let site = PsRendezvous::of(opened.directory());
     let post = ServerOptions {
         site: site.clone(),
-        address: config.servers.address.as_deref().and_then(host_of),
+        address: config.parameter_server.address.as_deref().and_then(host_of),
         patience: timeout,
         threads,
     };
@@ -208,14 +209,14 @@ pub fn coordinate_as(run: Request, servers: usize, workers: Option<usize>) -> i3
     }) {
         Ok(opened) => {
             let run = opened.directory().display();
-            say(format_args!("hpctrain server --run {run}\nhpctrain worker --run {run}\n"));
+            say(format_args!("hpctrain ps server --run {run}\nhpctrain worker --run {run}\n"));
             code_of(opened.run())
         }
         Err(e) => fail(&e),
     }
 }
 
-/// `hpctrain server`; returns the exit code.
+/// `hpctrain ps server`; returns the exit code.
 pub fn serve_alone(args: &ServerArgs) -> i32 {
     exit_on_panic("server");
     let served = serve_as(&args.run, args.address.clone(), Duration::from_secs(args.timeout));
@@ -230,7 +231,7 @@ pub fn serve_as(run: &Path, address: Option<String>, patience: Duration) -> Resu
     serve(&ServerOptions { site: PsRendezvous::of(run), address, patience, threads: cores() })
 }
 
-/// `hpctrain worker`; returns the exit code.
+/// `hpctrain ps worker`; returns the exit code.
 pub fn work_alone(args: &WorkerArgs) -> i32 {
     exit_on_panic("worker");
     let worked =
@@ -257,7 +258,7 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// `hpctrain status`.
+/// `hpctrain ps status`.
 ///
 /// # Errors
 /// The run has no coordinator.

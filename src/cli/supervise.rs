@@ -109,16 +109,16 @@ mod tests {
             );
             asked(list, command.trim()).map(|hosts| hosts.allowed)
         };
-        assert_eq!(allowed("a:2,b:2", "--set parallel.lanes=4"), Ok(vec![1, 2, 4]));
-        assert_eq!(allowed("a:4,b:3", "--set parallel.lanes=12"), Ok(vec![1, 2, 3, 4, 6]));
+        assert_eq!(allowed("a:2,b:2", "--set parallel.virtual_ranks=4"), Ok(vec![1, 2, 4]));
+        assert_eq!(allowed("a:4,b:3", "--set parallel.virtual_ranks=12"), Ok(vec![1, 2, 3, 4, 6]));
         assert_eq!(
-            allowed("a:4,b:3", "--set parallel.lanes=4 --set parallel.pipeline=2"),
+            allowed("a:4,b:3", "--set parallel.virtual_ranks=4 --set parallel.pipeline=2"),
             Ok(vec![2, 4])
         );
-        assert_eq!(allowed("a:4", "--set parallel.lanes=4 --evaluators 1"), Ok(vec![2, 3]));
+        assert_eq!(allowed("a:4", "--set parallel.virtual_ranks=4 --evaluators 1"), Ok(vec![2, 3]));
         let error = allowed(
             "a:2,b:1",
-            "--set parallel.lanes=4 --set parallel.shard=4 --set parallel.zero=1",
+            "--set parallel.virtual_ranks=4 --set parallel.shard=4 --set parallel.zero=1",
         )
         .unwrap_err();
         assert!(error.to_string().contains("parallel.shard"), "{error}");

@@ -15,7 +15,7 @@ use crate::verify::{Launcher, Request, rank, task, verify};
 #[derive(Args)]
 #[command(
     after_help = "Exit code: 0 if all rows agree, 1 if one differs, 2 if the input is wrong.\n\
-                        Example: hpctrain verify --set parallel.lanes=8 --ranks 1,2,4,8 --zero 0,1,2,3"
+                        Example: hpctrain verify --set parallel.virtual_ranks=8 --ranks 1,2,4,8 --zero 0,1,2,3"
 )]
 pub struct VerifyArgs {
     #[command(flatten)]

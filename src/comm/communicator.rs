@@ -78,7 +78,7 @@ pub fn single<B: Backend>() -> Comm<B> {
         threads: None,
         staging: 0,
     };
-    Comm::new(world, Algorithm::Tree, Abort::Exit, Arc::default(), None)
+    Comm::new(world, Algorithm::HalvingDoubling, Abort::Exit, Arc::default(), None)
 }
 
 /// Time between two looks whether a rank has started.
@@ -222,7 +222,7 @@ impl<B: Backend> Comm<B> {
             has_roles: Arc::default(),
             watch: Mutex::new(None),
         };
-        let path = DeviceTransport::Staged;
+        let path = DeviceTransport::HostStaged;
         let slot = host_staged::WORDS;
         Self {
             inner: Arc::new(inner),
@@ -300,8 +300,10 @@ impl<B: Backend> Comm<B> {
         let on_device = match self.device_path() {
             Some(_) if self.size() == 1 => 0,
             None => 0,
-            Some(DeviceTransport::Staged) => host_staged::BYTES,
-            Some(DeviceTransport::Direct) => cuda_aware::BYTES + algorithms::staging(self.size()),
+            Some(DeviceTransport::HostStaged) => host_staged::BYTES,
+            Some(DeviceTransport::CudaAware) => {
+                cuda_aware::BYTES + algorithms::staging(self.size())
+            }
             Some(DeviceTransport::Nccl) => {
                 let chunk = nccl_p2p::chunk(self.slot, self.size());
                 let terms = nccl_p2p::terms(chunk, chunk, self.size()) * size_of::<f32>();

@@ -103,11 +103,11 @@ impl<B: Backend> Group<B> {
     }
 
     /// Algorithms that this group can run: the library's own only where there is a library. With
-    /// `exact`, only those that add in the order of [`Algorithm::Tree`].
+    /// `exact`, only those that add in the order of [`Algorithm::HalvingDoubling`].
     pub fn algorithms(&self, exact: bool) -> Vec<Algorithm> {
         let vendor =
             self.comm.inner.world.vendor || self.comm.device_path() == Some(DeviceTransport::Nccl);
-        let able = |algorithm: &Algorithm| vendor || *algorithm != Algorithm::Mpi;
+        let able = |algorithm: &Algorithm| vendor || *algorithm != Algorithm::Vendor;
         let fits = |algorithm: &Algorithm| {
             able(algorithm) && (!exact || algorithm.is_exact(&self.members))
         };
@@ -527,11 +527,11 @@ fn run(
         (CommBuffer::Host(memory), _) => {
             algorithms::run(call, &mut Host { memory, scratch }, wire, group)
         }
-        (CommBuffer::Device(memory, copies), DeviceTransport::Staged) => {
+        (CommBuffer::Device(memory, copies), DeviceTransport::HostStaged) => {
             Staging { copies: &*copies, slots, words: slot }
                 .collective(call, memory, wire, scratch, group)
         }
-        (CommBuffer::Device(memory, copies), DeviceTransport::Direct) => {
+        (CommBuffer::Device(memory, copies), DeviceTransport::CudaAware) => {
             let copies = &*copies;
             algorithms::run(
                 call,

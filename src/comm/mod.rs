@@ -40,7 +40,7 @@ pub use communicator::{
 };
 pub use device::local_device::LocalDevice;
 pub use device::nccl_probe::{TOGETHER, answer_trial, can_be_tried};
-pub use device::path::{DeviceTransport, PathSetting};
+pub use device::path::{DeviceTransport, TransportChoice};
 pub use device::select::{PROOF, prove, proved_by};
 pub use group::Group;
 pub use health::watchdog_guard::WatchdogGuard;

@@ -179,7 +179,7 @@ fn every_operation(group: &Group<Cpu>, algorithm: Algorithm) -> Result<()> {
 
 #[test]
 fn every_operation_on_any_number_of_ranks() {
-    let own = Algorithm::ALL.into_iter().filter(|&algorithm| algorithm != Algorithm::Mpi);
+    let own = Algorithm::ALL.into_iter().filter(|&algorithm| algorithm != Algorithm::Vendor);
     for algorithm in own {
         for ranks in (1..=8).chain([12, 13, 15, 19]) {
             for result in run(&vec![0; ranks], algorithm, move |comm| {
@@ -238,7 +238,7 @@ fn rounds(ranks: usize, algorithm: Algorithm) -> Vec<(&'static str, u64, u64)> {
 fn rounds_grow_with_the_logarithm_of_the_ranks() {
     for ranks in (2..=40usize).chain([64, 96, 129, 256]) {
         let log = ranks.next_power_of_two().ilog2() as u64;
-        for algorithm in [Algorithm::Tree, Algorithm::ReduceToOne] {
+        for algorithm in [Algorithm::HalvingDoubling, Algorithm::ReduceToOne] {
             for (name, rounds, sent) in rounds(ranks, algorithm) {
                 // Debug builds compare each request with a neighbour's first.
                 let compared = u64::from(cfg!(debug_assertions));
@@ -248,7 +248,7 @@ fn rounds_grow_with_the_logarithm_of_the_ranks() {
                     | "gather_bytes_to_root"
                     | "broadcast_bytes"
                     | "scatter_bytes" => 2 * log,
-                    "all_gather" if algorithm == Algorithm::Tree => log,
+                    "all_gather" if algorithm == Algorithm::HalvingDoubling => log,
                     "all_reduce" | "reduce" => 3 * log + 2,
                     _ => 2 * log + 2,
                 };
@@ -256,7 +256,7 @@ fn rounds_grow_with_the_logarithm_of_the_ranks() {
                     rounds <= most + compared,
                     "{name} by {algorithm} on {ranks}: {rounds} rounds of {most}"
                 );
-                if [64, 96, 256].contains(&ranks) && algorithm == Algorithm::Tree {
+                if [64, 96, 256].contains(&ranks) && algorithm == Algorithm::HalvingDoubling {
                     println!("| {ranks} | {name} | {} | {sent} |", rounds - compared);
                 }
             }
@@ -291,8 +291,8 @@ fn hierarchies_of_any_shape() {
 #[test]
 fn a_single_rank_is_the_identity() {
     let comm = single::<Cpu>();
-    every_operation(&comm.world(), Algorithm::Tree).unwrap();
-    every_operation(&comm.split(&[5]).unwrap(), Algorithm::Tree).unwrap();
+    every_operation(&comm.world(), Algorithm::HalvingDoubling).unwrap();
+    every_operation(&comm.split(&[5]).unwrap(), Algorithm::HalvingDoubling).unwrap();
     assert_eq!(comm.world().gather_bytes(vec![1]).wait().unwrap(), [[1]]);
     assert_eq!(comm.stats().sent, 0);
     assert!(comm.world().send(0, buf(&[1.0])).wait().is_err());
@@ -301,7 +301,7 @@ fn a_single_rank_is_the_identity() {
 #[test]
 fn groups_work_by_themselves() {
     // Rows and columns of a 2×3 mesh.
-    let results = run(&[0; 6], Algorithm::Tree, |comm| -> Result<()> {
+    let results = run(&[0; 6], Algorithm::HalvingDoubling, |comm| -> Result<()> {
         let rank = comm.rank();
         let row = comm.split(&[0, 0, 0, 1, 1, 1])?;
         let column = comm.split(&[7, 8, 9, 7, 8, 9])?;
@@ -314,7 +314,7 @@ fn groups_work_by_themselves() {
         let in_column = sum(&column);
         assert_eq!(in_row.wait()?.as_slice(), [if rank < 3 { 3.0 } else { 12.0 }]);
         assert_eq!(in_column.wait()?.as_slice(), [(2 * (rank % 3) + 3) as f32]);
-        every_operation(&row, Algorithm::Tree)?;
+        every_operation(&row, Algorithm::HalvingDoubling)?;
         let alone = comm.split(&[0, 1, 2, 3, 4, 5])?;
         assert_eq!(alone.size(), 1);
         assert!(comm.split(&[0]).is_err());
@@ -326,14 +326,14 @@ fn groups_work_by_themselves() {
 #[test]
 fn a_role_is_a_world() {
     // Ranks 0, 2 and 4, and ranks 1 and 3, which talk at other times.
-    let results = run(&[0; 5], Algorithm::Tree, |comm| -> Result<()> {
+    let results = run(&[0; 5], Algorithm::HalvingDoubling, |comm| -> Result<()> {
         let role = comm.role(&[0, 1, 0, 1, 0])?;
         assert_eq!(
             (role.rank(), role.size()),
             (comm.rank() / 2, if comm.rank() % 2 == 0 { 3 } else { 2 })
         );
         assert_eq!(comm.size(), 5);
-        every_operation(&role.world(), Algorithm::Tree)?;
+        every_operation(&role.world(), Algorithm::HalvingDoubling)?;
         if comm.rank() % 2 == 0 {
             let pair = role.split(&[0, 0, 1])?;
             let last = role.rank() == 2;
@@ -351,7 +351,7 @@ fn a_role_is_a_world() {
 #[test]
 fn bytes_of_any_number_of_ranks_meet_on_rank_0() {
     for ranks in 2..=9 {
-        let results = run(&vec![0; ranks], Algorithm::Tree, |comm| {
+        let results = run(&vec![0; ranks], Algorithm::HalvingDoubling, |comm| {
             let mine = vec![comm.rank() as u8; comm.rank()];
             comm.world().gather_bytes_to_root(mine).wait()
         });
@@ -369,7 +369,7 @@ fn bytes_of_any_number_of_ranks_meet_on_rank_0() {
 #[test]
 fn bytes_of_rank_0_reach_any_number_of_ranks() {
     for ranks in 1..=9 {
-        let results = run(&vec![0; ranks], Algorithm::Tree, move |comm| {
+        let results = run(&vec![0; ranks], Algorithm::HalvingDoubling, move |comm| {
             let world = comm.world();
             let of_each: Vec<Vec<u8>> = (0..ranks).map(|rank| vec![rank as u8; rank]).collect();
             let scattered =
@@ -440,7 +440,7 @@ fn messages(comm: Comm<Cpu>) -> Result<()> {
 
 #[test]
 fn every_operation_over_tcp() {
-    let own = Algorithm::ALL.into_iter().filter(|&algorithm| algorithm != Algorithm::Mpi);
+    let own = Algorithm::ALL.into_iter().filter(|&algorithm| algorithm != Algorithm::Vendor);
     for algorithm in own {
         for ranks in 1..=4 {
             let work = move |comm: Comm<Cpu>| {
@@ -466,7 +466,7 @@ fn every_operation_over_tcp() {
 #[test]
 fn long_messages_pass_each_other_over_tcp() {
     const LEN: usize = 3 << 20;
-    let results = run_over_tcp(2, Algorithm::Tree, |comm| -> Result<()> {
+    let results = run_over_tcp(2, Algorithm::HalvingDoubling, |comm| -> Result<()> {
         let world = comm.world();
         let rank = comm.rank();
         let other = 1 - rank;
@@ -504,7 +504,7 @@ fn a_rank_that_left_is_missed_over_tcp() {
 
 #[test]
 fn ranks_agree_on_errors() {
-    let results = run(&[0; 4], Algorithm::Tree, |comm| {
+    let results = run(&[0; 4], Algorithm::HalvingDoubling, |comm| {
         let world = comm.world();
         assert_eq!(world.all_ok(Ok(comm.rank())), Ok(comm.rank()));
         let alike = world.all_ok::<()>(Err(Error::input("no such file").hint("look"))).unwrap_err();
@@ -537,7 +537,7 @@ fn a_rank_that_left_is_missed() {
 
 #[test]
 fn an_abort_ends_the_waits_of_all() {
-    let results = run(&[0; 3], Algorithm::Tree, |comm| {
+    let results = run(&[0; 3], Algorithm::HalvingDoubling, |comm| {
         // A group of its own, on which nobody sends.
         let quiet = comm.split(&[0; 3])?;
         if comm.rank() == 1 {
@@ -557,7 +557,7 @@ fn an_abort_ends_the_waits_of_all() {
 
 #[test]
 fn a_rank_that_panics_is_missed() {
-    let results = run(&[0; 2], Algorithm::Tree, |comm| {
+    let results = run(&[0; 2], Algorithm::HalvingDoubling, |comm| {
         if comm.rank() == 0 {
             std::panic::resume_unwind(Box::new("bug"));
         }
@@ -590,7 +590,7 @@ fn different_requests_are_named() {
 #[cfg(debug_assertions)]
 #[test]
 fn units_and_roots_are_compared() {
-    let results = run(&[0, 0], Algorithm::Tree, |comm| {
+    let results = run(&[0, 0], Algorithm::HalvingDoubling, |comm| {
         let unit: std::sync::Arc<str> = format!("{}{}", "long".repeat(50), comm.rank()).into();
         let world = comm.world();
         let alike = world.with_label(&"block0".into()).all_gather(buf(&[0.0; 2])).wait();
@@ -599,12 +599,13 @@ fn units_and_roots_are_compared() {
     assert!(results.iter().all(|result| result.as_ref().unwrap().0.is_ok()), "{results:?}");
     assert!(results.iter().any(|result| result.as_ref().unwrap().1.is_err()), "{results:?}");
 
-    let results = run(&[0, 0], Algorithm::Tree, |comm| {
+    let results = run(&[0, 0], Algorithm::HalvingDoubling, |comm| {
         let request =
             comm.world().with_label(&"block1".into()).broadcast(buf(&[0.0; 2]), comm.rank());
         request.wait().err().map(|error| error.to_string())
     });
-    let wants = "rank 1 wants collective 1: broadcast of block1, 8 bytes from 1 by tree";
+    let wants =
+        "rank 1 wants collective 1: broadcast of block1, 8 bytes from 1 by halving-doubling";
     let told = results.into_iter().filter_map(|result| result.unwrap());
     assert!(
         told.filter(|error| error.contains(wants) && error.contains("8 bytes from 0")).count() > 0
@@ -614,7 +615,7 @@ fn units_and_roots_are_compared() {
 #[test]
 fn clocks_are_compared() {
     const APART: u64 = 3_600_000_000_000;
-    let results = run(&[0, 0, 1], Algorithm::Tree, |comm| {
+    let results = run(&[0, 0, 1], Algorithm::HalvingDoubling, |comm| {
         assert!(comm.clock_offset().unwrap().unsigned_abs() < 1_000_000_000);
         let members = GroupRanks::world(comm.rank(), [0, 0, 1].into());
         let label = comm.label("clock", Size::Same(0));
@@ -637,7 +638,7 @@ fn clocks_are_compared() {
 
 #[test]
 fn impossible_requests_are_refused() {
-    let results = run(&[0; 2], Algorithm::Mpi, |comm| {
+    let results = run(&[0; 2], Algorithm::Vendor, |comm| {
         let world = comm.world();
         assert!(world.all_reduce(buf(&[0.0; 4]), 2..5).wait().is_err());
         assert!(world.reduce_scatter(buf(&[0.0; 3])).wait().is_err());

@@ -23,7 +23,7 @@ const IDS: u64 = 1 << 31;
 /// Threads of a rank: more than any machine has cores.
 const THREADS: u64 = 1 << 12;
 
-/// Samples, lanes, ranks: there is memory for each.
+/// Samples, virtual ranks, ranks: there is memory for each.
 const COUNT: u64 = 1 << 24;
 
 /// All other integers, such as steps and seconds.
@@ -92,7 +92,9 @@ fn most(path: &str) -> u64 {
         ("model", key) if key.ends_with("vocabulary") || key.contains("ids") => IDS,
         ("model", _) => EXTENT,
         ("run", "threads") => THREADS,
-        ("batch" | "parallel" | "data" | "device" | "log", _) | ("eval", "batch") => COUNT,
+        ("batch" | "parallel" | "local_sgd" | "data" | "device" | "log", _) | ("eval", "batch") => {
+            COUNT
+        }
         _ => ANY,
     }
 }

@@ -69,7 +69,7 @@ impl Config {
     /// Intervals of evaluations and checkpoints stay in epochs, which need not be whole steps.
     pub fn count_epochs(&mut self, samples: u64) {
         let batch = self.batch.global.max(1);
-        self.parallel.average_every = self.parallel.average_every.over(samples, batch);
+        self.local_sgd.sync_every = self.local_sgd.sync_every.over(samples, batch);
         // Two lengths are refused later.
         if self.run.epochs > 0 && self.run.steps == 0 {
             let seen = u128::from(self.run.epochs) * u128::from(samples);
@@ -89,7 +89,7 @@ impl Config {
 
     /// Whether steps cannot be counted without the training data.
     pub fn is_in_epochs(&self) -> bool {
-        self.run.epochs > 0 || self.parallel.average_every == Interval::Epoch
+        self.run.epochs > 0 || self.local_sgd.sync_every == Interval::Epoch
     }
 }
 

@@ -16,7 +16,7 @@ use crate::{
 };
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::simd;
-use hpctrain_comm::{Comm, LocalDevice, PathSetting};
+use hpctrain_comm::{Comm, LocalDevice, TransportChoice};
 use hpctrain_cpu::{Cpu, Products};
 use hpctrain_cuda::{Arithmetic, Cuda, Device, PoolBudget, Precision, devices, libraries};
 use hpctrain_device::{Backend, readable};
@@ -72,7 +72,7 @@ impl Gpu {
     /// # Errors
     /// A library is missing, or the device has not so much memory.
     pub fn backend(&self, plan: &ResolvedConfig) -> Result<Cuda> {
-        let precision = match plan.config.precision.compute {
+        let precision = match plan.config.precision.dtype {
             Compute::Auto | Compute::Bf16 => Precision::Bf16,
             Compute::F32 => Precision::F32(Arithmetic::Full),
             Compute::Tf32 => Precision::F32(Arithmetic::Tf32),
@@ -120,7 +120,7 @@ pub fn small(device: &Device) -> Result<Cuda> {
 
 /// The implementation of matrix products on the CPU.
 fn products(config: &Config) -> Products {
-    if config.precision.compute == Compute::Bf16 { Products::bf16() } else { Products::Own }
+    if config.precision.dtype == Compute::Bf16 { Products::bf16() } else { Products::Own }
 }
 
 /// The CPU as a rank's device.
@@ -154,8 +154,8 @@ pub fn cpu_can(config: &Config) -> Result<()> {
 /// Decides where the ranks of `comm` compute: collective. None is the CPU.
 ///
 /// # Errors
-/// `run.device` asks for GPUs that are not there, or there are fewer than the ranks or `comm.path`
-/// need.
+/// `run.device` asks for GPUs that are not there, or there are fewer than the ranks or
+/// `comm.transport` need.
 pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>> {
     let choice = config.run.device;
     let world = comm.world();
@@ -180,14 +180,14 @@ pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>>
         others.filter(|&other| seen(other).id == seen(rank).id).collect()
     };
     let crowd = (0..chosen.len()).map(sharers).find(|ranks| ranks.len() > 1);
-    if let (PathSetting::Nccl, Some(ranks)) = (config.comm.path, crowd) {
+    if let (TransportChoice::Nccl, Some(ranks)) = (config.comm.transport, crowd) {
         let (Seen { name, pci, .. }, host) = (seen(ranks[0]), topology.host(ranks[0]));
         let ranks: Vec<_> = ranks.iter().map(usize::to_string).collect();
         let message = format!("ranks {} on {host} share {name} at {pci}", ranks.join(", "));
         return Err(Error::input(format!(
-            "comm.path = nccl wants a GPU for every rank: {message}"
+            "comm.transport = nccl wants a GPU for every rank: {message}"
         ))
-        .hint("set comm.path=staged, or start fewer ranks")
+        .hint("set comm.transport=host-staged, or start fewer ranks")
         .shared());
     }
     let memory = |rank: usize| share(&config.device, seen(rank).memory, sharers(rank).len());

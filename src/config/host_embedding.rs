@@ -16,7 +16,7 @@ pub fn placed(
     config: &Config,
     network: Network,
     mesh: &Mesh,
-    tensor_lanes: usize,
+    virtual_tensor_ranks: usize,
     on_gpu: bool,
 ) -> Result<Network> {
     if config.model.place.tables == EmbeddingPlacement::Device {
@@ -30,15 +30,15 @@ pub fn placed(
     let parallel = &config.parallel;
     let layouts = [
         (mesh.pipeline > 1, "parallel.pipeline", "which the host is no stage of"),
-        (tensor_lanes > 1, "parallel.tensor", "which cuts tables into slices"),
+        (virtual_tensor_ranks > 1, "parallel.tensor", "which cuts tables into slices"),
         (
             parallel.storage == Storage::Central,
             "parallel.storage",
             "whose owners keep all parameters",
         ),
         (
-            parallel.average_every != super::Interval::Steps(0),
-            "parallel.average_every",
+            config.local_sgd.sync_every != super::Interval::Steps(0),
+            "local_sgd.sync_every",
             "which averages GPUs' parameters",
         ),
     ];
@@ -112,18 +112,12 @@ mod tests {
             (
                 "llama-char",
                 1,
-                &["parallel.tensor_lanes=2"],
+                &["parallel.virtual_tensor_ranks=2"],
                 true,
                 "does not go with parallel.tensor",
             ),
             ("dlrm", 2, &["parallel.storage=central"], true, "does not go with parallel.storage"),
-            (
-                "dlrm",
-                2,
-                &["parallel.average_every=3"],
-                true,
-                "does not go with parallel.average_every",
-            ),
+            ("dlrm", 2, &["local_sgd.sync_every=3"], true, "does not go with local_sgd.sync_every"),
             ("gpt-char", 1, &[], true, "but the head of a GPT multiplies by the table as well"),
             (
                 "llama-char",

@@ -69,8 +69,8 @@ fn run_boxed(launch: Option<&Launch>, patience: Duration, work: Work<'_>) -> i32
     }
     let started = match launch.map(|launch| &launch.meeting) {
         None => Ok(comm::single()),
-        Some(None) => comm::start_mpi_within(Algorithm::Tree, patience),
-        Some(Some(meeting)) => comm::start_tcp(meeting, Algorithm::Tree),
+        Some(None) => comm::start_mpi_within(Algorithm::HalvingDoubling, patience),
+        Some(Some(meeting)) => comm::start_tcp(meeting, Algorithm::HalvingDoubling),
     };
     let comm: Comm<Cpu> = match started {
         Ok(comm) => comm,

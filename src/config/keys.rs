@@ -20,9 +20,11 @@ fn keys(section: &str) -> Option<&'static [Key]> {
         "data" => Data::KEYS,
         "batch" => Batch::KEYS,
         "optimizer" => Optimizer::KEYS,
-        "schedule" => Schedule::KEYS,
+        "lr_schedule" => LrSchedule::KEYS,
         "parallel" => Parallel::KEYS,
-        "servers" => Servers::KEYS,
+        "local_sgd" => LocalSgdConfig::KEYS,
+        "offload" => Offload::KEYS,
+        "parameter_server" => ParameterServer::KEYS,
         "precision" => Precision::KEYS,
         "device" => Device::KEYS,
         "checkpoint" => Checkpoint::KEYS,
@@ -33,6 +35,11 @@ fn keys(section: &str) -> Option<&'static [Key]> {
     })
 }
 
+/// The sections of the file.
+fn sections() -> impl Iterator<Item = &'static Key> {
+    Config::KEYS.iter().filter(|key| key.is_in_files())
+}
+
 /// A file with all keys of a section, or of all sections, each with its explanation. Defaults are
 /// comments: a key that is given has another meaning than one that is left out, where a layout is
 /// chosen.
@@ -40,14 +47,14 @@ fn keys(section: &str) -> Option<&'static [Key]> {
 /// # Errors
 /// There is no such section.
 pub fn described(section: Option<&str>) -> Result<String> {
-    let names: Vec<&str> = Config::KEYS.iter().map(|key| key.name).collect();
+    let names: Vec<&str> = sections().map(|key| key.name).collect();
     if let Some(unknown) = section.filter(|section| !names.contains(section)) {
         let hint = format!("{}sections are {}", did_you_mean(unknown, &names), names.join(", "));
         return Err(Error::input(format!("there is no section {unknown}")).hint(hint));
     }
     let defaults = Config::default().to_table()?;
     let mut text = String::new();
-    for key in Config::KEYS.iter().filter(|key| section.is_none_or(|section| section == key.name)) {
+    for key in sections().filter(|key| section.is_none_or(|section| section == key.name)) {
         explain(&mut text, key);
         let Some(Value::Table(defaults)) = defaults.get(key.name) else { continue };
         describe(&mut text, key.name, defaults);
@@ -118,7 +125,7 @@ mod tests {
             config.parallel.given.clear();
             assert_eq!(config, Config::default(), "{text}");
         }
-        for key in Config::KEYS {
+        for key in sections() {
             for own in keys(key.name).unwrap().iter().filter(|own| own.is_in_files()) {
                 assert!(!own.text.is_empty(), "{}.{}", key.name, own.name);
                 let set = text.contains(&format!("\n#{} =", own.name));

@@ -1,10 +1,10 @@
-//! The layout that a configuration asks for: the mesh of its ranks, lanes and micro-batches, the
+//! The layout that a configuration asks for: the mesh of its ranks, virtual ranks and micro-batches, the
 //! stages of a pipeline.
 
 use std::ops::Range;
 
 use super::range::out_of_range;
-use super::{Config, Interval, ModelKind, Parallel};
+use super::{Config, Interval, LocalSgdConfig, ModelKind, Parallel};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::TensorShards;
 use hpctrain_base::mesh::Mesh;
@@ -33,19 +33,21 @@ pub fn mesh(config: &Config, ranks: usize) -> Result<Mesh> {
         ("shard", parallel.shard),
         ("replica", parallel.replica),
         ("owners", Some(parallel.owners)),
-        ("lanes", parallel.lanes),
+        ("virtual_ranks", parallel.virtual_ranks),
         ("pipeline", Some(parallel.pipeline)),
         ("tensor", Some(parallel.tensor)),
-        ("tensor_lanes", parallel.tensor_lanes),
-        ("average_replicas", parallel.average_replicas),
+        ("virtual_tensor_ranks", parallel.virtual_tensor_ranks),
     ];
     for (key, value) in keys {
         if value == Some(0) {
             return Err(out_of_range(&format!("parallel.{key}"), 0, "at least 1"));
         }
     }
+    if config.local_sgd.replicas == Some(0) {
+        return Err(out_of_range("local_sgd.replicas", 0, "at least 1"));
+    }
     let of_stage = (ranks / parallel.pipeline / parallel.tensor).max(1);
-    check_storage(parallel)?;
+    check_storage(config)?;
     let shard = match (parallel.zero, parallel.shard) {
         _ if parallel.storage == Storage::Central => parallel.owners,
         (Zero::Zero, Some(shard)) if shard > 1 => {
@@ -75,8 +77,9 @@ pub fn mesh(config: &Config, ranks: usize) -> Result<Mesh> {
 }
 
 /// Whether the keys of central storage go together, and with the others.
-fn check_storage(parallel: &Parallel) -> Result<()> {
-    let Parallel { owners, .. } = *parallel;
+fn check_storage(config: &Config) -> Result<()> {
+    let parallel = &config.parallel;
+    let owners = parallel.owners;
     if parallel.storage == Storage::Ranks {
         return match owners {
             1 => Ok(()),
@@ -101,9 +104,9 @@ fn check_storage(parallel: &Parallel) -> Result<()> {
         ))
         .hint("leave parallel.shard out"));
     }
-    if parallel.average_every != Interval::Steps(0) {
+    if config.local_sgd.sync_every != Interval::Steps(0) {
         return Err(Error::input(
-            "parallel.average_every trains replicas apart, which parallel.storage = central does not",
+            "local_sgd.sync_every trains replicas apart, which parallel.storage = central does not",
         )
         .hint("leave one of them out"));
     }
@@ -116,55 +119,54 @@ fn check_storage(parallel: &Parallel) -> Result<()> {
 /// There is one replica, the ranks cannot divide them among themselves, or a key of averages is set
 /// without any.
 pub fn averaging(config: &Config, mesh: &Mesh) -> Result<Option<LocalSgd>> {
-    let Parallel {
-        average_every, average_replicas, outer_lr: lr, outer_momentum: momentum, ..
-    } = config.parallel;
-    let Interval::Steps(every) = average_every else {
+    let LocalSgdConfig { sync_every, replicas, outer_lr: lr, outer_momentum: momentum } =
+        config.local_sgd;
+    let Interval::Steps(every) = sync_every else {
         return Err(Error::input(
-            "parallel.average_every = epoch, but the data whose epoch it is was not looked at",
+            "local_sgd.sync_every = epoch, but the data whose epoch it is was not looked at",
         )
         .hint("give the steps of an epoch: samples / batch.global"));
     };
     if every == 0 {
         let set = [
-            ("average_replicas", average_replicas.map(|replicas| replicas.to_string())),
+            ("replicas", replicas.map(|replicas| replicas.to_string())),
             ("outer_lr", (lr != 1.0).then(|| lr.to_string())),
             ("outer_momentum", (momentum != 0.0).then(|| momentum.to_string())),
         ];
         return match set.into_iter().find_map(|(key, value)| Some((key, value?))) {
             None => Ok(None),
             Some((key, value)) => Err(Error::input(format!(
-                "parallel.{key} = {value} does nothing with parallel.average_every = 0"
+                "local_sgd.{key} = {value} does nothing with local_sgd.sync_every = 0"
             ))
             .hint(format!(
-                "set parallel.average_every to the steps between averages, or leave {key} out"
+                "set local_sgd.sync_every to the steps between averages, or leave {key} out"
             ))),
         };
     }
-    let replicas = average_replicas.unwrap_or(mesh.replica);
+    let replicas = replicas.unwrap_or(mesh.replica);
     if !replicas.is_multiple_of(mesh.replica) {
         let nearest = replicas.next_multiple_of(mesh.replica);
         return Err(Error::input(format!(
-            "parallel.average_replicas = {replicas} does not divide over the {} replicas of the mesh",
+            "local_sgd.replicas = {replicas} does not divide over the {} replicas of the mesh",
             mesh.replica
         ))
         .hint(format!("the nearest that does: {nearest}")));
     }
     if replicas == 1 {
         return Err(Error::input(format!(
-            "parallel.average_every = {every}, but there is one replica"
+            "local_sgd.sync_every = {every}, but there is one replica"
         ))
         .hint(
             "start more ranks, give them parallel.replica=2 or more, or let a rank train several: \
-             parallel.average_replicas=2",
+             local_sgd.replicas=2",
         ));
     }
     if !(lr > 0.0 && lr.is_finite()) {
-        return Err(out_of_range("parallel.outer_lr", lr, "greater than 0"));
+        return Err(out_of_range("local_sgd.outer_lr", lr, "greater than 0"));
     }
     if !(0.0..1.0).contains(&momentum) {
         return Err(out_of_range(
-            "parallel.outer_momentum",
+            "local_sgd.outer_momentum",
             momentum,
             "at least 0 and less than 1",
         ));
@@ -174,7 +176,7 @@ pub fn averaging(config: &Config, mesh: &Mesh) -> Result<Option<LocalSgd>> {
         let up = keep.next_multiple_of(every);
         let nearest = if keep > every { format!("{} or {up}", up - every) } else { up.to_string() };
         return Err(Error::input(format!(
-            "checkpoint.keep_every = {keep} is no multiple of parallel.average_every = {every}: checkpoints are those of averages"
+            "checkpoint.keep_every = {keep} is no multiple of local_sgd.sync_every = {every}: checkpoints are those of averages"
         ))
         .hint(format!("the nearest that is: {nearest}")));
     }
@@ -190,11 +192,11 @@ pub fn logit_rows(
     config: &Config,
     network: &Network,
     mesh: &Mesh,
-    tensor_lanes: usize,
+    virtual_tensor_ranks: usize,
     on_gpu: bool,
 ) -> Result<usize> {
-    let Parallel { logit_rows, sequence, schedule, .. } = config.parallel;
-    let slices = TensorShards::of_rank(tensor_lanes, 0, mesh.tensor, sequence);
+    let Parallel { loss_chunk_tokens, sequence, schedule, .. } = config.parallel;
+    let slices = TensorShards::of_rank(virtual_tensor_ranks, 0, mesh.tensor, sequence);
     let is_row_by_row =
         || network.cpu_blocks(&slices).last().is_some_and(|last| last.is_row_by_row());
     let why = match () {
@@ -206,38 +208,40 @@ pub fn logit_rows(
         () if !is_row_by_row() => {
             "but the last block of the program's own network takes all rows at once"
         }
-        () => return Ok(logit_rows.unwrap_or(if on_gpu { LOGIT_ROWS } else { 0 })),
+        () => return Ok(loss_chunk_tokens.unwrap_or(if on_gpu { LOGIT_ROWS } else { 0 })),
     };
-    match logit_rows {
+    match loss_chunk_tokens {
         Some(rows) if rows > 0 => {
-            Err(Error::input(format!("parallel.logit_rows = {rows}, {why}")).hint("leave it out"))
+            Err(Error::input(format!("parallel.loss_chunk_tokens = {rows}, {why}"))
+                .hint("leave it out"))
         }
         _ => Ok(0),
     }
 }
 
-/// The tensor lanes of a network.
+/// The virtual tensor ranks of a network.
 ///
 /// # Errors
-/// Its blocks cannot be divided so, or ranks cannot divide the lanes among themselves.
-pub fn tensor_lanes(parallel: &Parallel, network: &Network) -> Result<usize> {
+/// Its blocks cannot be divided so, or ranks cannot divide the virtual ranks among themselves.
+pub fn virtual_tensor_ranks(parallel: &Parallel, network: &Network) -> Result<usize> {
     let Parallel { tensor, sequence, .. } = *parallel;
-    let lanes = parallel.tensor_lanes.unwrap_or(tensor);
-    let key = if parallel.tensor_lanes.is_some() { "tensor_lanes" } else { "tensor" };
+    let virtual_ranks = parallel.virtual_tensor_ranks.unwrap_or(tensor);
+    let key =
+        if parallel.virtual_tensor_ranks.is_some() { "virtual_tensor_ranks" } else { "tensor" };
     if sequence && tensor == 1 {
         return Err(Error::input(
             "parallel.sequence = true divides nothing with parallel.tensor = 1",
         )
         .hint("set parallel.tensor to 2 or more, or leave parallel.sequence out"));
     }
-    if lanes == 1 {
+    if virtual_ranks == 1 {
         return Ok(1);
     }
-    if !lanes.is_multiple_of(tensor) {
+    if !virtual_ranks.is_multiple_of(tensor) {
         return Err(Error::input(format!(
-            "parallel.tensor_lanes = {lanes} does not divide over {tensor} ranks"
+            "parallel.virtual_tensor_ranks = {virtual_ranks} does not divide over {tensor} ranks"
         ))
-        .hint(format!("the nearest that does: {}", lanes.next_multiple_of(tensor))));
+        .hint(format!("the nearest that does: {}", virtual_ranks.next_multiple_of(tensor))));
     }
     let (heads, kind) = match network {
         Network::Gpt(gpt) => (gpt.heads, "model.heads"),
@@ -246,14 +250,14 @@ pub fn tensor_lanes(parallel: &Parallel, network: &Network) -> Result<usize> {
             let kind =
                 if matches!(network, Network::Own(_)) { "of a program's own" } else { "by layers" };
             return Err(Error::input(format!(
-                "parallel.{key} = {lanes}, but a network {kind} is not divided"
+                "parallel.{key} = {virtual_ranks}, but a network {kind} is not divided"
             ))
             .hint("leave it out: parallel.pipeline and parallel.zero are for all networks"));
         }
     };
-    if !heads.is_multiple_of(lanes) {
+    if !heads.is_multiple_of(virtual_ranks) {
         // Any divisor, or of slices given apart those that the ranks divide.
-        let step = if parallel.tensor_lanes.is_some() { tensor } else { 1 };
+        let step = if parallel.virtual_tensor_ranks.is_some() { tensor } else { 1 };
         let fits = |slices: &usize| heads.is_multiple_of(*slices) && slices.is_multiple_of(step);
         let legal: Vec<String> =
             (1..=heads).filter(fits).map(|slices| slices.to_string()).collect();
@@ -262,55 +266,58 @@ pub fn tensor_lanes(parallel: &Parallel, network: &Network) -> Result<usize> {
             legal => format!("parallel.{key} may be {}", legal.join(", ")),
         };
         return Err(Error::input(format!(
-            "parallel.{key} = {lanes} does not divide {kind} = {heads}"
+            "parallel.{key} = {virtual_ranks} does not divide {kind} = {heads}"
         ))
         .hint(hint));
     }
-    // The last lane has fewer rows of what does not divide, but not none.
+    // The last virtual rank has fewer rows of what does not divide, but not none.
     let mut widths = vec![("model.vocabulary", network.outputs())];
     if let Network::Llama(llama) = network {
         widths.push(("model.hidden", llama.hidden));
     }
     for (name, width) in widths {
-        if width.div_ceil(lanes) * (lanes - 1) >= width {
+        if width.div_ceil(virtual_ranks) * (virtual_ranks - 1) >= width {
             return Err(Error::input(format!(
-                "parallel.{key} = {lanes} leaves a slice without any of {name} = {width}"
+                "parallel.{key} = {virtual_ranks} leaves a slice without any of {name} = {width}"
             ))
             .hint("use fewer slices"));
         }
     }
-    if sequence && !network.context().is_multiple_of(lanes) {
+    if sequence && !network.context().is_multiple_of(virtual_ranks) {
         let context = network.context();
         return Err(Error::input(format!(
-            "parallel.sequence = true, but {lanes} slices do not divide model.context = {context}"
+            "parallel.sequence = true, but {virtual_ranks} slices do not divide model.context = {context}"
         ))
         .hint(format!(
             "a context of {} divides, or leave parallel.sequence out",
-            context.next_multiple_of(lanes)
+            context.next_multiple_of(virtual_ranks)
         )));
     }
-    Ok(lanes)
+    Ok(virtual_ranks)
 }
 
-/// Lanes of the global batch, of which each replica has an equal part and each of its shards one of
+/// Virtual ranks of the global batch, of which each replica has an equal part and each of its shards one of
 /// that.
 ///
 /// # Errors
 /// They cannot be divided so.
-pub fn lanes(config: &Config, replicas: usize, mesh: &Mesh) -> Result<usize> {
+pub fn virtual_ranks(config: &Config, replicas: usize, mesh: &Mesh) -> Result<usize> {
     let ranks = replicas * mesh.shard;
-    let lanes = config.parallel.lanes.unwrap_or(ranks);
-    if lanes.is_multiple_of(ranks) {
-        return Ok(lanes);
+    let virtual_ranks = config.parallel.virtual_ranks.unwrap_or(ranks);
+    if virtual_ranks.is_multiple_of(ranks) {
+        return Ok(virtual_ranks);
     }
-    let up = lanes.next_multiple_of(ranks);
-    let nearest = if lanes > ranks { format!("{} or {up}", up - ranks) } else { up.to_string() };
+    let up = virtual_ranks.next_multiple_of(ranks);
+    let nearest =
+        if virtual_ranks > ranks { format!("{} or {up}", up - ranks) } else { up.to_string() };
     let over = match replicas == mesh.replica {
         true => format!("{ranks} data-parallel ranks"),
         false => format!("{replicas} replicas of {} shards", mesh.shard),
     };
-    Err(Error::input(format!("parallel.lanes = {lanes} does not divide over {over}"))
-        .hint(format!("the nearest that does: {nearest}")))
+    Err(Error::input(format!(
+        "parallel.virtual_ranks = {virtual_ranks} does not divide over {over}"
+    ))
+    .hint(format!("the nearest that does: {nearest}")))
 }
 
 /// Whether so many ranks can train a configuration, as far as its layout and its batch say.
@@ -320,48 +327,61 @@ pub fn lanes(config: &Config, replicas: usize, mesh: &Mesh) -> Result<usize> {
 pub fn check_ranks(config: &Config, ranks: usize) -> Result<()> {
     let mesh = mesh(config, ranks)?;
     let replicas = averaging(config, &mesh)?.map_or(mesh.replica, |averaging| averaging.replicas);
-    let lanes = lanes(config, replicas, &mesh)?;
-    batch(config, lanes, replicas, &mesh).map(drop)
+    let virtual_ranks = virtual_ranks(config, replicas, &mesh)?;
+    batch(config, virtual_ranks, replicas, &mesh).map(drop)
 }
 
-/// Samples of a lane, and of a micro-batch, where `replicas` divide the lanes.
+/// Samples of a virtual rank, and of a micro-batch, where `replicas` divide the virtual ranks.
 ///
 /// # Errors
 /// The batch cannot be cut so.
-pub fn batch(config: &Config, lanes: usize, replicas: usize, mesh: &Mesh) -> Result<(u64, u64)> {
+pub fn batch(
+    config: &Config,
+    virtual_ranks: usize,
+    replicas: usize,
+    mesh: &Mesh,
+) -> Result<(u64, u64)> {
     let global = config.batch.global;
-    let lanes = lanes as u64;
-    if !global.is_multiple_of(lanes) {
-        let up = global.next_multiple_of(lanes);
-        let nearest =
-            if global > lanes { format!("{} or {up}", up - lanes) } else { up.to_string() };
+    let virtual_ranks = virtual_ranks as u64;
+    if !global.is_multiple_of(virtual_ranks) {
+        let up = global.next_multiple_of(virtual_ranks);
+        let nearest = if global > virtual_ranks {
+            format!("{} or {up}", up - virtual_ranks)
+        } else {
+            up.to_string()
+        };
         return Err(Error::input(format!(
-            "batch.global = {global} does not divide into {lanes} lanes ({global} / {lanes} = {:.2} samples)",
-            global as f64 / lanes as f64
+            "batch.global = {global} does not divide into {virtual_ranks} virtual ranks ({global} / {virtual_ranks} = {:.2} samples)",
+            global as f64 / virtual_ranks as f64
         ))
         .hint(format!("the nearest batch that does: {nearest}")));
     }
-    let lane_samples = global / lanes;
+    let virtual_rank_samples = global / virtual_ranks;
     let predictions =
         if config.model.kind == ModelKind::Layers { 1 } else { config.model.context as u64 };
-    let of_pass = lanes / (replicas * mesh.shard) as u64 * lane_samples;
+    let of_pass = virtual_ranks / (replicas * mesh.shard) as u64 * virtual_rank_samples;
     let enough =
         |micro: u64| mesh.pipeline == 1 || of_pass / micro >= MICROS_A_STAGE * mesh.pipeline as u64;
     let fits = |micro: &u64| {
-        lane_samples.is_multiple_of(*micro) && micro * predictions <= MICRO_TOKENS && enough(*micro)
+        virtual_rank_samples.is_multiple_of(*micro)
+            && micro * predictions <= MICRO_TOKENS
+            && enough(*micro)
     };
-    let micro =
-        config.batch.micro.unwrap_or_else(|| (1..=lane_samples).rev().find(fits).unwrap_or(1));
-    if !lane_samples.is_multiple_of(micro) {
-        let divisors = (1..=lane_samples).filter(|d| lane_samples.is_multiple_of(*d));
+    let micro = config
+        .batch
+        .micro
+        .unwrap_or_else(|| (1..=virtual_rank_samples).rev().find(fits).unwrap_or(1));
+    if !virtual_rank_samples.is_multiple_of(micro) {
+        let divisors =
+            (1..=virtual_rank_samples).filter(|d| virtual_rank_samples.is_multiple_of(*d));
         let nearest = divisors.min_by_key(|d| d.abs_diff(micro)).unwrap_or(1);
         return Err(Error::input(format!(
-            "batch.micro = {micro} does not divide the {lane_samples} samples of a lane \
-             (batch.global = {global} / {lanes} lanes)"
+            "batch.micro = {micro} does not divide the {virtual_rank_samples} samples of a virtual rank \
+             (batch.global = {global} / {virtual_ranks} virtual ranks)"
         ))
         .hint(format!("the nearest that does: {nearest}")));
     }
-    Ok((lane_samples, micro))
+    Ok((virtual_rank_samples, micro))
 }
 
 /// The blocks of every stage of the pipeline: as the configuration has them, or cut by their work.

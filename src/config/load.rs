@@ -2,7 +2,7 @@
 //!
 //! Each layer is checked by itself first, so that an error names the layer it came from.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
 use std::path::Path;
 use std::str::FromStr;
@@ -12,7 +12,7 @@ use serde::{Deserialize as _, Deserializer, Serialize};
 use toml::Table;
 
 use super::Config;
-use super::aliases::meant;
+use super::aliases::{meant, rename};
 use super::epochs::replace_partners;
 use super::paths::expand_paths;
 use hpctrain_base::error::{Error, Result};
@@ -55,51 +55,59 @@ pub fn load(sources: &Sources<'_>) -> Result<(Config, String)> {
     let mut merged = Table::new();
     let mut name = DEFAULT_PRESET.to_string();
     if let Some(preset) = sources.preset.or(sources.file.is_none().then_some(DEFAULT_PRESET)) {
-        let mut layer = parse_layer(self::preset(preset)?, &format!("preset {preset}"))?;
+        let mut layer = parse_layer(self::preset(preset)?, &format!("preset {preset}"))?.table;
         replace_partners(&mut layer)?;
         merge(&mut merged, layer);
         name = preset.to_string();
     }
     let mut given = BTreeSet::new();
+    let mut aliases = BTreeMap::new();
     if let Some(path) = sources.file {
         let text = std::fs::read_to_string(path).map_err(|e| {
             Error::io("read the configuration", path, e)
                 .hint("hpctrain config show prints one to start from")
         })?;
         let mut layer = parse_layer(&text, &path.display().to_string())?;
-        replace_partners(&mut layer).map_err(|e| e.at(path.display()))?;
-        given.extend(layout_keys(&layer));
-        merge(&mut merged, layer);
+        replace_partners(&mut layer.table).map_err(|e| e.at(path.display()))?;
+        given.extend(layout_keys(&layer.table));
+        merge(&mut merged, layer.table);
+        aliases.append(&mut layer.aliases);
         if let Some(stem) = path.file_stem() {
             name = stem.to_string_lossy().into_owned();
         }
     }
-    let layer = overriding(sources.overrides)?;
-    given.extend(layout_keys(&layer));
-    merge(&mut merged, layer);
+    let mut layer = overriding(sources.overrides)?;
+    given.extend(layout_keys(&layer.table));
+    merge(&mut merged, layer.table);
+    aliases.append(&mut layer.aliases);
     let mut config = Config::deserialize_table(merged)?;
     config.parallel.given = given;
+    config.aliases = aliases;
     Ok((config, name))
 }
 
 /// The layer of all overrides together.
-fn overriding(overrides: &[String]) -> Result<Table> {
-    let mut layer = Table::new();
+fn overriding(overrides: &[String]) -> Result<Layer> {
+    let mut all = Layer::default();
     for item in overrides {
-        merge(&mut layer, parse_override(item)?);
+        let mut layer = parse_override(item)?;
+        merge(&mut all.table, layer.table);
+        all.aliases.append(&mut layer.aliases);
     }
-    replace_partners(&mut layer)?;
-    Ok(layer)
+    replace_partners(&mut all.table)?;
+    Ok(all)
 }
 
 /// The keys of a layer that a choice of the layout keeps.
 fn layout_keys(layer: &Table) -> impl Iterator<Item = String> + '_ {
-    let keys = |section| {
-        layer.get(section).and_then(toml::Value::as_table).into_iter().flat_map(Table::keys)
+    let keys = move |section: &'static str| {
+        let table = layer.get(section).and_then(toml::Value::as_table);
+        table.into_iter().flat_map(Table::keys).map(move |key| format!("{section}.{key}"))
     };
-    let of_layout = keys("parallel").filter(|key| *key != "layout");
-    let of_batch = keys("batch").filter(|key| *key == "micro");
-    of_layout.chain(of_batch).chain(keys("optimizer").filter(|key| *key == "offload")).cloned()
+    let all = ["parallel", "local_sgd", "offload", "batch"].into_iter().flat_map(keys);
+    all.filter(|key| {
+        key != "parallel.layout" && (!key.starts_with("batch.") || key == "batch.micro")
+    })
 }
 
 /// A configuration with some of its keys overridden, each as `section.key=value`.
@@ -108,7 +116,7 @@ fn layout_keys(layer: &Table) -> impl Iterator<Item = String> + '_ {
 /// As [`load`].
 pub fn overlay(config: &Config, overrides: &[String]) -> Result<Config> {
     let mut merged = config.to_table()?;
-    merge(&mut merged, overriding(overrides)?);
+    merge(&mut merged, overriding(overrides)?.table);
     Config::deserialize_table(merged)
 }
 
@@ -162,6 +170,13 @@ impl FromStr for Config {
 }
 
 impl Config {
+    /// Logs the other names by which keys were given, at level info.
+    pub fn log_aliases(&self) {
+        for (alias, key) in &self.aliases {
+            log::info!("{alias} is read as {key}");
+        }
+    }
+
     /// Serializes all keys that have a value, as a TOML file.
     ///
     /// # Errors
@@ -194,12 +209,26 @@ fn preset(name: &str) -> Result<&'static str> {
     })
 }
 
+/// One source of keys.
+#[derive(Default)]
+struct Layer {
+    table: Table,
+    /// As [`Config::aliases`].
+    aliases: BTreeMap<String, String>,
+}
+
 /// Parses one layer, refusing keys and values that the schema does not know.
-fn parse_layer(text: &str, origin: &str) -> Result<Table> {
-    text.parse::<Config>().map_err(|e| explain(&e, text, origin))?;
-    let layer: Table = toml::from_str(text).map_err(|e| explain(&e, text, origin))?;
-    layer.iter().try_for_each(|(key, value)| check_finite(key, value)).map_err(|e| e.at(origin))?;
-    Ok(layer)
+fn parse_layer(text: &str, origin: &str) -> Result<Layer> {
+    let mut table: Table = toml::from_str(text).map_err(|e| explain(&e, text, origin))?;
+    let aliases = rename(&mut table).map_err(|e| e.at(origin))?;
+    if aliases.is_empty() {
+        text.parse::<Config>().map_err(|e| explain(&e, text, origin))?;
+    } else {
+        // Without the lines of the file, of which keys have moved.
+        table.to_string().parse::<Config>().map_err(|e| explain(&e, "", origin))?;
+    }
+    table.iter().try_for_each(|(key, value)| check_finite(key, value)).map_err(|e| e.at(origin))?;
+    Ok(Layer { table, aliases })
 }
 
 /// Refuses numbers that TOML can say, and neither training nor a manifest has a use for.
@@ -220,7 +249,7 @@ fn check_finite(key: &str, value: &toml::Value) -> Result<()> {
 }
 
 /// `a.b=c` as a table, or `a.b.d=c` where a section has sections; `c` may be TOML or a bare word.
-fn parse_override(item: &str) -> Result<Table> {
+fn parse_override(item: &str) -> Result<Layer> {
     let origin = format!("--set {item}");
     let malformed = || {
         Error::input(format!("{origin}: not of the form section.key=value"))
@@ -423,7 +452,7 @@ mod tests {
         let error = set(&["run.stps=5"]).unwrap_err().to_string();
         assert!(error.contains("--set run.stps=5: unknown key `stps`"), "{error}");
         assert!(error.contains("did you mean `steps`?"), "{error}");
-        let error = set(&["schedule.shape=cosin"]).unwrap_err().to_string();
+        let error = set(&["lr_schedule.kind=cosin"]).unwrap_err().to_string();
         assert!(error.contains("unknown value `cosin`") && error.contains("`cosine`"), "{error}");
     }
 
@@ -447,12 +476,12 @@ mod tests {
     #[test]
     fn keys_of_other_programs_get_their_names_here() {
         for (item, ours) in [
-            ("optimizer.learning_rate=1e-3", "optimizer.lr"),
-            ("model.vocab=100", "model.vocabulary"),
-            ("model.n_layer=2", "model.layers"),
+            ("optimizer.betas=1", "optimizer.beta1"),
+            ("lr_schedule.min_lr=0.1", "lr_schedule.min_ratio"),
+            ("batch.gradient_accumulation_steps=2", "batch.micro"),
             ("train.batch_size=8", "batch.global"),
             ("training.weight_decay=0.1", "optimizer.weight_decay"),
-            ("optimizer.type=sgd", "optimizer.kind"),
+            ("train.n_layer=2", "model.layers"),
         ] {
             let error = set(&[item]).unwrap_err().to_string();
             assert!(
@@ -461,11 +490,11 @@ mod tests {
             );
         }
         for (text, ours) in [
-            ("[model]\nwidth = 8\nn_head = 2\n", "model.heads"),
+            ("[batch]\nmicro = 8\nbs = 2\n", "batch.global"),
             ("[run]\nsteps = 1\n\n[train]\n# of a step\nbatch_size = 2\n", "batch.global"),
-            ("optimizer.learning_rate = 1\n", "optimizer.lr"),
+            ("optimizer.decay = 1\n", "optimizer.weight_decay"),
         ] {
-            let error = parse_layer(text, "x.toml").unwrap_err().to_string();
+            let error = parse_layer(text, "x.toml").err().unwrap().to_string();
             assert!(error.contains(&format!("hint: did you mean `{ours}`? ")), "{text}: {error}");
         }
     }
@@ -503,7 +532,7 @@ mod tests {
         assert_eq!(set(&["data.path=2024"]).unwrap().data.path, "2024");
         // Other keys take no text.
         assert!(set(&["run.steps=1.5"]).unwrap_err().to_string().contains("floating point `1.5`"));
-        let error = parse_layer("[run]\nname = 123\n", "x.toml").unwrap_err().to_string();
+        let error = parse_layer("[run]\nname = 123\n", "x.toml").err().unwrap().to_string();
         assert!(
             error.starts_with("x.toml:2: ")
                 && error.ends_with("hint: write a text in quotes, such as \"123\""),

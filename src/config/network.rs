@@ -234,9 +234,12 @@ pub(super) fn loss(config: &Config, network: &Network) -> Result<Loss> {
             Error::input("data.weights: samples of language models have none").hint("leave it out")
         );
     }
-    if network.is_language() && (config.data.axes, config.data.scale) != (Axes::Nhwc, None) {
-        return Err(Error::input("data.axes and data.scale: samples of language models are ids")
-            .hint("leave them out"));
+    if network.is_language() && (config.data.image_layout, config.data.scale) != (Axes::Nhwc, None)
+    {
+        return Err(Error::input(
+            "data.image_layout and data.scale: samples of language models are ids",
+        )
+        .hint("leave them out"));
     }
     let by = match own.kind {
         LossKind::CrossEntropy => {

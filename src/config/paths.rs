@@ -6,7 +6,7 @@ use toml::{Table, Value};
 use hpctrain_base::error::{Error, Result};
 
 /// Keys whose values are paths, by section.
-const PATHS: [(&str, &str); 3] = [("run", "root"), ("data", "path"), ("data", "stage")];
+const PATHS: [(&str, &str); 3] = [("run", "root"), ("data", "path"), ("data", "local_cache")];
 
 /// Replaces `~/`, `$NAME` and `${NAME}` at the beginning of paths; `env` looks up a variable.
 ///
@@ -103,7 +103,11 @@ mod tests {
             "{text}"
         );
         let error =
-            expand_paths(&mut toml::from_str("data.stage = '$B'").unwrap(), &|_| None).unwrap_err();
-        assert!(error.to_string().starts_with("data.stage = $B: the variable \"B\""), "{error}");
+            expand_paths(&mut toml::from_str("data.local_cache = '$B'").unwrap(), &|_| None)
+                .unwrap_err();
+        assert!(
+            error.to_string().starts_with("data.local_cache = $B: the variable \"B\""),
+            "{error}"
+        );
     }
 }

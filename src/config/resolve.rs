@@ -6,7 +6,9 @@ use std::ops::Range;
 use super::bounds;
 use super::epochs;
 use super::host_embedding::placed;
-use super::layout::{averaging, batch, lanes, logit_rows, mesh, stages, tensor_lanes};
+use super::layout::{
+    averaging, batch, logit_rows, mesh, stages, virtual_ranks, virtual_tensor_ranks,
+};
 use super::network::{loss, network};
 use super::range::out_of_range;
 use super::{
@@ -47,13 +49,13 @@ pub struct ResolvedConfig {
     pub mesh: Mesh,
     /// Blocks of every stage of the pipeline.
     pub stages: Vec<Range<usize>>,
-    /// Lanes of the global batch.
-    pub lanes: usize,
+    /// Virtual ranks of the global batch.
+    pub virtual_ranks: usize,
     /// Slices of each block.
-    pub tensor_lanes: usize,
-    /// Samples a lane.
-    pub lane_samples: u64,
-    /// Samples computed at once; divides `lane_samples`.
+    pub virtual_tensor_ranks: usize,
+    /// Samples a virtual rank.
+    pub virtual_rank_samples: u64,
+    /// Samples computed at once; divides `virtual_rank_samples`.
     pub micro: u64,
     /// Rows whose logits are in memory at once; 0 are all of a micro-batch.
     pub logit_rows: usize,
@@ -81,12 +83,12 @@ impl ResolvedConfig {
         Objective::new(self.loss.clone(), self.network.outputs(), !self.network.is_language())
     }
 
-    /// Micro-batches in a lane.
-    pub fn micros_per_lane(&self) -> usize {
-        (self.lane_samples / self.micro) as usize
+    /// Micro-batches in a virtual rank.
+    pub fn micros_per_virtual_rank(&self) -> usize {
+        (self.virtual_rank_samples / self.micro) as usize
     }
 
-    /// Replicas that divide the lanes of a batch: those of the mesh, or those that train apart.
+    /// Replicas that divide the virtual ranks of a batch: those of the mesh, or those that train apart.
     pub fn replicas(&self) -> usize {
         self.averaging.map_or(self.mesh.replica, |averaging| averaging.replicas)
     }
@@ -96,15 +98,15 @@ impl ResolvedConfig {
         self.replicas() / self.mesh.replica
     }
 
-    /// Lanes of a batch that data-parallel rank `rank` of a stage computes, by replica that it
+    /// Virtual ranks of a batch that data-parallel rank `rank` of a stage computes, by replica that it
     /// trains.
-    pub fn lanes_of(&self, rank: usize) -> Vec<Range<usize>> {
+    pub fn virtual_ranks_of(&self, rank: usize) -> Vec<Range<usize>> {
         let replica = rank / self.mesh.shard;
         let shard = rank % self.mesh.shard;
         let of_replica = |replica: usize| {
-            let lanes = part(self.lanes, replica, self.replicas());
-            let mine = part(lanes.len(), shard, self.mesh.shard);
-            lanes.start + mine.start..lanes.start + mine.end
+            let virtual_ranks = part(self.virtual_ranks, replica, self.replicas());
+            let mine = part(virtual_ranks.len(), shard, self.mesh.shard);
+            virtual_ranks.start + mine.start..virtual_ranks.start + mine.end
         };
         part(self.replicas(), replica, self.mesh.replica).map(of_replica).collect()
     }
@@ -141,15 +143,21 @@ impl ResolvedConfig {
     /// The order of work in stage `stage` of the pipeline of a rank's step, of each replica that it
     /// trains.
     pub fn step_schedule(&self, stage: usize) -> StepSchedule {
-        let lanes = self.lanes / (self.replicas() * self.mesh.shard);
-        let micros_per_lane = self.micros_per_lane();
+        let virtual_ranks = self.virtual_ranks / (self.replicas() * self.mesh.shard);
+        let micros_per_virtual_rank = self.micros_per_virtual_rank();
         // One stage has nothing to put off.
         let order = if self.mesh.pipeline > 1 {
             self.config.parallel.schedule
         } else {
             PipelineSchedule::default()
         };
-        StepSchedule { lanes, micros_per_lane, stage, stages: self.mesh.pipeline, order }
+        StepSchedule {
+            virtual_ranks,
+            micros_per_virtual_rank,
+            stage,
+            stages: self.mesh.pipeline,
+            order,
+        }
     }
 
     /// Stage `index` of the pipeline, of a network whose blocks have these loans. With one stage it
@@ -171,7 +179,7 @@ impl ResolvedConfig {
     pub fn slices(&self, rank: usize) -> TensorShards {
         let tensor = self.mesh.coordinates(rank)[Axis::Tensor as usize];
         TensorShards::of_rank(
-            self.tensor_lanes,
+            self.virtual_tensor_ranks,
             tensor,
             self.mesh.tensor,
             self.config.parallel.sequence,
@@ -180,9 +188,9 @@ impl ResolvedConfig {
 
     /// Lifetime of full buffers.
     pub fn residency(&self) -> ShardingPolicy {
-        let Parallel { prefetch, zero, offload_shards, .. } = self.config.parallel;
-        ShardingPolicy { ahead: prefetch, on_host: offload_shards, ..zero.residency() }
-            .over(self.mesh.shard)
+        let Parallel { prefetch, zero, .. } = self.config.parallel;
+        let on_host = self.config.offload.params;
+        ShardingPolicy { ahead: prefetch, on_host, ..zero.residency() }.over(self.mesh.shard)
     }
 
     /// The same of tables that the host has.
@@ -222,19 +230,24 @@ pub fn resolve(mut config: Config, facts: &Environment) -> Result<ResolvedConfig
     let mesh = mesh(&config, facts.ranks)?;
     let averaging = averaging(&config, &mesh)?;
     let replicas = averaging.map_or(mesh.replica, |averaging| averaging.replicas);
-    let lanes = lanes(&config, replicas, &mesh)?;
-    let (lane_samples, micro) = batch(&config, lanes, replicas, &mesh)?;
+    let virtual_ranks = virtual_ranks(&config, replicas, &mesh)?;
+    let (virtual_rank_samples, micro) = batch(&config, virtual_ranks, replicas, &mesh)?;
     let threads = config.run.threads.unwrap_or(facts.threads);
     let network = network(&mut config.model, facts.vocabulary)?;
-    let tensor_lanes = tensor_lanes(&config.parallel, &network)?;
-    let network = placed(&config, network, &mesh, tensor_lanes, facts.on_gpu)?;
+    let virtual_tensor_ranks = virtual_tensor_ranks(&config.parallel, &network)?;
+    let network = placed(&config, network, &mesh, virtual_tensor_ranks, facts.on_gpu)?;
     let stages = stages(&config.parallel, &network)?;
     // Replicas that train apart share no statistics.
-    let (lanes_together, ranks_together) = match averaging {
-        None => (lanes, mesh.data()),
-        Some(_) => (lanes / replicas, mesh.shard),
+    let (virtual_ranks_together, ranks_together) = match averaging {
+        None => (virtual_ranks, mesh.data()),
+        Some(_) => (virtual_ranks / replicas, mesh.shard),
     };
-    check_batch_norm(&config.model.layers, lanes_together, ranks_together, lanes / lanes_together)?;
+    check_batch_norm(
+        &config.model.layers,
+        virtual_ranks_together,
+        ranks_together,
+        virtual_ranks / virtual_ranks_together,
+    )?;
     check_batch(&network, micro, ranks_together)?;
     let loss = loss(&config, &network)?;
     let samples = network.sample_spec(&loss);
@@ -253,15 +266,14 @@ pub fn resolve(mut config: Config, facts: &Environment) -> Result<ResolvedConfig
         OptimizerKind::Lars => UpdateRule::Lars { momentum, nesterov, trust },
         OptimizerKind::Lion => UpdateRule::Elementwise(Elementwise::Lion { beta1, beta2 }),
     };
-    config.precision.compute = compute(&config, facts.on_gpu)?;
-    if config.optimizer.offload && !facts.on_gpu {
-        return Err(Error::input("optimizer.offload = true is for GPUs").hint(
+    config.precision.dtype = compute(&config, facts.on_gpu)?;
+    if config.offload.optimizer && !facts.on_gpu {
+        return Err(Error::input("offload.optimizer = true is for GPUs").hint(
             "leave it out, or run on a node with a GPU: on a CPU the optimizer is in the memory of the host anyway",
         ));
     }
-    if config.parallel.offload_activations {
-        let refused =
-            |why: &str| Error::input(format!("parallel.offload_activations = true {why}"));
+    if config.offload.activations {
+        let refused = |why: &str| Error::input(format!("offload.activations = true {why}"));
         if !facts.on_gpu {
             return Err(refused("is for GPUs")
                 .hint("leave it out: on a CPU activations are in the memory of the host anyway"));
@@ -271,44 +283,45 @@ pub fn resolve(mut config: Config, facts: &Environment) -> Result<ResolvedConfig
                 .hint("set parallel.recompute=true too"));
         }
     }
-    if config.parallel.offload_shards {
-        let refused = |why: &str| Error::input(format!("parallel.offload_shards = true {why}"));
+    if config.offload.params {
+        let refused = |why: &str| Error::input(format!("offload.params = true {why}"));
         if !facts.on_gpu {
             return Err(refused("is for GPUs")
                 .hint("leave it out: on a CPU parameters are in the memory of the host anyway"));
         }
-        let wants = u8::from(config.parallel.zero) == 3 && config.optimizer.offload;
+        let wants = u8::from(config.parallel.zero) == 3 && config.offload.optimizer;
         if !wants {
-            return Err(refused(
-                "wants parameters that are gathered for their use, and owners on the host",
-            )
-            .hint("set parallel.zero=3 and optimizer.offload=true too"));
+            return Err(refused("requires parallel.zero = 3 and offload.optimizer = true")
+                .hint("set parallel.zero=3 and offload.optimizer=true too"));
         }
         if config.log.histograms > 0 || averaging.is_some() {
-            return Err(refused("leaves no gradients and no parameters on the GPU to be looked at or averaged")
-                .hint("set log.histograms=0 and parallel.average_every=0, or parallel.offload_shards=false"));
+            return Err(refused(
+                "leaves no gradients and no parameters on the GPU to be looked at or averaged",
+            )
+            .hint("set log.histograms=0 and local_sgd.sync_every=0, or offload.params=false"));
         }
     }
-    let logit_rows = logit_rows(&config, &network, &mesh, tensor_lanes, facts.on_gpu)?;
+    let logit_rows = logit_rows(&config, &network, &mesh, virtual_tensor_ranks, facts.on_gpu)?;
     config.parallel.shard = Some(mesh.shard);
     config.parallel.replica = Some(mesh.replica);
-    config.parallel.lanes = Some(lanes);
-    config.parallel.average_replicas = averaging.map(|averaging| averaging.replicas);
+    config.parallel.virtual_ranks = Some(virtual_ranks);
+    config.local_sgd.replicas = averaging.map(|averaging| averaging.replicas);
     if mesh.pipeline > 1 {
         config.parallel.stages = Some(stages.iter().map(Range::len).collect());
     }
-    config.parallel.tensor_lanes = Some(tensor_lanes).filter(|lanes| *lanes > 1);
+    config.parallel.virtual_tensor_ranks =
+        Some(virtual_tensor_ranks).filter(|virtual_ranks| *virtual_ranks > 1);
     config.batch.micro = Some(micro);
     config.run.threads = Some(threads);
-    config.schedule.decay = Some(schedule.decay);
+    config.lr_schedule.decay = Some(schedule.decay);
     let average = (config.optimizer.ema > 0.0).then_some(config.optimizer.ema);
     Ok(ResolvedConfig {
         config,
         mesh,
         stages,
-        lanes,
-        tensor_lanes,
-        lane_samples,
+        virtual_ranks,
+        virtual_tensor_ranks,
+        virtual_rank_samples,
         micro,
         logit_rows,
         threads,
@@ -324,10 +337,10 @@ pub fn resolve(mut config: Config, facts: &Environment) -> Result<ResolvedConfig
 
 /// The number format, which the device must know.
 fn compute(config: &Config, on_gpu: bool) -> Result<Compute> {
-    match (config.precision.compute, on_gpu) {
+    match (config.precision.dtype, on_gpu) {
         (Compute::Auto, true) => Ok(Compute::Bf16),
         (Compute::Auto, false) => Ok(Compute::F32),
-        (Compute::Tf32, false) => Err(Error::input("precision.compute = tf32 is for GPUs")
+        (Compute::Tf32, false) => Err(Error::input("precision.dtype = tf32 is for GPUs")
             .hint("leave it out, or run on a node with a GPU")),
         (compute, _) => Ok(compute),
     }
@@ -341,7 +354,7 @@ fn digits(number: f32) -> f64 {
 fn check_ranges(config: &Config) -> Result<()> {
     bounds::check(config)?;
     let Config {
-        run, model, data, batch, optimizer, schedule, eval, checkpoint, comm, log, ..
+        run, model, data, batch, optimizer, lr_schedule, eval, checkpoint, comm, log, ..
     } = config;
     let positive = [
         ("run.steps", run.steps),
@@ -359,7 +372,7 @@ fn check_ranges(config: &Config) -> Result<()> {
         ("device.ranks_per_gpu", config.device.ranks_per_gpu as u64),
         ("log.straggler_window", log.straggler_window),
         ("run.threads", run.threads.unwrap_or(1) as u64),
-        ("schedule.reference_batch", schedule.reference_batch.unwrap_or(1)),
+        ("lr_schedule.reference_batch", lr_schedule.reference_batch.unwrap_or(1)),
         ("model.vocabulary", model.vocabulary.unwrap_or(1) as u64),
     ];
     for (key, value) in positive {
@@ -404,8 +417,8 @@ fn check_ranges(config: &Config) -> Result<()> {
     if !(optimizer.trust > 0.0 && optimizer.trust.is_finite()) {
         return Err(out_of_range("optimizer.trust", optimizer.trust, "greater than 0"));
     }
-    if !(0.0..=1.0).contains(&schedule.min_ratio) {
-        return Err(out_of_range("schedule.min_ratio", schedule.min_ratio, "from 0 to 1"));
+    if !(0.0..=1.0).contains(&lr_schedule.min_ratio) {
+        return Err(out_of_range("lr_schedule.min_ratio", lr_schedule.min_ratio, "from 0 to 1"));
     }
     if log.straggler_factor != 0.0
         && !(log.straggler_factor > 1.0 && log.straggler_factor.is_finite())
@@ -455,18 +468,23 @@ fn check_ranges(config: &Config) -> Result<()> {
     Ok(())
 }
 
-/// Ranks can share only the statistics of samples that they compute at the same time: of the lanes
+/// Ranks can share only the statistics of samples that they compute at the same time: of the virtual ranks
 /// of one replica, where so many train apart.
-fn check_batch_norm(layers: &LayerList, lanes: usize, ranks: usize, replicas: usize) -> Result<()> {
+fn check_batch_norm(
+    layers: &LayerList,
+    virtual_ranks: usize,
+    ranks: usize,
+    replicas: usize,
+) -> Result<()> {
     let LayerList::List(layers) = layers else { return Ok(()) };
     match Layer::synchronised(layers, "model.layers") {
-        Some(place) if lanes > ranks => Err(Error::input(format!(
-            "{place} (batch_norm) shares statistics among ranks, but of parallel.lanes = {} several are one rank's, \
+        Some(place) if virtual_ranks > ranks => Err(Error::input(format!(
+            "{place} (batch_norm) shares statistics among ranks, but of parallel.virtual_ranks = {} several are one rank's, \
              one after the other",
-            lanes * replicas
+            virtual_ranks * replicas
         ))
         .hint(format!(
-            "set parallel.lanes={}, or synchronised=false to take the statistics of each micro-batch alone",
+            "set parallel.virtual_ranks={}, or synchronised=false to take the statistics of each micro-batch alone",
             ranks * replicas
         ))),
         _ => Ok(()),
@@ -523,21 +541,21 @@ fn check_groups(groups: &[Group], network: &Network) -> Result<()> {
 }
 
 fn schedule(config: &Config) -> Schedule {
-    let factor = config.schedule.reference_batch.map_or(1.0, |reference| {
+    let factor = config.lr_schedule.reference_batch.map_or(1.0, |reference| {
         let ratio = config.batch.global as f64 / reference as f64;
-        match config.schedule.scaling {
+        match config.lr_schedule.scaling {
             Scaling::Linear => ratio,
             Scaling::Sqrt => ratio.sqrt(),
         }
     });
     let peak = config.optimizer.lr * factor;
     Schedule {
-        shape: config.schedule.shape,
+        shape: config.lr_schedule.kind,
         peak,
-        min: peak * config.schedule.min_ratio,
-        warmup: config.schedule.warmup,
+        min: peak * config.lr_schedule.min_ratio,
+        warmup: config.lr_schedule.warmup,
         total: config.run.steps,
-        decay: config.schedule.decay.unwrap_or(config.run.steps / 10),
+        decay: config.lr_schedule.decay.unwrap_or(config.run.steps / 10),
     }
 }
 
@@ -561,10 +579,10 @@ mod tests {
 
     #[test]
     fn a_resolved_plan_resolves_to_itself() {
-        let first =
-            plan(4, &["parallel.zero=2", "parallel.replica=2", "parallel.lanes=8"]).unwrap();
+        let first = plan(4, &["parallel.zero=2", "parallel.replica=2", "parallel.virtual_ranks=8"])
+            .unwrap();
         assert_eq!(
-            (first.mesh.shard, first.mesh.replica, first.lane_samples, first.micro),
+            (first.mesh.shard, first.mesh.replica, first.virtual_rank_samples, first.micro),
             (2, 2, 2, 2)
         );
         let facts = Environment { ranks: 4, threads: 99, vocabulary: None, on_gpu: false };
@@ -577,7 +595,8 @@ mod tests {
         assert!(error.contains("16 / 3 = 5.33") && error.contains("15 or 18"), "{error}");
         let error = refusal(2, &["batch.micro=3"]);
         assert!(
-            error.contains("the 8 samples of a lane") && error.contains("nearest that does: 2"),
+            error.contains("the 8 samples of a virtual rank")
+                && error.contains("nearest that does: 2"),
             "{error}"
         );
         let micro = |overrides: &[&str]| plan(1, overrides).unwrap().micro;
@@ -590,7 +609,7 @@ mod tests {
     #[test]
     fn layouts_are_checked() {
         assert!(refusal(4, &["parallel.replica=3"]).contains("= 3 ranks, but 4 started"));
-        assert!(refusal(3, &["parallel.lanes=8", "batch.global=24"]).contains("6 or 9"));
+        assert!(refusal(3, &["parallel.virtual_ranks=8", "batch.global=24"]).contains("6 or 9"));
         assert!(refusal(2, &["parallel.shard=2"]).contains("parallel.zero"));
         let sliced = refusal(3, &["parallel.tensor=3"]);
         assert!(sliced.contains("parallel.tensor = 3 does not divide model.heads = 4"), "{sliced}");
@@ -607,32 +626,35 @@ mod tests {
     }
 
     #[test]
-    fn replicas_that_train_apart_divide_the_lanes() {
+    fn replicas_that_train_apart_divide_the_virtual_ranks() {
         let settings =
-            ["parallel.average_every=8", "parallel.average_replicas=4", "parallel.lanes=8"];
+            ["local_sgd.sync_every=8", "local_sgd.replicas=4", "parallel.virtual_ranks=8"];
         let apart = |ranks, more: &[&str]| plan(ranks, &[&settings[..], more].concat()).unwrap();
         let one = apart(1, &[]);
-        assert_eq!(one.lanes_of(0), [0..2, 2..4, 4..6, 6..8]);
+        assert_eq!(one.virtual_ranks_of(0), [0..2, 2..4, 4..6, 6..8]);
         assert_eq!(
-            (one.replicas_here(), one.step_schedule(0).lanes, one.tokens_of_replica()),
+            (one.replicas_here(), one.step_schedule(0).virtual_ranks, one.tokens_of_replica()),
             (4, 2, 16 / 4 * 64)
         );
-        // Each replica's lanes are divided among its shards.
+        // Each replica's virtual ranks are divided among its shards.
         let sharded = apart(4, &["parallel.zero=1", "parallel.shard=2"]);
         assert_eq!(
-            [0, 1, 2, 3].map(|rank| sharded.lanes_of(rank)),
+            [0, 1, 2, 3].map(|rank| sharded.virtual_ranks_of(rank)),
             [[0..1, 2..3], [1..2, 3..4], [4..5, 6..7], [5..6, 7..8]]
         );
         let facts = Environment { ranks: 4, threads: 2, vocabulary: None, on_gpu: false };
         assert_eq!(resolve(sharded.config.clone(), &facts).unwrap(), sharded);
         let together =
-            plan(4, &["parallel.zero=1", "parallel.shard=2", "parallel.lanes=8"]).unwrap();
-        assert_eq!([0, 3].map(|rank| together.lanes_of(rank)), [vec![0..2; 1], vec![6..8; 1]]);
+            plan(4, &["parallel.zero=1", "parallel.shard=2", "parallel.virtual_ranks=8"]).unwrap();
+        assert_eq!(
+            [0, 3].map(|rank| together.virtual_ranks_of(rank)),
+            [vec![0..2; 1], vec![6..8; 1]]
+        );
     }
 
     #[test]
     fn rounds_end_at_averages() {
-        let apart = plan(2, &["parallel.average_every=8", "run.steps=20"]).unwrap();
+        let apart = plan(2, &["local_sgd.sync_every=8", "run.steps=20"]).unwrap();
         assert_eq!([0, 7, 8, 13, 16].map(|step| apart.round_end(step)), [8, 8, 16, 16, 20]);
         // At the first average after it is wanted.
         let due = |every| [8, 16, 20].map(|step| apart.is_due(every, step));
@@ -662,7 +684,7 @@ mod tests {
             ),
             ("model.vocabulary=10", "model.vocabulary = 10"),
             ("run.name=../x", "run.name"),
-            ("schedule.min_ratio=2.0", "schedule.min_ratio"),
+            ("lr_schedule.min_ratio=2.0", "lr_schedule.min_ratio"),
             ("optimizer.trust=0", "optimizer.trust"),
             ("log.straggler_factor=1.0", "log.straggler_factor = 1 "),
             ("log.straggler_factor=nan", "log.straggler_factor = NaN"),
@@ -681,14 +703,11 @@ mod tests {
                 "optimizer.groups=[{names='*', weight_decay=nan}]",
                 "optimizer.groups[0].weight_decay = NaN",
             ),
+            ("offload.params=true", "offload.params = true is for GPUs\nhint: leave it out"),
+            ("offload.optimizer=true", "offload.optimizer = true is for GPUs\nhint: leave it out"),
             (
-                "parallel.offload_shards=true",
-                "parallel.offload_shards = true is for GPUs\nhint: leave it out",
-            ),
-            ("optimizer.offload=true", "optimizer.offload = true is for GPUs\nhint: leave it out"),
-            (
-                "parallel.offload_activations=true",
-                "parallel.offload_activations = true is for GPUs\nhint: leave it out",
+                "offload.activations=true",
+                "offload.activations = true is for GPUs\nhint: leave it out",
             ),
         ] {
             assert!(refusal(1, &[setting]).contains(wanted), "{setting}");
@@ -711,7 +730,10 @@ mod tests {
             ["model.kind=layers", "model.input=[4]", "model.layers=[{kind='dense', units=10}]"];
         assert_eq!([rows(false, &[]), rows(true, &[])], [Ok(0), Ok(4096)]);
         assert_eq!(
-            [rows(false, &["parallel.logit_rows=9"]), rows(true, &["parallel.logit_rows=0"])],
+            [
+                rows(false, &["parallel.loss_chunk_tokens=9"]),
+                rows(true, &["parallel.loss_chunk_tokens=0"])
+            ],
             [Ok(9), Ok(0)]
         );
         for (settings, why) in [
@@ -720,8 +742,12 @@ mod tests {
             (&layers, "the network is no language model"),
         ] {
             assert_eq!(rows(true, settings), Ok(0), "{why}");
-            let error = rows(true, &[settings, &["parallel.logit_rows=9"]].concat()).unwrap_err();
-            assert!(error.starts_with(&format!("parallel.logit_rows = 9, but {why}")), "{error}");
+            let error =
+                rows(true, &[settings, &["parallel.loss_chunk_tokens=9"]].concat()).unwrap_err();
+            assert!(
+                error.starts_with(&format!("parallel.loss_chunk_tokens = 9, but {why}")),
+                "{error}"
+            );
             assert!(error.ends_with("\nhint: leave it out"), "{error}");
         }
     }
@@ -877,10 +903,9 @@ mod tests {
             refusal(1, &[&model[..], &["loss.kind=mse", "loss.label_smoothing=0.1"]].concat());
         assert!(error.contains("are for cross-entropy"), "{error}");
         assert!(refusal(1, &["loss.kind=mse"]).contains("language models predict tokens"));
-        assert!(
-            refusal(1, &["data.axes=nchw"])
-                .contains("data.axes and data.scale: samples of language models are ids\nhint: ")
-        );
+        assert!(refusal(1, &["data.image_layout=nchw"]).contains(
+            "data.image_layout and data.scale: samples of language models are ids\nhint: "
+        ));
         assert!(
             refusal(1, &["data.weights=/w"])
                 .contains("data.weights: samples of language models have none\nhint: ")
@@ -904,7 +929,7 @@ mod tests {
                 "model.input=[3]",
                 &layers,
                 "loss.kind=mse",
-                "parallel.lanes=4",
+                "parallel.virtual_ranks=4",
             ];
             plan(2, &model).map_err(|error| error.to_string())
         };
@@ -913,8 +938,11 @@ mod tests {
             error.starts_with("model.layers[0].layers[0] (batch_norm) shares statistics"),
             "{error}"
         );
-        assert!(error.contains("hint: set parallel.lanes=2, or synchronised=false"), "{error}");
-        assert_eq!(batch_norm(", synchronised=false").map(|plan| plan.lanes), Ok(4));
+        assert!(
+            error.contains("hint: set parallel.virtual_ranks=2, or synchronised=false"),
+            "{error}"
+        );
+        assert_eq!(batch_norm(", synchronised=false").map(|plan| plan.virtual_ranks), Ok(4));
         let layers = "model.layers=[{kind='dense', units=2}, {kind='batch_norm'}]";
         let one =
             ["model.kind=layers", "model.input=[3]", layers, "loss.kind=mse", "batch.micro=1"];
@@ -929,8 +957,8 @@ mod tests {
     #[test]
     fn the_rate_follows_the_batch() {
         let peak = |overrides: &[&str]| plan(1, overrides).unwrap().schedule.peak;
-        assert_eq!(peak(&["schedule.reference_batch=4"]), 4e-3);
-        assert_eq!(peak(&["schedule.reference_batch=4", "schedule.scaling=sqrt"]), 2e-3);
+        assert_eq!(peak(&["lr_schedule.reference_batch=4"]), 4e-3);
+        assert_eq!(peak(&["lr_schedule.reference_batch=4", "lr_schedule.scaling=sqrt"]), 2e-3);
         assert_eq!(peak(&[]), 1e-3);
     }
 }

@@ -2,14 +2,14 @@
 //!
 //! Optional keys are resolved by [`super::resolve`]; nothing else sees them unresolved.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use serde::de::{Error, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{DeviceChoice, DeviceMemory, Interval, Partition, Size, Staleness, Time, USUAL_PART};
-use hpctrain_comm::{Choice, PathSetting};
+use hpctrain_comm::{Choice, TransportChoice};
 use hpctrain_data::{Augment, Axes, ExternalFiles, InputScale, Mix, Verify};
 use hpctrain_nn::layers::Layer;
 use hpctrain_nn::optim::{Group, Shape};
@@ -83,11 +83,15 @@ sections! {
         /// The update rule.
         optimizer: Optimizer = Optimizer::default(),
         /// The learning rate over time.
-        schedule: Schedule = Schedule::default(),
+        lr_schedule: LrSchedule = LrSchedule::default(),
         /// The layout over ranks.
         parallel: Parallel = Parallel::default(),
+        /// Local SGD and DiLoCo.
+        local_sgd: LocalSgdConfig = LocalSgdConfig::default(),
+        /// CPU offload of GPUs.
+        offload: Offload = Offload::default(),
         /// Parameter servers.
-        servers: Servers = Servers::default(),
+        parameter_server: ParameterServer = ParameterServer::default(),
         /// Number formats.
         precision: Precision = Precision::default(),
         /// GPUs.
@@ -100,6 +104,9 @@ sections! {
         comm: Comm = Comm::default(),
         /// Log and progress lines.
         log: Log = Log::default(),
+        /// Other names by which keys were given, and the keys they were read as.
+        [serde(skip)]
+        aliases: BTreeMap<String, String> = BTreeMap::new(),
     }
 
     /// `[run]`
@@ -127,9 +134,10 @@ sections! {
         threads: Option<usize> = None,
         /// Steps in a row whose loss or gradient is not finite before the run gives up.
         max_skipped: u64 = 10,
-        /// Steps between two audits: replicas compare digests of parameters and optimizer state,
-        /// and each update looks whether it finds them as the one before has left them. 0 is none.
-        audit_every: u64 = 0,
+        /// Steps between two checks for silent data corruption: replicas compare checksums of
+        /// parameters and optimizer state, and each update verifies that they are as the update
+        /// before it left them. 0 disables the check.
+        sdc_check_every: u64 = 0,
         /// Most memory a rank may need, such as `8GiB`: a run that would need more is refused
         /// before it starts. Left out, the memory of the node is the limit.
         memory_limit: Option<Size> = None,
@@ -241,9 +249,9 @@ sections! {
         /// Dataset with one factor of the loss a row, for training; left out, `/weights` where
         /// shards have it; empty, none.
         weights: Option<String> = None,
-        /// Order of the axes of images in files: nhwc (height × width × channels), or nchw, which
-        /// is brought to that when it is read.
-        axes: Axes = Axes::Nhwc,
+        /// Layout of images in files: nhwc (height × width × channels), or nchw, which is
+        /// transposed to nhwc when it is read.
+        image_layout: Axes = Axes::Nhwc,
         /// Scaling of inputs: unit (unsigned bytes divided by 255) or none, in the place of the
         /// attributes `mean` and `std` of the dataset; left out, by these where there are any.
         scale: Option<InputScale> = None,
@@ -257,10 +265,10 @@ sections! {
         /// External raw files of HDF5 outside the directory of the file that names them: refuse, or
         /// allow where the data is trusted.
         external_files: ExternalFiles = ExternalFiles::Refuse,
-        /// Directory on a disk of each node's own, such as `/tmp`, to which one of its ranks copies
-        /// the shards before training; copies that are there and in order are used again. Left out,
-        /// shards are read where they are.
-        stage: Option<String> = None,
+        /// Directory on a node-local disk, such as `/tmp`, to which one rank of each node copies
+        /// the shards before training; intact copies are reused. Default: shards are read where
+        /// they are.
+        local_cache: Option<String> = None,
         /// `[data.augment]`, for images while training: `flip` (true: mirror every other one, left
         /// to right), `shift` (move by up to so many pixels, the border repeated), `crop` (pad with
         /// so many zeros, cut out the old size).
@@ -274,7 +282,7 @@ sections! {
     Batch {
         /// Samples a step, over all ranks: the contract.
         global: u64 = 16,
-        /// Samples computed at once; left out, all of a lane, or so many that they have 4096 tokens
+        /// Samples computed at once; left out, all of a virtual rank, or so many that they have 4096 tokens
         /// at most.
         micro: Option<u64> = None,
         /// With servers, where workers do not wait for each other: samples of a worker's own batch;
@@ -309,24 +317,22 @@ sections! {
         /// Decay of a running average of the parameters, which evaluations, predictions and exports
         /// take in their stead; 0 keeps none.
         ema: f32 = 0.0,
-        /// GPUs: keep masters and optimizer state in the memory of the host, and update them there.
-        offload: bool = false,
         /// Parameters that are updated otherwise than the rest; the first group that matches a
         /// parameter's name counts.
         groups: Vec<Group> = vec![],
     }
 
-    /// `[schedule]`
-    Schedule {
+    /// `[lr_schedule]`
+    LrSchedule {
         /// Shape of the decay after the warm-up.
-        shape: Shape = Shape::Cosine,
+        kind: Shape = Shape::Cosine,
         /// Steps of linear warm-up.
         warmup: u64 = 100,
         /// Learning rate at the end, as a fraction of the peak.
         min_ratio: f64 = 0.1,
-        /// Steps of the final decay, for `wsd`; left out, a tenth of the run.
+        /// Steps of the final decay, for `wsd`; default: a tenth of the run.
         decay: Option<u64> = None,
-        /// Global batch that `optimizer.lr` was tuned for; given, the rate is scaled to
+        /// Global batch that `optimizer.lr` was tuned for: if set, the rate is scaled to
         /// `batch.global`.
         reference_batch: Option<u64> = None,
         /// Rule by which the rate is scaled.
@@ -338,8 +344,7 @@ sections! {
         /// Choice of the layout: `given`, by the keys of this section, or `auto`, the fastest that
         /// fits, as `hpctrain plan` has it; keys of this section that are given stay as they are.
         layout: LayoutMode = LayoutMode::Given,
-        /// Names of the keys in this section, `micro` of `[batch]` and `offload` of `[optimizer]`
-        /// that a file or `--set` gives.
+        /// Keys of the layout that a file or `--set` gives, such as `parallel.zero`.
         [serde(skip)]
         given: BTreeSet<String> = BTreeSet::new(),
         /// ZeRO stage, 0 to 3.
@@ -358,11 +363,12 @@ sections! {
         /// Ranks that share the blocks of a GPT or a Llama: each has some heads, some columns of
         /// the hidden layers and some rows of the vocabulary.
         tensor: usize = 1,
-        /// Slices of each block, whose sums are added by a fixed tree; left out, `tensor`. With the
-        /// same slices any number of ranks that divides them gives the same bits.
-        tensor_lanes: Option<usize> = None,
-        /// Divide the rows between the products of blocks among the ranks of `tensor` too: less
-        /// memory of activations.
+        /// Virtual tensor-parallel ranks: the sums of each block are reduced in a fixed tree over
+        /// them, so that any number of ranks that divides them gives the same bits. Default:
+        /// `tensor`.
+        virtual_tensor_ranks: Option<usize> = None,
+        /// Sequence parallelism: shard activations outside of GEMMs across the ranks of `tensor`,
+        /// too.
         sequence: bool = false,
         /// Stages of consecutive blocks, each on ranks of its own; micro-batches pass through them
         /// one after the other.
@@ -373,42 +379,53 @@ sections! {
         /// Order of a pipeline's work: `1f1b`, or `zero-bubble`, which puts the products that make
         /// gradients of weights off into time that would be idle, for more memory of activations.
         schedule: PipelineSchedule = PipelineSchedule::OneForwardOneBackward,
-        /// Pieces of the batch whose gradients are summed by a fixed tree; left out, the
-        /// data-parallel ranks.
-        lanes: Option<usize> = None,
-        /// Steps between averages of replicas that train apart: each takes its own steps on its own
-        /// lanes, and the replicas' parameters and optimizer state are averaged; 0 adds gradients
-        /// at every step, `epoch` is a pass over the data.
-        average_every: Interval = Interval::Steps(0),
-        /// Replicas that train apart; left out, those of the mesh. A rank trains a multiple of them
-        /// in turn, so that every number of ranks that divides them gives the same bits.
-        average_replicas: Option<usize> = None,
+        /// Virtual data-parallel ranks: gradients are reduced in a fixed tree over them, so that
+        /// any number of ranks that divides them gives the same bits. Default: the data-parallel
+        /// ranks.
+        virtual_ranks: Option<usize> = None,
+        /// ZeRO 3: blocks ahead of whose turn parameters are gathered. Each costs the memory of one
+        /// block's parameters and hides a gather behind the blocks before; 0 gathers when a block
+        /// needs them.
+        prefetch: usize = 1,
+        /// Activation checkpointing: keep only the input of each block and recompute its
+        /// activations in the backward.
+        recompute: bool = false,
+        /// Chunked cross-entropy: language models compute the LM head and the loss in chunks of
+        /// this many tokens. 0 takes all tokens of a micro-batch, or of `eval.batch`. Default:
+        /// 4,096 on GPUs where the head allows it, else 0.
+        loss_chunk_tokens: Option<usize> = None,
+    }
+
+    /// `[local_sgd]`
+    LocalSgdConfig {
+        /// Steps between two averages of parameters and optimizer state over the replicas, which
+        /// take local steps in between; `epoch` averages after each pass over the data. 0 disables
+        /// local SGD: gradients are reduced in every step.
+        sync_every: Interval = Interval::Steps(0),
+        /// Replicas in all. A rank trains a multiple of them in turn, so that any number of ranks
+        /// that divides them gives the same bits. Default: the replicas of the mesh.
+        replicas: Option<usize> = None,
         /// Learning rate of the outer step, on the change of the averaged parameters; 1 without
         /// momentum takes the average.
         outer_lr: f64 = 1.0,
         /// Nesterov momentum of the outer step (`DiLoCo`).
         outer_momentum: f32 = 0.0,
-        /// ZeRO 3: blocks ahead of whose turn parameters are gathered. Each costs the memory of one
-        /// block's parameters and hides a gather behind the blocks before; 0 gathers when a block
-        /// needs them.
-        prefetch: usize = 1,
-        /// Keep only the input of each block and compute its inside again in the backward.
-        recompute: bool = false,
-        /// Language models: rows whose logits are in memory at once: the head and the loss take so
-        /// many at a time; 0 takes all rows of a micro-batch, or of `eval.batch`. Left out, 4,096
-        /// on GPUs where the head allows it, else 0.
-        logit_rows: Option<usize> = None,
-        /// GPUs, with ZeRO 3 and `optimizer.offload`: keep parameters and reduced gradients in the
-        /// memory of the host alone, on one rank too; the parameters of each block come for its
-        /// turn.
-        offload_shards: bool = false,
-        /// GPUs, with `recompute`: keep those inputs in the memory of the host; each comes back
-        /// before its block's backward.
-        offload_activations: bool = false,
     }
 
-    /// `[servers]`, for runs with `--servers`.
-    Servers {
+    /// `[offload]`, for GPUs.
+    Offload {
+        /// Keep fp32 master weights and optimizer state in host memory, and update them there.
+        optimizer: bool = false,
+        /// Keep parameters and reduced gradients in host memory; the parameters of each block are
+        /// copied to the GPU for its turn. Requires `parallel.zero = 3` and `optimizer`.
+        params: bool = false,
+        /// Keep the inputs of blocks in host memory; each is copied back before its block's
+        /// backward. Requires `parallel.recompute`.
+        activations: bool = false,
+    }
+
+    /// `[parameter_server]`, for runs with `--servers`.
+    ParameterServer {
         /// Cut of each unit into ranges, each of which one server holds: `fixed:2` (so many),
         /// `min:256KiB` (as many as servers, none smaller), or `max:64MiB` (as few as there can be,
         /// none larger).
@@ -424,8 +441,8 @@ sections! {
         /// Learning rate of a gradient that is late: `none` leaves it, `inverse` divides it by one
         /// more than the updates in between.
         stale_lr: StaleRate = StaleRate::None,
-        /// Batches that a worker is given at a time.
-        lease: u64 = 64,
+        /// Batches of one lease, which a worker gets at a time.
+        batches_per_lease: u64 = 64,
         /// Workers that the run is meant for: as many batches make a step; left out, those that are
         /// there at the start.
         workers: Option<usize> = None,
@@ -441,11 +458,11 @@ sections! {
 
     /// `[precision]`
     Precision {
-        /// Number format of parameters, activations and matrix products: f32, tf32 (f32 rounded for
-        /// the tensor cores), bf16 (with f32 sums, masters and optimizer), or auto: bf16 on GPUs,
-        /// f32 on CPUs. On CPUs that multiply bf16, it is the format of the operands of products
-        /// alone.
-        compute: Compute = Compute::Auto,
+        /// Number format of parameters, activations and GEMMs: f32, tf32 (f32 rounded for the
+        /// tensor cores), bf16 (with f32 accumulation, master weights and optimizer state), or
+        /// auto: bf16 on GPUs, f32 on CPUs. On CPUs that multiply bf16, only the operands of GEMMs
+        /// have it.
+        dtype: Compute = Compute::Auto,
     }
 
     /// `[device]`
@@ -459,10 +476,9 @@ sections! {
         memory_limit: Option<Size> = None,
         /// Ranks that may share one GPU, each with its part of the memory.
         ranks_per_gpu: usize = 1,
-        /// Algorithms of the matrix products of a training: those that cuBLASLt proposes first
-        /// (`heuristic`), or the fastest of those that it proposes, measured before the first step
-        /// and kept in `matmuls.json` (`timed`).
-        matmul: MatmulChoice = MatmulChoice::Heuristic,
+        /// Time the algorithms that cuBLASLt proposes for each GEMM before the first step, take the
+        /// fastest, and keep the choice in `matmuls.json`; false takes the one it proposes first.
+        matmul_autotune: bool = false,
     }
 
     /// `[checkpoint]`
@@ -483,12 +499,12 @@ sections! {
         /// Checkpoints with the lowest validation losses that are kept besides.
         keep_best: usize = 1,
         /// Write while training goes on: costs memory for a copy of the tensors that a rank saves.
-        asynchronous: bool = true,
+        async_save: bool = true,
         /// Behaviour of a save while the one before is still being written: wait, or skip.
-        when_busy: WhenBusy = WhenBusy::Wait,
-        /// Seconds after the last good checkpoint for which a run goes on although files cannot be
-        /// written: it tries again; 0 ends it at once.
-        tolerate: u64 = 1800,
+        if_busy: WhenBusy = WhenBusy::Wait,
+        /// Seconds after the last good checkpoint for which a run continues and retries although
+        /// files cannot be written; 0 ends it at once.
+        io_retry_seconds: u64 = 1800,
     }
 
     /// `[eval]`
@@ -513,17 +529,17 @@ sections! {
 
     /// `[comm]`
     Comm {
-        /// Algorithm of exchanges and sums among ranks: mpi, ring, tree, hierarchical,
-        /// reduce-to-one, or auto, which measures at the start.
+        /// Algorithm of collectives: vendor (that of the MPI library or NCCL), ring,
+        /// halving-doubling (Rabenseifner), hierarchical, reduce-to-one, or auto, which measures
+        /// them at the start.
         algorithm: Choice = Choice::Auto,
-        /// Let auto take only algorithms that add in the order of `tree`, so that no measurement
-        /// shows in the bits.
-        reproducible: bool = true,
-        /// Path of messages to the memory of GPUs: direct (the MPI library is given its addresses),
-        /// staged (through page-locked memory of the host), nccl (NCCL carries them; a GPU for
-        /// every rank), or auto: nccl or direct, the faster one of those that prove to work at the
-        /// start, else staged.
-        path: PathSetting = PathSetting::Auto,
+        /// Let auto take only algorithms that add in the order of `halving-doubling`, so that the
+        /// choice does not change the bits.
+        deterministic: bool = true,
+        /// Transport of GPU buffers: cuda-aware (MPI gets device pointers), host-staged (through
+        /// pinned host memory), nccl (a GPU for every rank), or auto: nccl or cuda-aware, the
+        /// faster of those that pass a probe at the start, else host-staged.
+        transport: TransportChoice = TransportChoice::Auto,
         /// Seconds that a rank may wait for the others before the job says where each is and ends:
         /// more than the longest evaluation or checkpoint takes; 0 waits for ever.
         timeout: u64 = 600,
@@ -550,8 +566,8 @@ sections! {
         straggler_window: u64 = 20,
         /// Log which GPU each buffer, kernel and product goes to, every kind once.
         placement: bool = false,
-        /// Characters of text printed by the trained model at the end.
-        sample: usize = 300,
+        /// Tokens of text that the trained model generates at the end.
+        sample_tokens: usize = 300,
         /// Write points for TensorBoard into `tensorboard/` of the run's directory.
         tensorboard: bool = false,
         /// With `tensorboard`: steps between two histograms of all weights and gradients; 0 writes
@@ -594,9 +610,9 @@ impl Model {
 impl Config {
     /// Whether it asks for something that only GPUs can do.
     pub fn needs_gpu(&self) -> bool {
-        let Parallel { offload_activations, offload_shards, .. } = self.parallel;
-        let offloads = self.optimizer.offload || offload_activations || offload_shards;
-        self.precision.compute.needs_gpu()
+        let Offload { optimizer, params, activations } = self.offload;
+        let offloads = optimizer || params || activations;
+        self.precision.dtype.needs_gpu()
             || offloads
             || self.model.place.tables == EmbeddingPlacement::Host
     }
@@ -806,16 +822,6 @@ impl Compute {
     pub fn size(self, on_host: bool) -> usize {
         if self == Compute::Bf16 && !on_host { 2 } else { 4 }
     }
-}
-
-/// The way in which algorithms of matrix products on GPUs are chosen.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum MatmulChoice {
-    /// The library's best guess.
-    Heuristic,
-    /// By their time.
-    Timed,
 }
 
 /// Seriousness of log messages.

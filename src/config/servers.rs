@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Size;
 
-/// The size of the ranges into which units are cut: `servers.partition`.
+/// The size of the ranges into which units are cut: `parameter_server.partition`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Partition {
@@ -74,7 +74,7 @@ impl Partition {
     }
 }
 
-/// Steps that a worker may be ahead of the slowest: `servers.staleness`.
+/// Steps that a worker may be ahead of the slowest: `parameter_server.staleness`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "WrittenBound", into = "WrittenBound")]
 pub enum Staleness {

@@ -97,7 +97,7 @@ impl Products {
     pub fn check(self) -> Result<()> {
         if matches!(self, Products::OwnBf16 | Products::OneDnnBf16) && !bf16::is_there() {
             return Err(Error::input(
-                "precision.compute = bf16 needs a GPU, or a CPU with avx512_bf16 among its flags",
+                "precision.dtype = bf16 needs a GPU, or a CPU with avx512_bf16 among its flags",
             )
             .hint("leave it out: CPUs without it compute in f32 (/proc/cpuinfo has the flags)"));
         }

@@ -4,7 +4,7 @@
 //! a rank multiplies parts of its own: the library is set to one thread. A thread keeps the
 //! primitives prepared for a shape, since preparing one takes longer than many a product.
 //!
-//! It multiplies in f32 where a benchmark asks for it, and with `precision.compute = "bf16"` on
+//! It multiplies in f32 where a benchmark asks for it, and with `precision.dtype = "bf16"` on
 //! CPUs with AMX, whose tiles this program's own kernels (`bf16/`) do not use: the operands of
 //! affine maps, of their gradients and of other large products are rounded to bf16, and sums are
 //! f32. The library may be version 2 or 3, built with OpenMP or without threads. Bits do not depend

@@ -129,10 +129,10 @@ impl Device {
             return Ok(());
         }
         let message = format!(
-            "precision.compute = bf16 needs compute capability 8.0; {} has {major}.{minor}",
+            "precision.dtype = bf16 needs compute capability 8.0; {} has {major}.{minor}",
             self.name
         );
-        Err(Error::input(message).hint("set precision.compute=f32"))
+        Err(Error::input(message).hint("set precision.dtype=f32"))
     }
 }
 

@@ -220,7 +220,7 @@ impl Matmul {
         let Some(plan) = self.planned(&mut plans, kind)? else {
             let message = format!("cuBLASLt knows no algorithm to multiply {kind}");
             return Err(Error::device(message)
-                .hint("try another version of cuBLASLt, or set precision.compute=f32"));
+                .hint("try another version of cuBLASLt, or set precision.dtype=f32"));
         };
         self.queue(plan, product, workspace, stream)
             .map_err(|e| failed(&format!("multiply {kind}"), e))

@@ -38,7 +38,7 @@ const OLDEST: c_int = 21_800;
 
 /// Advice for a missing NCCL.
 const HINT: &str = "install NCCL 2.18 or later (pip install nvidia-nccl-cu13 has it) and name its folder in LD_LIBRARY_PATH, \
-     or set comm.path=staged";
+     or set comm.transport=host-staged";
 
 /// `ncclInProgress`; 0 is success.
 const IN_PROGRESS: c_int = 7;

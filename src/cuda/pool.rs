@@ -141,7 +141,7 @@ impl Pool {
         let PoolBudget { bytes: most, grows } = self.allotment;
         let wanted = readable(bytes);
         let taken = self.ledger.live_by_category();
-        let hint = "set batch.micro lower, parallel.recompute=true, optimizer.offload=true or parallel.zero higher";
+        let hint = "set batch.micro lower, parallel.recompute=true, offload.optimizer=true or parallel.zero higher";
         if !grows || most - blocks.bytes() < bytes {
             let whose =
                 if grows { "that this rank may take: it has" } else { "of this rank, which has" };

@@ -249,10 +249,10 @@ impl Dataset {
         match first {
             None => Ok(()),
             Some((path, name)) => Err(Error::input(format!(
-                "{}: {name} has elements in other files, which data.stage does not copy",
+                "{}: {name} has elements in other files, which data.local_cache does not copy",
                 path.display()
             ))
-            .hint("read it where it is, without data.stage, or write the elements into the file itself")),
+            .hint("read it where it is, without data.local_cache, or write the elements into the file itself")),
         }
     }
 

@@ -22,8 +22,8 @@ const PIECES: u64 = 8;
 const PIECE: u64 = 4 << 10;
 
 /// The samples of a run, as far as they determine its results: their number, and their shards in
-/// the order of the samples. It does not depend on the directory, on `data.stage`, or on the number
-/// of ranks.
+/// the order of the samples. It does not depend on the directory, on `data.local_cache`, or on the
+/// number of ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fingerprint {
     /// Number of samples.

@@ -59,12 +59,12 @@ impl Planes {
         match (axes, first) {
             (Axes::Nhwc, _) if fits(wanted) => Ok(None),
             (Axes::Nhwc, Some(first)) if fits(&first) => refused(
-                "their channels come first: set data.axes = \"nchw\", which moves them to the end when rows are read",
+                "their channels come first: set data.image_layout = \"nchw\", which moves them to the end when rows are read",
             ),
             (Axes::Nhwc, _) => refused(SHAPE),
             (Axes::Nchw, None) => {
                 let message = format!(
-                    "data.axes = \"nchw\" is for images, but model.input is {}",
+                    "data.image_layout = \"nchw\" is for images, but model.input is {}",
                     shape(wanted)
                 );
                 Err(Error::input(message)
@@ -77,14 +77,14 @@ impl Planes {
             }
             (Axes::Nchw, Some(first)) => {
                 let hint = if fits(wanted) {
-                    "their channels come last: data.axes = \"nhwc\""
+                    "their channels come last: data.image_layout = \"nhwc\""
                 } else {
                     SHAPE
                 };
                 let wanted = shape(wanted);
                 let first = shape(&first);
                 let message = format!(
-                    "{has} with data.axes = \"nchw\" those of model.input {wanted} are {first}"
+                    "{has} with data.image_layout = \"nchw\" those of model.input {wanted} are {first}"
                 );
                 Err(Error::input(message).hint(hint))
             }
@@ -133,10 +133,10 @@ mod tests {
         assert_eq!(checked(&[144], &[6, 8, 3], Nchw), Ok(planes));
         assert_eq!(checked(&[1, 28, 28], &[28, 28, 1], Nchw), Ok(None));
         for (stored, wanted, axes, told) in [
-            (&[3, 8, 8][..], &[8, 8, 3][..], Nhwc, "data.axes = \"nchw\""),
+            (&[3, 8, 8][..], &[8, 8, 3][..], Nhwc, "data.image_layout = \"nchw\""),
             (&[8, 6, 3], &[6, 8, 3], Nhwc, "set model.input to the shape"),
             (&[8, 24], &[8, 8, 3], Nhwc, "set model.input to the shape"),
-            (&[8, 8, 3], &[8, 8, 3], Nchw, "data.axes = \"nhwc\""),
+            (&[8, 8, 3], &[8, 8, 3], Nchw, "data.image_layout = \"nhwc\""),
             (&[3, 8, 6], &[6, 8, 3], Nchw, "are 3 x 6 x 8"),
             (&[64], &[64], Nchw, "is for images, but model.input is 64"),
         ] {

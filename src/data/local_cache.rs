@@ -63,7 +63,7 @@ pub fn place(spec: &DataSpec, root: &Path) -> Result<DataSpec> {
 pub fn stage(spec: &DataSpec, root: &Path) -> Result<Staged> {
     let place = root.display();
     if !root.is_dir() {
-        return Err(Error::input(format!("data.stage = {place} is no directory"))
+        return Err(Error::input(format!("data.local_cache = {place} is no directory"))
             .hint("name a directory that is there on every node, such as /tmp"));
     }
     let mut files = spec.files(Split::Train)?;
@@ -73,7 +73,7 @@ pub fn stage(spec: &DataSpec, root: &Path) -> Result<Staged> {
     files.sort();
     files.dedup();
     let (folder, _) = folder(spec, root)?;
-    let found = user_dirs::directory(&folder).map_err(|e| e.at("data.stage"))?;
+    let found = user_dirs::directory(&folder).map_err(|e| e.at("data.local_cache"))?;
     let lock_path = folder.join(LOCK);
     let lock = user_dirs::lock_file(&lock_path)?;
     lock.lock().map_err(|e| Error::io("lock", &lock_path, e))?;
@@ -147,11 +147,11 @@ fn check_room(root: &Path, needed: u64, room: u64) -> Result<()> {
         return Ok(());
     }
     let message = format!(
-        "data.stage = {} has room for {room} bytes, but {needed} are to be copied",
+        "data.local_cache = {} has room for {room} bytes, but {needed} are to be copied",
         root.display()
     );
     Err(Error::input(message)
-        .hint("make room there, name another directory, or leave data.stage out"))
+        .hint("make room there, name another directory, or leave data.local_cache out"))
 }
 
 /// Bytes of a file and when it was written.
@@ -212,7 +212,7 @@ fn copy(from: &Path, to: &Path, modified: SystemTime) -> Result<u32> {
         let what =
             format!("the copy of {} has checksum {copied:08x}, not {crc32:08x}", from.display());
         return Err(Error::io("use", &temporary, what)
-            .hint("name another directory as data.stage; this disk may be broken"));
+            .hint("name another directory as data.local_cache; this disk may be broken"));
     }
     fs::rename(&temporary, to).map_err(|e| Error::io("write", to, e))?;
     Ok(crc32)

@@ -138,7 +138,7 @@ fn describe(device: &Device) -> Result<Finding> {
         bytes(device.memory)
     );
     Ok(if major < 8 {
-        Finding::warning(found, "bf16 needs compute capability 8.0: set precision.compute=f32")
+        Finding::warning(found, "bf16 needs compute capability 8.0: set precision.dtype=f32")
     } else if (free as f64) < MOSTLY_FREE * device.memory as f64 {
         Finding::warning(found, "nvidia-smi shows who has the rest of its memory")
     } else {

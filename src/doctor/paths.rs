@@ -28,18 +28,19 @@ pub(super) fn checks(comm: &Comm<Cpu>, gpu: &Gpu, tries_direct: bool) -> Result<
             Ok(cuda) => staged(comm, &cuda)?,
             Err(error) => Err(error).into(),
         };
-        checks.push(finding.named("path staged"));
+        checks.push(finding.named("transport host-staged"));
         checks.push(nccl(comm, gpu).named("path nccl"));
     }
     if tries_direct {
-        checks.push(direct(comm).named("path direct"));
+        checks.push(direct(comm).named("transport cuda-aware"));
     }
     Ok(checks)
 }
 
 /// Adds a buffer of every rank through page-locked memory of the host.
 fn staged(comm: &Comm<Cpu>, cuda: &Cuda) -> Result<Finding> {
-    let world = comm.on::<Cuda>().with_transport(DeviceTransport::Staged).in_chunks(CHUNK).world();
+    let world =
+        comm.on::<Cuda>().with_transport(DeviceTransport::HostStaged).in_chunks(CHUNK).world();
     let buf = cuda.upload_f32(MemoryKind::Communication, &vec![(comm.rank() + 1) as f32; LEN])?;
     let buf = world.all_reduce(buf, 0..LEN).wait()?;
     let mut got = vec![0.0; LEN];
@@ -61,14 +62,14 @@ fn staged(comm: &Comm<Cpu>, cuda: &Cuda) -> Result<Finding> {
 fn nccl(comm: &Comm<Cpu>, gpu: &Gpu) -> Finding {
     match gpu.beside(comm).library_works() {
         Err(_) if Cuda::device_comm_library().is_err() => {
-            Finding::ok("NCCL is not there: comm.path = auto, the default, does without")
+            Finding::ok("NCCL is not there: comm.transport = auto, the default, does without")
         }
         Ok(library) => {
             Finding::ok(format!("{library} carries memory of the GPUs unchanged between all ranks"))
         }
         Err(error) => Finding::warning(
             format!("NCCL does not work between all ranks: {}", error.message()),
-            "comm.path = auto, the default, does without; NCCL_DEBUG=INFO makes it say more",
+            "comm.transport = auto, the default, does without; NCCL_DEBUG=INFO makes it say more",
         ),
     }
 }
@@ -88,7 +89,7 @@ fn direct(comm: &Comm<Cpu>) -> Finding {
         ),
         Err(error) => Finding::warning(
             format!("{} claims to know CUDA, but {}", comm.library(), error.message()),
-            "comm.path = auto, the default, sends through the host",
+            "comm.transport = auto, the default, sends through the host",
         ),
     }
 }

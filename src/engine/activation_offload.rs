@@ -1,5 +1,5 @@
 //! Inputs of blocks on the host, between the forward of a micro-batch and its backward
-//! (`parallel.offload_activations`).
+//! (`offload.activations`).
 //!
 //! With recomputation a tape has little but the input of each block. Here that goes to page-locked
 //! memory while its block computes the forward from it, and the device frees it when both are done;

@@ -53,21 +53,33 @@ pub fn behind_tables<B: Kernels>(
     let table = |group: &Group<Cpu>| {
         let given = plan.config.comm.algorithm.fixed();
         let fits = |algorithm: &Algorithm| group.algorithms(false).contains(algorithm);
-        Table::always(given.filter(fits).unwrap_or(Algorithm::Tree))
+        Table::always(given.filter(fits).unwrap_or(Algorithm::HalvingDoubling))
     };
     let of_shards = table(&groups.shard);
     let of_replicas = table(&groups.replica);
     let groups = groups.with_algorithms(of_shards, of_replicas);
-    let lanes =
-        VirtualRanks { total: plan.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
+    let virtual_ranks = VirtualRanks {
+        total: plan.virtual_ranks,
+        ranks: groups.data.size(),
+        rank: groups.data.rank(),
+    };
     let slices = plan.slices(comm.rank());
     let mut blocks: Blocks<Cpu> = plan.network.sliced(&slices);
     let stage = Stage::of_tables(&loans(&blocks));
     let keep = plan.host_residency();
     let seed = trains.then_some(plan.config.run.seed);
     let updates = trains.then(|| updates(plan, None));
-    let tables =
-        Sharded::new(cpu.clone(), groups, keep, lanes, updates, &blocks, &slices, stage, seed)?;
+    let tables = Sharded::new(
+        cpu.clone(),
+        groups,
+        keep,
+        virtual_ranks,
+        updates,
+        &blocks,
+        &slices,
+        stage,
+        seed,
+    )?;
     let block = HostEmbedding::new(&model.backend, cpu, blocks.swap_remove(0))?;
     Ok(model.with_tables(block, tables))
 }
@@ -80,7 +92,7 @@ fn updates(plan: &ResolvedConfig, host: Option<Cpu>) -> Updates {
         average: plan.average,
         averaging: plan.averaging,
         storage: plan.config.parallel.storage,
-        audit_every: plan.config.run.audit_every,
+        audit_every: plan.config.run.sdc_check_every,
         host,
     }
 }
@@ -115,18 +127,19 @@ fn build<B: Kernels>(
     let data = &groups.data;
     let number = plan.mesh.stage(comm.rank());
     let stage = plan.stage(number, &loans(&blocks));
-    let lanes = VirtualRanks { total: plan.lanes, ranks: data.size(), rank: data.rank() };
+    let virtual_ranks =
+        VirtualRanks { total: plan.virtual_ranks, ranks: data.size(), rank: data.rank() };
     let keep = plan.residency();
     let seed = plan.config.run.seed;
     let host = || Cpu::profiled(plan.threads, backend.profile().clone()).with_all_threads();
-    let host = plan.config.optimizer.offload.then(host).transpose()?;
+    let host = plan.config.offload.optimizer.then(host).transpose()?;
     let updates = updates(plan, host);
     let slices = plan.slices(comm.rank());
     let sharded = Sharded::new(
         backend.clone(),
         groups,
         keep,
-        lanes,
+        virtual_ranks,
         Some(updates),
         &blocks,
         &slices,
@@ -140,12 +153,8 @@ fn build<B: Kernels>(
         recompute: plan.config.parallel.recompute,
         seed,
     };
-    let host_inputs = plan
-        .config
-        .parallel
-        .offload_activations
-        .then(|| ActivationOffload::new(&backend))
-        .transpose()?;
+    let host_inputs =
+        plan.config.offload.activations.then(|| ActivationOffload::new(&backend)).transpose()?;
     let model = Model::new(backend, blocks, plan.objective().sliced(&slices), sharded)
         .with_logit_rows(plan.logit_rows);
     Ok((Engine { model, geometry, host_inputs }, exchange))

@@ -1,6 +1,7 @@
 //! The end of a network in pieces: the last block and the loss of some rows at a time, so that not
-//! all logits are in memory at once (`parallel.logit_rows`). A piece's backward follows its loss,
-//! and gradients of parameters add up over the pieces, as in Hsu et al., "Liger kernel", 2024.
+//! all logits are in memory at once (`parallel.loss_chunk_tokens`). A piece's backward follows its
+//! loss, and gradients of parameters add up over the pieces, as in Hsu et al., "Liger kernel",
+//! 2024.
 
 use std::ops::Range;
 use std::sync::Arc;

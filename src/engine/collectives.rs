@@ -80,7 +80,7 @@ pub fn groups<B: Kernels>(
     let mut found = None;
     let mut how = "as configured";
     // One rank has nothing to measure.
-    let alone = (comm.size() == 1).then_some(Algorithm::Tree);
+    let alone = (comm.size() == 1).then_some(Algorithm::HalvingDoubling);
     let (of_shards, of_replicas) = match plan.config.comm.algorithm.fixed().or(alone) {
         Some(algorithm) => (Table::always(algorithm), Table::always(algorithm)),
         None => {
@@ -120,7 +120,7 @@ impl Key {
     fn of<B: Kernels>(comm: &Comm<B>, plan: &ResolvedConfig, blocks: &Blocks<B>) -> Self {
         let slices = plan.slices(0);
         let layout_of = |block: &dyn Block<B>| {
-            UnitLayout::sliced(block.name(), block.tensors(), plan.lanes, &slices)
+            UnitLayout::sliced(block.name(), block.tensors(), plan.virtual_ranks, &slices)
         };
         let sizes = blocks.iter().map(|block| layout_of(&**block).padded);
         Self {
@@ -129,7 +129,7 @@ impl Key {
             library: comm.library().to_string(),
             shared_memory: comm.shares_memory(),
             path: comm.device_path(),
-            reproducible: plan.config.comm.reproducible,
+            reproducible: plan.config.comm.deterministic,
             largest: sizes.max().unwrap_or(0) * size_of::<f32>(),
             way: WAY,
         }
@@ -166,7 +166,7 @@ fn written(path: &Path, reproducible: bool) -> Option<Vec<u8>> {
             let bits = if reproducible {
                 ""
             } else {
-                ", which may change the last bits (comm.reproducible=false)"
+                ", which may change the last bits (comm.deterministic=false)"
             };
             log::warn!("{}: {e}: algorithms of messages are measured again{bits}", path.display());
             None

@@ -19,17 +19,17 @@ use hpctrain_parallel::{Action, ControlFlags, Flow, ReducedStep, Sharded, StepSc
 pub struct Engine<B: Kernels> {
     /// The network with parameters, gradients and optimizer state.
     pub model: Model<B>,
-    /// Lanes and micro-batches of a step.
+    /// Virtual ranks and micro-batches of a step.
     pub geometry: Geometry,
     /// The host's memory for the inputs of blocks that are computed again; none if they stay on the
     /// device.
     pub host_inputs: Option<ActivationOffload<B>>,
 }
 
-/// The geometry of a step: its lanes and micro-batches, and the seed of its random streams.
+/// The geometry of a step: its virtual ranks and micro-batches, and the seed of its random streams.
 #[derive(Debug, Clone, Copy)]
 pub struct Geometry {
-    /// The order of work: lanes and micro-batches of this rank.
+    /// The order of work: virtual ranks and micro-batches of this rank.
     pub schedule: StepSchedule,
     /// Rows of a micro-batch's activations.
     pub rows: usize,
@@ -147,8 +147,8 @@ impl<B: Kernels> Engine<B> {
                     };
                     let (tape, mut y) = self.forward(micro, x, dropout)?;
                     if is_last {
-                        losses.resize_with(schedule.lane(k) + 1, Vec::new);
-                        losses[schedule.lane(k)].push(self.loss(tape.computed(), &mut y)?);
+                        losses.resize_with(schedule.virtual_rank(k) + 1, Vec::new);
+                        losses[schedule.virtual_rank(k)].push(self.loss(tape.computed(), &mut y)?);
                         inputs.insert((Flow::Gradients, k), Pending::ready(y));
                     } else {
                         result = Some(y);
@@ -169,12 +169,12 @@ impl<B: Kernels> Engine<B> {
                         tape,
                         dy.wait()?,
                         dropout,
-                        schedule.lane_end(k),
+                        schedule.virtual_rank_end(k),
                         later.as_mut(),
                         &mut more,
                     )?;
                     if is_last {
-                        losses[schedule.lane(k)].append(&mut more);
+                        losses[schedule.virtual_rank(k)].append(&mut more);
                     }
                     result = (!is_first).then_some(dx);
                     later.and_then(|later| put_off.insert(k, later));
@@ -182,7 +182,11 @@ impl<B: Kernels> Engine<B> {
                 Action::BackwardWeight(k) => {
                     let put_off =
                         put_off.remove(&k).ok_or_else(|| missing("gradients of weights"))?;
-                    self.backward_weight(put_off, schedule.lane_start(k), schedule.lane_end(k))?;
+                    self.backward_weight(
+                        put_off,
+                        schedule.virtual_rank_start(k),
+                        schedule.virtual_rank_end(k),
+                    )?;
                 }
                 Action::Send(flow, _) => {
                     self.model
@@ -201,8 +205,8 @@ impl<B: Kernels> Engine<B> {
         if sharded.slices().held.start > 0 {
             losses.clear();
         }
-        let total = |lane: Vec<B::Scalar>| {
-            lane.into_iter().try_fold(0.0, |sum, loss| Ok(sum + backend.read(loss)?))
+        let total = |virtual_rank: Vec<B::Scalar>| {
+            virtual_rank.into_iter().try_fold(0.0, |sum, loss| Ok(sum + backend.read(loss)?))
         };
         let losses: Vec<f64> = losses.into_iter().map(total).collect::<Result<_>>()?;
         sharded.reduce(&losses, compute.max(0.0), flags())
@@ -268,7 +272,7 @@ impl<B: Kernels> Engine<B> {
     }
 
     /// Backward of one micro-batch, from the gradient of the stage's output to that of its input;
-    /// `lane_end` as [`StepSchedule::lane_end`] has it. Products for [`Engine::backward_weight`] go
+    /// `virtual_rank_end` as [`StepSchedule::virtual_rank_end`] has it. Products for [`Engine::backward_weight`] go
     /// to `later`, if it is there, losses of rows that the forward has left to the backward to
     /// `losses`.
     fn backward(
@@ -276,7 +280,7 @@ impl<B: Kernels> Engine<B> {
         tape: Tape<B>,
         mut dy: B::Buf,
         dropout: u64,
-        lane_end: Option<bool>,
+        virtual_rank_end: Option<bool>,
         mut later: Option<&mut DeferredWgrads<B>>,
         losses: &mut Vec<B::Scalar>,
     ) -> Result<B::Buf> {
@@ -288,8 +292,8 @@ impl<B: Kernels> Engine<B> {
         let training = Some(geometry.training(&micro, dropout, &ranks));
         let cx = Context { backend, micro: &micro, training, tensor: tensor.as_ref() };
         let mut input = Self::come(inputs.pop(), host_inputs)?;
-        if lane_end.is_some() {
-            sharded.lane_ends()?;
+        if virtual_rank_end.is_some() {
+            sharded.virtual_rank_ends()?;
         }
         for (unit, block) in blocks.iter().enumerate().rev() {
             let (Some(x), Some(kept)) = (input.take(), saved.pop()) else {
@@ -338,13 +342,13 @@ impl<B: Kernels> Engine<B> {
             sharded.release();
             match (&mut later, deferred) {
                 (Some(later), Some(deferred)) => later.push((unit, deferred)),
-                _ => Self::block_done(sharded, unit, lane_end, sharded.stage().is_first())?,
+                _ => Self::block_done(sharded, unit, virtual_rank_end, sharded.stage().is_first())?,
             }
         }
         match tables {
             None => Ok(dy),
             Some(tables) => {
-                tables.backward(sharded.tables()?, &micro, dy, lane_end)?;
+                tables.backward(sharded.tables()?, &micro, dy, virtual_rank_end)?;
                 backend.alloc(MemoryKind::Activations, 0)
             }
         }
@@ -364,38 +368,38 @@ impl<B: Kernels> Engine<B> {
     }
 
     /// The gradients of weights that the backward of one micro-batch has put off: of the first of
-    /// its lane, or another.
+    /// its virtual rank, or another.
     fn backward_weight(
         &mut self,
         put_off: DeferredWgrads<B>,
-        is_lane_start: bool,
-        lane_end: Option<bool>,
+        is_virtual_rank_start: bool,
+        virtual_rank_end: Option<bool>,
     ) -> Result<()> {
         let Model { backend, sharded, .. } = &mut self.model;
         for (unit, deferred) in put_off {
             let name = sharded.name(unit).clone();
             let span = span(Doing::Weights, Some(&name));
             {
-                let mut grads = sharded.open_grads(unit, is_lane_start)?;
+                let mut grads = sharded.open_grads(unit, is_virtual_rank_start)?;
                 deferred.into_iter().try_for_each(|deferred| grads.add(backend, deferred))?;
             }
             drop(span);
-            // The lane's last message to the stage before has left.
-            Self::block_done(sharded, unit, lane_end, true)?;
+            // The virtual rank's last message to the stage before has left.
+            Self::block_done(sharded, unit, virtual_rank_end, true)?;
         }
         Ok(())
     }
 
-    /// A block has added all that a micro-batch has for its gradients. At the end of a lane they
+    /// A block has added all that a micro-batch has for its gradients. At the end of a virtual rank they
     /// are final; `reduces` if no stage waits for a message that a reduction would hold up.
     fn block_done(
         sharded: &mut Sharded<B>,
         unit: usize,
-        lane_end: Option<bool>,
+        virtual_rank_end: Option<bool>,
         reduces: bool,
     ) -> Result<()> {
-        if let Some(last) = lane_end {
-            sharded.lane_done(unit, last)?;
+        if let Some(last) = virtual_rank_end {
+            sharded.virtual_rank_done(unit, last)?;
         }
         // Beside the computations of the other blocks.
         if reduces { sharded.start_reductions() } else { Ok(()) }

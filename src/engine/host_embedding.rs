@@ -66,7 +66,7 @@ impl<B: Kernels> HostEmbedding<B> {
         Ok(input)
     }
 
-    /// Adds the gradient of the rows of a micro-batch to that of the tables; at the end of a lane,
+    /// Adds the gradient of the rows of a micro-batch to that of the tables; at the end of a virtual rank,
     /// of the `last` one or another, it is final.
     ///
     /// # Errors
@@ -76,7 +76,7 @@ impl<B: Kernels> HostEmbedding<B> {
         sharded: &mut Sharded<Cpu>,
         micro: &MicroBatch<B>,
         gradient: B::Buf,
-        lane_end: Option<bool>,
+        virtual_rank_end: Option<bool>,
     ) -> Result<()> {
         let span = span(Doing::Backward, Some(&sharded.name(0).clone()));
         let gradient = self.receive(gradient)?;
@@ -89,8 +89,8 @@ impl<B: Kernels> HostEmbedding<B> {
         }
         drop(span);
         sharded.release();
-        if let Some(last) = lane_end {
-            sharded.lane_done(0, last)?;
+        if let Some(last) = virtual_rank_end {
+            sharded.virtual_rank_done(0, last)?;
             sharded.start_reductions()?;
         }
         self.count();
@@ -200,8 +200,8 @@ mod tests {
         "{kind='dot_interaction'}, {kind='dense', units=3}, {kind='tanh'}, {kind='dense', units=1}";
 
     fn plan(ranks: usize, settings: &[&str]) -> ResolvedConfig {
-        let common = "model.kind=layers loss.kind=mse precision.compute=f32 batch.global=16 run.steps=3 schedule.warmup=0 \
-                      parallel.lanes=4 optimizer.lr=0.05 optimizer.ema=0.5 comm.algorithm=tree";
+        let common = "model.kind=layers loss.kind=mse precision.dtype=f32 batch.global=16 run.steps=3 lr_schedule.warmup=0 \
+                      parallel.virtual_ranks=4 optimizer.lr=0.05 optimizer.ema=0.5 comm.algorithm=halving-doubling";
         let overrides: Vec<String> =
             common.split(' ').chain(settings.iter().copied()).map(String::from).collect();
         let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
@@ -221,10 +221,11 @@ mod tests {
             let sizes = plan.samples.sizes(1);
             let mut progress = Progress::default();
             let mut losses = vec![];
-            let lanes = plan.lanes_of(engine.model.sharded.data().rank())[0].clone();
+            let virtual_ranks =
+                plan.virtual_ranks_of(engine.model.sharded.data().rank())[0].clone();
             for step in 0..3 {
-                let mut samples =
-                    (lanes.start as u64 * plan.lane_samples..).step_by(plan.micro as usize);
+                let mut samples = (virtual_ranks.start as u64 * plan.virtual_rank_samples..)
+                    .step_by(plan.micro as usize);
                 let next = || {
                     let first = samples.next().unwrap_or_default();
                     let of = first..first + plan.micro;

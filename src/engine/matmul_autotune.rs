@@ -1,5 +1,5 @@
-//! Algorithms of a training's matrix products on GPUs, chosen by their time (`device.matmul =
-//! "timed"`).
+//! Algorithms of a training's matrix products on GPUs, chosen by their time
+//! (`device.matmul_autotune = "timed"`).
 //!
 //! A rehearsed step shows which products the ranks will ask for. For each kind of device its first
 //! rank measures those of all ranks with such a device, unless `matmuls.json` of the run's
@@ -18,7 +18,7 @@ use super::forward_backward::Engine;
 use super::warmup::warmup_step;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_comm::Group;
-use hpctrain_config::{MatmulChoice, ResolvedConfig};
+use hpctrain_config::ResolvedConfig;
 use hpctrain_device::{Chosen, Kernels, ProductAlgorithms, ProductKind};
 
 /// Choices by kind of device, in order of their products.
@@ -74,11 +74,10 @@ pub fn time_products<B: Kernels>(
     path: &Path,
 ) -> Result<TimedProducts> {
     let backend = engine.model.backend.clone();
-    let device = match plan.config.device.matmul {
-        MatmulChoice::Heuristic => None,
-        MatmulChoice::Timed => backend.product_algorithms(),
+    let is_wanted = plan.config.device.matmul_autotune;
+    let Some(device) = backend.product_algorithms().filter(|_| is_wanted) else {
+        return Ok(TimedProducts::default());
     };
-    let Some(device) = device else { return Ok(TimedProducts::default()) };
     let begun = Instant::now();
     warmup_step(plan, engine)?;
 

@@ -52,8 +52,8 @@ pub fn together<B: Backend, T>(
     world.all_ok(opened)
 }
 
-/// As [`open`], on all ranks of a job: with `data.stage` one rank of each node copies the shards
-/// first, and all read the copies.
+/// As [`open`], on all ranks of a job: with `data.local_cache` one rank of each node copies the
+/// shards first, and all read the copies.
 ///
 /// # Errors
 /// As [`open`], or the shards could not be copied.
@@ -63,7 +63,7 @@ pub fn open_staged<B: Backend>(
     topology: &Topology,
 ) -> Result<(Dataset, Option<Dataset>)> {
     let sources = world.all_ok(specs(config))?;
-    let Some(root) = config.data.stage.as_ref().map(Path::new) else {
+    let Some(root) = config.data.local_cache.as_ref().map(Path::new) else {
         return together(world, |catalogue| open_specs(catalogue, config, &sources));
     };
     let here = &topology.here().host;
@@ -241,7 +241,7 @@ fn specs(config: &Config) -> Result<Vec<DataSpec>> {
             targets: data.targets.clone(),
             weights: data.weights.clone(),
             shape: shape.clone(),
-            axes: data.axes,
+            axes: data.image_layout,
             val_fraction: data.val_fraction,
             scale: data.scale,
             vocabulary: config.model.vocabulary,
@@ -425,9 +425,9 @@ impl<B: Kernels> Drop for MicroBatches<B> {
 
 /// The positions of this rank's micro-batches, in the order of their use, to the end of the run.
 struct Positions {
-    /// Lanes of this rank.
-    lanes: Vec<u64>,
-    lane_samples: u64,
+    /// Virtual ranks of this rank.
+    virtual_ranks: Vec<u64>,
+    virtual_rank_samples: u64,
     micro: u64,
     global: u64,
     /// Position of the next global batch, and batches left.
@@ -440,8 +440,13 @@ struct Positions {
 impl Positions {
     fn new(plan: &ResolvedConfig, rank: usize, progress: Progress) -> Self {
         Self {
-            lanes: plan.lanes_of(rank).into_iter().flatten().map(|lane| lane as u64).collect(),
-            lane_samples: plan.lane_samples,
+            virtual_ranks: plan
+                .virtual_ranks_of(rank)
+                .into_iter()
+                .flatten()
+                .map(|virtual_rank| virtual_rank as u64)
+                .collect(),
+            virtual_rank_samples: plan.virtual_rank_samples,
             micro: plan.micro,
             global: plan.config.batch.global,
             base: progress.position,
@@ -455,16 +460,18 @@ impl Iterator for Positions {
     type Item = Range<u64>;
 
     fn next(&mut self) -> Option<Range<u64>> {
-        if self.done == self.lanes.len() as u64 * self.lane_samples {
+        if self.done == self.virtual_ranks.len() as u64 * self.virtual_rank_samples {
             (self.done, self.base, self.steps_left) =
                 (0, self.base + self.global, self.steps_left.saturating_sub(1));
         }
         if self.steps_left == 0 {
             return None;
         }
-        let lane = self.done / self.lane_samples;
-        let of_lane = self.done % self.lane_samples;
-        let start = self.base + self.lanes[lane as usize] * self.lane_samples + of_lane;
+        let virtual_rank = self.done / self.virtual_rank_samples;
+        let of_virtual_rank = self.done % self.virtual_rank_samples;
+        let start = self.base
+            + self.virtual_ranks[virtual_rank as usize] * self.virtual_rank_samples
+            + of_virtual_rank;
         self.done += self.micro;
         Some(start..start + self.micro)
     }

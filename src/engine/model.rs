@@ -90,7 +90,7 @@ impl<B: Kernels> Model<B> {
     }
 
     /// The output for a micro-batch, outside training: numbers, or logits of classes, those of one
-    /// tensor lane of this rank after the other. Collective over the stages of the pipeline, of
+    /// virtual tensor rank of this rank after the other. Collective over the stages of the pipeline, of
     /// which the last has it.
     ///
     /// # Errors
@@ -207,7 +207,7 @@ impl<B: Kernels> Model<B> {
     }
 
     /// An output of `rows` rows on the host, without the padding that its rows may have; of tensor
-    /// lanes, those of this rank, one after the other.
+    /// virtual ranks, those of this rank, one after the other.
     ///
     /// # Errors
     /// The device failed.

@@ -56,7 +56,7 @@ impl<B: Kernels> SyntheticTrainer<B> {
         let micros = if stages > 1 { 4 * stages } else { 1 };
         let global = samples * (world.size() / stages * micros) as u64;
         (config.batch.global, config.batch.micro) = (global, Some(samples));
-        config.parallel.lanes = None;
+        config.parallel.virtual_ranks = None;
         let plan = world.all_ok(resolve(config, &facts))?;
         world.all_ok(memory::check::<B>(&plan, &topology, Held::now(comm, &[]), None))?;
         let backend = world.all_ok(backend(&plan))?;
@@ -68,7 +68,7 @@ impl<B: Kernels> SyntheticTrainer<B> {
     /// # Errors
     /// Out of memory, or a message between ranks failed.
     pub fn of_plan(comm: &Comm<B>, plan: ResolvedConfig, backend: B) -> Result<Self> {
-        let comm = &comm.select_transport(plan.config.comm.path, comm::prove)?;
+        let comm = &comm.select_transport(plan.config.comm.transport, comm::prove)?;
         let (engine, _) = engine(comm, &plan, backend, None)?;
         let batch = random(&plan, plan.micro as usize);
         Ok(Self { plan, engine, batch, progress: Progress::default() })

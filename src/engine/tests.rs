@@ -41,11 +41,11 @@ struct Row {
     shard: usize,
     replica: usize,
     tensor: usize,
-    tensor_lanes: usize,
+    virtual_tensor_ranks: usize,
     sequence: bool,
     zero: Zero,
-    lanes: usize,
-    micros_per_lane: usize,
+    virtual_ranks: usize,
+    micros_per_virtual_rank: usize,
     recompute: bool,
     ahead: usize,
     algorithm: Algorithm,
@@ -62,14 +62,14 @@ const ONE: Row = Row {
     shard: 1,
     replica: 1,
     tensor: 1,
-    tensor_lanes: 1,
+    virtual_tensor_ranks: 1,
     sequence: false,
     zero: Zero::Zero,
-    lanes: 8,
-    micros_per_lane: 1,
+    virtual_ranks: 8,
+    micros_per_virtual_rank: 1,
     recompute: false,
     ahead: 1,
-    algorithm: Algorithm::Tree,
+    algorithm: Algorithm::HalvingDoubling,
     offload: false,
     averaging: None,
     storage: Storage::Ranks,
@@ -83,11 +83,11 @@ const GPT: Gpt =
     Gpt { layers: 2, heads: 4, width: 16, context: TIME, vocabulary: 19, bias: true, dropout: 0.2 };
 
 /// Bytes of the padded units.
-fn unit_bytes(lanes: usize) -> Vec<usize> {
+fn unit_bytes(virtual_ranks: usize) -> Vec<usize> {
     let size = |layout: UnitLayout| layout.padded * size_of::<f32>();
     GPT.blocks::<Cpu>()
         .iter()
-        .map(|block| size(UnitLayout::new(block.name(), block.tensors(), lanes)))
+        .map(|block| size(UnitLayout::new(block.name(), block.tensors(), virtual_ranks)))
         .collect()
 }
 
@@ -99,10 +99,13 @@ fn engine(comm: &Comm<Cpu>, row: Row, backend: &Cpu) -> Engine<Cpu> {
     let mesh =
         Mesh { pipeline: row.pipeline, replica: row.replica, shard: row.shard, tensor: row.tensor };
     let groups = Groups::split(comm, &mesh, row.averaging.is_some()).unwrap();
-    let lanes =
-        VirtualRanks { total: row.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
+    let virtual_ranks = VirtualRanks {
+        total: row.virtual_ranks,
+        ranks: groups.data.size(),
+        rank: groups.data.rank(),
+    };
     let tensor = mesh.coordinates(comm.rank())[Axis::Tensor as usize];
-    let slices = TensorShards::of_rank(row.tensor_lanes, tensor, row.tensor, row.sequence);
+    let slices = TensorShards::of_rank(row.virtual_tensor_ranks, tensor, row.tensor, row.sequence);
     let blocks = GPT.sliced(&slices);
     let cut = partition(&[1.0; BLOCKS], row.pipeline, |_, _| true).unwrap();
     let stage = Stage::new(&cut, mesh.stage(comm.rank()), &loans(&blocks));
@@ -126,7 +129,7 @@ fn engine(comm: &Comm<Cpu>, row: Row, backend: &Cpu) -> Engine<Cpu> {
         backend.clone(),
         groups,
         keep,
-        lanes,
+        virtual_ranks,
         Some(updates),
         &blocks,
         &slices,
@@ -135,7 +138,7 @@ fn engine(comm: &Comm<Cpu>, row: Row, backend: &Cpu) -> Engine<Cpu> {
     )
     .unwrap();
     let replicas = row.averaging.map_or(row.replica, |averaging| averaging.replicas);
-    let lanes_here = row.lanes / replicas / row.shard;
+    let virtual_ranks_here = row.virtual_ranks / replicas / row.shard;
     let predictions =
         (BATCH * TIME) as u64 / row.averaging.map_or(1, |averaging| averaging.replicas as u64);
     let geometry = Geometry {
@@ -143,9 +146,9 @@ fn engine(comm: &Comm<Cpu>, row: Row, backend: &Cpu) -> Engine<Cpu> {
             stage: number,
             stages,
             order: row.order,
-            ..StepSchedule::alone(lanes_here, row.micros_per_lane)
+            ..StepSchedule::alone(virtual_ranks_here, row.micros_per_virtual_rank)
         },
-        rows: BATCH / row.lanes / row.micros_per_lane * TIME,
+        rows: BATCH / row.virtual_ranks / row.micros_per_virtual_rank * TIME,
         predictions,
         recompute: row.recompute,
         seed: 3,
@@ -164,11 +167,11 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     let data_rank = sharded.data().rank();
     let stages = sharded.pipeline().size();
     let replicas = row.averaging.map_or(row.replica, |averaging| averaging.replicas);
-    let lanes_here = row.lanes / replicas / row.shard;
+    let virtual_ranks_here = row.virtual_ranks / replicas / row.shard;
     let mut curve = Vec::new();
     let first_replica = engine.model.sharded.first_replica();
     let mut taken: Vec<Vec<ReplicaStep>> = vec![vec![]; engine.model.sharded.replicas_here()];
-    let sequences = BATCH / row.lanes / row.micros_per_lane;
+    let sequences = BATCH / row.virtual_ranks / row.micros_per_virtual_rank;
     for step in 0..STEPS {
         if step == 3 {
             // Outside training: another pass, which finds the parameters that the update has
@@ -182,8 +185,9 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
         for turn in 0..engine.model.sharded.replicas_here() {
             let replica =
                 if row.averaging.is_some() { first_replica + turn } else { data_rank / row.shard };
-            let first_lane = replica * (row.lanes / replicas) + data_rank % row.shard * lanes_here;
-            let mut first = first_lane * (BATCH / row.lanes);
+            let first_virtual_rank = replica * (row.virtual_ranks / replicas)
+                + data_rank % row.shard * virtual_ranks_here;
+            let mut first = first_virtual_rank * (BATCH / row.virtual_ranks);
             let next = || {
                 let id = |i: usize| ((i as u64 * 2_654_435_761 + step * 97) % 19) as u32;
                 let from = first * TIME;
@@ -265,7 +269,7 @@ fn tensors_of(engine: &mut Engine<Cpu>) -> Vec<Tensor> {
     tensors
 }
 
-/// One micro-batch of a step for every lane of a rank.
+/// One micro-batch of a step for every virtual rank of a rank.
 fn take(engine: &mut Engine<Cpu>, backend: &Cpu, step: u64) {
     let rows = engine.geometry.rows;
     let tokens: Vec<u32> = (0..rows as u32).map(|i| (i * 7 + step as u32) % 19).collect();
@@ -325,10 +329,10 @@ fn together_ranks_restore_one_copy_whatever_the_layout() {
         Row { shard: 2, replica: 2, storage: Storage::Central, ..ONE },
         Row { pipeline: 2, shard: 2, replica: 2, zero: Zero::Three, ..ONE },
         Row { pipeline: 2, replica: 2, ..ONE },
-        Row { tensor: 2, tensor_lanes: 2, replica: 2, ..ONE },
+        Row { tensor: 2, virtual_tensor_ranks: 2, replica: 2, ..ONE },
     ];
     for row in rows {
-        let one = Row { tensor_lanes: row.tensor_lanes, ..ONE };
+        let one = Row { virtual_tensor_ranks: row.virtual_tensor_ranks, ..ONE };
         let of_ranks = |row: Row, broken: usize| {
             let ranks = row.pipeline * row.shard * row.replica * row.tensor;
             let comms = start_threads::<Cpu>(ranks, row.algorithm).unwrap();
@@ -367,7 +371,7 @@ fn audits_find_a_bit_that_changes_in_memory() {
     for (row, index) in
         [(Row { replica: 2, ..ONE }, 0), (Row { shard: 2, zero: Zero::One, ..ONE }, 3)]
     {
-        let comms = start_threads::<Cpu>(2, Algorithm::Tree).unwrap();
+        let comms = start_threads::<Cpu>(2, Algorithm::HalvingDoubling).unwrap();
         let changed = |comm: Comm<Cpu>| {
             let backend = Cpu::new(1);
             let mut engine = engine(&comm, row, &backend);
@@ -415,8 +419,8 @@ fn audits_find_a_bit_that_changes_in_memory() {
 /// One rank of three computes something else.
 #[test]
 fn audits_find_arithmetic_that_differs() {
-    let row = Row { replica: 3, lanes: 3, ..ONE };
-    let comms = start_threads::<Cpu>(3, Algorithm::Tree).unwrap();
+    let row = Row { replica: 3, virtual_ranks: 3, ..ONE };
+    let comms = start_threads::<Cpu>(3, Algorithm::HalvingDoubling).unwrap();
     let differs = |comm: Comm<Cpu>| {
         let backend = Cpu::new(1);
         let mut engine = engine(&comm, row, &backend);
@@ -520,8 +524,8 @@ fn every_layout_gives_the_bits_of_one_rank() {
 #[test]
 fn every_pipeline_gives_the_bits_of_one_rank() {
     let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three];
-    for (lanes, micros_per_lane) in [(8, 1), (4, 3), (2, 2), (2, 6)] {
-        let one = Row { lanes, micros_per_lane, ..ONE };
+    for (virtual_ranks, micros_per_virtual_rank) in [(8, 1), (4, 3), (2, 2), (2, 6)] {
+        let one = Row { virtual_ranks, micros_per_virtual_rank, ..ONE };
         let want = run(one);
         for pipeline in [2, 3, 4] {
             let mut rows = vec![Row { pipeline, ..one }, Row { pipeline, recompute: true, ..one }];
@@ -535,7 +539,7 @@ fn every_pipeline_gives_the_bits_of_one_rank() {
                 recompute: true,
                 ..one
             });
-            if lanes == 4 {
+            if virtual_ranks == 4 {
                 rows.push(Row { pipeline, shard: 2, replica: 2, zero: Zero::Two, ..one });
                 rows.extend([Zero::One, Zero::Three].map(|zero| Row {
                     offload: true,
@@ -552,7 +556,7 @@ fn every_pipeline_gives_the_bits_of_one_rank() {
                 let Row { shard, replica, zero, recompute, offload, order, .. } = row;
                 let name = format!(
                     "pipeline {pipeline} {order} shard {shard} replica {replica} {zero:?} recompute {recompute} offload \
-                     {offload}, {lanes} lanes of {micros_per_lane}"
+                     {offload}, {virtual_ranks} virtual ranks of {micros_per_virtual_rank}"
                 );
                 assert_eq!(got.curve, want.curve, "{name}");
                 assert!(got.tensors == want.tensors, "{name}: other parameters");
@@ -564,11 +568,13 @@ fn every_pipeline_gives_the_bits_of_one_rank() {
 #[test]
 fn every_division_of_blocks_gives_the_bits_of_one_rank() {
     let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three];
-    for (tensor_lanes, lanes, micros_per_lane) in [(2, 4, 1), (2, 2, 3), (4, 2, 2)] {
-        let one = Row { tensor_lanes, lanes, micros_per_lane, ..ONE };
+    for (virtual_tensor_ranks, virtual_ranks, micros_per_virtual_rank) in
+        [(2, 4, 1), (2, 2, 3), (4, 2, 2)]
+    {
+        let one = Row { virtual_tensor_ranks, virtual_ranks, micros_per_virtual_rank, ..ONE };
         let want = run(one);
         let mut rows = vec![Row { recompute: true, ..one }];
-        for tensor in [2, 4].into_iter().filter(|tensor| *tensor <= tensor_lanes) {
+        for tensor in [2, 4].into_iter().filter(|tensor| *tensor <= virtual_tensor_ranks) {
             let cut = Row { tensor, ..one };
             rows.extend([cut, Row { recompute: true, ..cut }, Row { replica: 2, ..cut }]);
             rows.extend([2, 3].map(|pipeline| Row { pipeline, ..cut }));
@@ -595,8 +601,8 @@ fn every_division_of_blocks_gives_the_bits_of_one_rank() {
                 ..
             } = row;
             let name = format!(
-                "{tensor_lanes} slices: tensor {tensor} sequence {sequence} pipeline {pipeline} {order} shard {shard} \
-                 replica {replica} {zero:?} recompute {recompute} offload {offload}, {lanes} lanes of {micros_per_lane}"
+                "{virtual_tensor_ranks} slices: tensor {tensor} sequence {sequence} pipeline {pipeline} {order} shard {shard} \
+                 replica {replica} {zero:?} recompute {recompute} offload {offload}, {virtual_ranks} virtual ranks of {micros_per_virtual_rank}"
             );
             assert_eq!(got.curve, want.curve, "{name}");
             assert!(got.tensors == want.tensors, "{name}: other parameters");
@@ -633,7 +639,7 @@ fn replicas_that_train_apart_are_the_same_on_any_ranks() {
         }
     }
     let averaging = Some(LocalSgd { every: 3, replicas: 2, outer: momentum(0.5) });
-    let one = Row { averaging, tensor_lanes: 2, ..ONE };
+    let one = Row { averaging, virtual_tensor_ranks: 2, ..ONE };
     let want = run(one);
     for row in [Row { tensor: 2, ..one }, Row { tensor: 2, replica: 2, sequence: true, ..one }] {
         let got = run(row);
@@ -647,7 +653,7 @@ fn replicas_that_train_apart_are_the_same_on_any_ranks() {
 
 #[test]
 fn central_storage_gives_the_bits_of_one_rank() {
-    let one = Row { tensor_lanes: 2, ..ONE };
+    let one = Row { virtual_tensor_ranks: 2, ..ONE };
     let mut pairs = vec![];
     for (reference, cuts) in [(ONE, &[1, 2, 3][..]), (one, &[1, 2])] {
         let want = run(Row { storage: Storage::Ranks, ..reference });
@@ -655,7 +661,7 @@ fn central_storage_gives_the_bits_of_one_rank() {
             let central = Row {
                 storage: Storage::Central,
                 pipeline,
-                tensor: reference.tensor_lanes,
+                tensor: reference.virtual_tensor_ranks,
                 ..reference
             };
             for (owners, replica) in [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (1, 8), (4, 2)] {
@@ -681,7 +687,7 @@ fn central_storage_gives_the_bits_of_one_rank() {
         }
     }
     // Of a whole network, AdamW's two moments and nothing else.
-    let padded: usize = unit_bytes(ONE.lanes).iter().sum();
+    let padded: usize = unit_bytes(ONE.virtual_ranks).iter().sum();
     let of_whole = pairs.iter().filter(|(row, _)| row.pipeline == 1 && row.tensor == 1);
     for (Row { shard, offload, .. }, peaks) in of_whole {
         for (rank, [parameters, optimizer, _, offloaded]) in peaks.iter().enumerate() {
@@ -704,11 +710,11 @@ fn central_storage_gives_the_bits_of_one_rank() {
 
 #[test]
 fn groups_of_a_power_of_two_agree_on_odd_ranks() {
-    let lanes = Row { lanes: 12, ..ONE };
-    let want = run(lanes);
+    let virtual_ranks = Row { virtual_ranks: 12, ..ONE };
+    let want = run(virtual_ranks);
     for (ranks, zero) in [(3, Zero::Zero), (3, Zero::Two), (6, Zero::Three), (12, Zero::One)] {
         let (shard, replica) = if zero == Zero::Zero { (1, ranks) } else { (ranks, 1) };
-        let got = run(Row { shard, replica, zero, ..lanes });
+        let got = run(Row { shard, replica, zero, ..virtual_ranks });
         assert!(got.curve == want.curve && got.tensors == want.tensors, "{ranks} ranks {zero:?}");
     }
 }
@@ -718,9 +724,9 @@ fn other_orders_of_addition_are_close() {
     let loss = |row| f64::from_bits(run(row).curve[STEPS as usize - 1].0);
     let want = loss(ONE);
     let rows = [
-        Row { lanes: 1, ..ONE },
-        Row { lanes: 3, replica: 3, ..ONE },
-        Row { lanes: 1, micros_per_lane: 4, ..ONE },
+        Row { virtual_ranks: 1, ..ONE },
+        Row { virtual_ranks: 3, replica: 3, ..ONE },
+        Row { virtual_ranks: 1, micros_per_virtual_rank: 4, ..ONE },
         Row { replica: 4, algorithm: Algorithm::Ring, ..ONE },
         Row { shard: 4, zero: Zero::Three, algorithm: Algorithm::Ring, ..ONE },
     ];
@@ -728,13 +734,13 @@ fn other_orders_of_addition_are_close() {
         let got = loss(row);
         // A few updates of AdamW turn rounding in tiny gradients into visible, still small,
         // differences.
-        assert!((got / want - 1.0).abs() < 1e-5, "{got}, one rank with 8 lanes {want}");
+        assert!((got / want - 1.0).abs() < 1e-5, "{got}, one rank with 8 virtual ranks {want}");
     }
 }
 
 #[test]
 fn sharding_saves_what_it_promises() {
-    let padded: usize = unit_bytes(ONE.lanes).iter().sum();
+    let padded: usize = unit_bytes(ONE.virtual_ranks).iter().sum();
     for (row, parameters, optimizer) in [
         (Row { replica: 4, ..ONE }, Some(padded), 2 * padded),
         (Row { shard: 4, zero: Zero::One, ..ONE }, Some(padded), padded / 2),
@@ -781,7 +787,10 @@ fn stage_in_bytes(pipeline: usize, index: usize) -> Stage {
 fn most(row: Row, index: usize, units: &[usize], what: fn(&Moment) -> usize) -> usize {
     let keep = ShardingPolicy { ahead: row.ahead, ..row.zero.residency() };
     let stage = stage_in_bytes(row.pipeline, index);
-    let alone = StepSchedule::alone(row.lanes / row.shard / row.replica, row.micros_per_lane);
+    let alone = StepSchedule::alone(
+        row.virtual_ranks / row.shard / row.replica,
+        row.micros_per_virtual_rank,
+    );
     let schedule = StepSchedule { stage: index, stages: row.pipeline, order: row.order, ..alone };
     let sizes: Vec<usize> = stage.slots().map(|unit| units[unit]).collect();
     let timeline =
@@ -792,7 +801,7 @@ fn most(row: Row, index: usize, units: &[usize], what: fn(&Moment) -> usize) -> 
 /// Peaks of parameters and gradients on the first rank of each stage, against the timeline:
 /// measured ones are from `least` to `most` of it.
 fn assert_peaks(row: Row, name: &str, least: f64, most_times: f64) {
-    let units = unit_bytes(row.lanes);
+    let units = unit_bytes(row.virtual_ranks);
     let outcome = run(row);
     for index in 0..row.pipeline {
         let [parameters, _, gradients, _] = outcome.peaks[index * row.shard * row.replica];
@@ -822,12 +831,14 @@ fn assert_peaks(row: Row, name: &str, least: f64, most_times: f64) {
 fn no_more_full_buffers_live_than_is_said() {
     const RANKS: usize = 4;
     for zero in [Zero::One, Zero::Two, Zero::Three] {
-        for (lanes, micros_per_lane) in [(1, 1), (1, 2), (1, 6), (2, 1), (2, 3), (3, 2)] {
+        for (virtual_ranks, micros_per_virtual_rank) in
+            [(1, 1), (1, 2), (1, 6), (2, 1), (2, 3), (3, 2)]
+        {
             for (ahead, recompute) in [(0, false), (1, true), (1, false), (2, true), (8, false)] {
                 let row = Row {
                     zero,
-                    lanes: RANKS * lanes,
-                    micros_per_lane,
+                    virtual_ranks: RANKS * virtual_ranks,
+                    micros_per_virtual_rank,
                     shard: RANKS,
                     ahead,
                     recompute,
@@ -836,15 +847,23 @@ fn no_more_full_buffers_live_than_is_said() {
                 // A reused buffer may be a quarter larger than requested, and is counted by its own
                 // size. If a unit's buffers only ever take each other's places, and a loan's, few
                 // are larger.
-                let exact = (zero, lanes, micros_per_lane) == (Zero::Three, 1, 2);
-                let name = format!("{zero:?}, {lanes} lanes of {micros_per_lane}, {ahead} ahead");
+                let exact = (zero, virtual_ranks, micros_per_virtual_rank) == (Zero::Three, 1, 2);
+                let name = format!(
+                    "{zero:?}, {virtual_ranks} virtual ranks of {micros_per_virtual_rank}, {ahead} ahead"
+                );
                 assert_peaks(row, &name, 1.0, if exact { 1.01 } else { 1.05 });
             }
         }
     }
     // As many buffers as it takes: at depth 0 a block's own and the one it borrows, then one more a
     // step of depth.
-    let two = Row { zero: Zero::Three, lanes: RANKS, micros_per_lane: 2, shard: RANKS, ..ONE };
+    let two = Row {
+        zero: Zero::Three,
+        virtual_ranks: RANKS,
+        micros_per_virtual_rank: 2,
+        shard: RANKS,
+        ..ONE
+    };
     let buffers = [0, 1, 2, 8]
         .map(|ahead| most(Row { ahead, ..two }, 0, &[RANKS; 4], |moment| moment.params) / RANKS);
     assert_eq!(buffers, [2, 3, 4, 4]);
@@ -857,20 +876,20 @@ fn stages_hold_the_buffers_that_are_said() {
         [2, 3, 4].into_iter().flat_map(|pipeline| orders.map(|order| (pipeline, order)))
     {
         for zero in [Zero::One, Zero::Two, Zero::Three] {
-            for (lanes, micros_per_lane) in [(1, 1), (1, 4), (2, 3)] {
+            for (virtual_ranks, micros_per_virtual_rank) in [(1, 1), (1, 4), (2, 3)] {
                 let row = Row {
                     pipeline,
                     order,
                     zero,
-                    lanes: 2 * lanes,
-                    micros_per_lane,
+                    virtual_ranks: 2 * virtual_ranks,
+                    micros_per_virtual_rank,
                     shard: 2,
                     ..ONE
                 };
                 // A gradient that leaves for another stage is given back sooner or later; parts
                 // that come are small buffers, which take the places of larger ones.
                 let name = format!(
-                    "{pipeline} stages {order}, {zero:?}, {lanes} lanes of {micros_per_lane}"
+                    "{pipeline} stages {order}, {zero:?}, {virtual_ranks} virtual ranks of {micros_per_virtual_rank}"
                 );
                 assert_peaks(row, &name, 0.5, 1.1);
             }

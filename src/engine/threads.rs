@@ -16,7 +16,7 @@ pub fn on_threads<B: Backend, T: Send>(
     ranks: usize,
     rank: impl Fn(&Comm<B>) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
-    let comms = start_threads(ranks, Algorithm::Tree)?;
+    let comms = start_threads(ranks, Algorithm::HalvingDoubling)?;
     let rank = &rank;
     let results: Vec<Result<T>> = std::thread::scope(|scope| {
         let start = |comm: Comm<B>| {

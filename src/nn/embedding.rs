@@ -20,7 +20,7 @@ pub struct Embedding {
     pub vocabulary: usize,
     /// After it; site 0 of the network.
     pub dropout: ResidualDropout,
-    /// The tensor lanes of this rank, each with some token ids.
+    /// The virtual tensor ranks of this rank, each with some token ids.
     pub slices: TensorShards,
 }
 
@@ -29,15 +29,15 @@ impl Embedding {
         self.dropout.width
     }
 
-    /// Token ids of a lane.
-    fn ids(&self, lane: usize) -> Range<usize> {
-        self.slices.share(self.vocabulary, lane)
+    /// Token ids of a virtual rank.
+    fn ids(&self, virtual_rank: usize) -> Range<usize> {
+        self.slices.share(self.vocabulary, virtual_rank)
     }
 
-    /// Lengths of the tensors of a lane's section.
-    fn lens(&self, lane: usize) -> [usize; 2] {
+    /// Lengths of the tensors of a virtual rank's section.
+    fn lens(&self, virtual_rank: usize) -> [usize; 2] {
         [
-            self.ids(lane).len() * self.width(),
+            self.ids(virtual_rank).len() * self.width(),
             self.places.map_or(0, |(_, context)| context * self.width()),
         ]
     }
@@ -55,22 +55,24 @@ impl Embedding {
         position: usize,
     ) -> Result<B::Buf> {
         let b = cx.backend;
-        let lanes = TensorParallel::new(cx, &self.slices);
+        let virtual_ranks = TensorParallel::new(cx, &self.slices);
         let len = cx.micro.rows() * self.width();
-        let [words, places] = lanes.parameters(params, |lane| self.lens(lane));
+        let [words, places] =
+            virtual_ranks.parameters(params, |virtual_rank| self.lens(virtual_rank));
         let before = if self.places.is_some() { position * self.width() } else { 0 };
-        // Of all lanes one has a token's row and the first has its place: the others add nothing.
-        let sum = lanes.sum(len, None, |k, mut y| {
+        // Of all virtual ranks one has a token's row and the first has its place: the others add nothing.
+        let sum = virtual_ranks.sum(len, None, |k, mut y| {
             let first = self.ids(self.slices.held.start + k).start;
-            let (_, places) = B::split_at(places[k], if lanes.is_first(k) { before } else { 0 });
+            let (_, places) =
+                B::split_at(places[k], if virtual_ranks.is_first(k) { before } else { 0 });
             let (places, _) =
-                B::split_at(places, if lanes.is_first(k) { self.used(cx) } else { 0 });
-            lanes.narrow(len, B::reborrow(&mut y), |y| {
+                B::split_at(places, if virtual_ranks.is_first(k) { self.used(cx) } else { 0 });
+            virtual_ranks.narrow(len, B::reborrow(&mut y), |y| {
                 b.embedding(&cx.micro.parts.ids, first, words[k], places, y)
             })
         })?;
-        let mut y = lanes.settle(lanes.request(sum), self.width())?;
-        self.dropout.apply(cx, 0, lanes.own().start, B::all_mut(&mut y))?;
+        let mut y = virtual_ranks.settle(virtual_ranks.request(sum), self.width())?;
+        self.dropout.apply(cx, 0, virtual_ranks.own().start, B::all_mut(&mut y))?;
         Ok(y)
     }
 }
@@ -145,17 +147,18 @@ impl<B: Kernels> Block<B> for Embedding {
         mut dy: B::Buf,
     ) -> Result<B::Buf> {
         let b = cx.backend;
-        let lanes = TensorParallel::new(cx, &self.slices);
-        self.dropout.apply(cx, 0, lanes.own().start, B::all_mut(&mut dy))?;
-        let dy = lanes.gathered(dy, self.width())?;
-        let [words, places] = lanes.places(params.section, |lane| self.lens(lane));
-        for (k, lane) in self.slices.held.clone().enumerate() {
+        let virtual_ranks = TensorParallel::new(cx, &self.slices);
+        self.dropout.apply(cx, 0, virtual_ranks.own().start, B::all_mut(&mut dy))?;
+        let dy = virtual_ranks.gathered(dy, self.width())?;
+        let [words, places] =
+            virtual_ranks.places(params.section, |virtual_rank| self.lens(virtual_rank));
+        for (k, virtual_rank) in self.slices.held.clone().enumerate() {
             let place = places[k].start
-                ..places[k].start + if lanes.is_first(k) { self.used(cx) } else { 0 };
+                ..places[k].start + if virtual_ranks.is_first(k) { self.used(cx) } else { 0 };
             let (dwords, dplaces) = grads.pair(&words[k], &place);
             b.embedding_backward(
                 &cx.micro.parts.ids,
-                self.ids(lane).start,
+                self.ids(virtual_rank).start,
                 B::all(&dy),
                 dwords,
                 dplaces,

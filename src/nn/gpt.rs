@@ -46,7 +46,7 @@ impl Gpt {
         self.sliced(&TensorShards::whole())
     }
 
-    /// The network as blocks, of which this rank has `slices`: heads divide among all tensor lanes.
+    /// The network as blocks, of which this rank has `slices`: heads divide among all virtual tensor ranks.
     pub fn sliced<B: Kernels>(&self, slices: &TensorShards) -> Blocks<B> {
         let embedding = Embedding {
             words: "wte.weight",
@@ -95,15 +95,15 @@ struct Transformer {
 }
 
 impl Transformer {
-    /// Columns of a lane's heads, and of its hidden layer.
-    fn of_lane(&self) -> [usize; 2] {
+    /// Columns of a virtual rank's heads, and of its hidden layer.
+    fn of_virtual_rank(&self) -> [usize; 2] {
         [self.gpt.width / self.slices.total, 4 * self.gpt.width / self.slices.total]
     }
 
-    /// Lengths of a lane's tensors in storage order: four matrices and two biases, which are cut;
+    /// Lengths of a virtual rank's tensors in storage order: four matrices and two biases, which are cut;
     /// biases of sums and norms.
     fn lens(&self) -> [usize; 12] {
-        let (d, [a, h]) = (self.gpt.width, self.of_lane());
+        let (d, [a, h]) = (self.gpt.width, self.of_virtual_rank());
         let bias = |len| self.gpt.bias_len(len);
         [
             3 * a * d,
@@ -122,7 +122,7 @@ impl Transformer {
     }
 
     fn shapes<B: Backend>(&self, cx: &Context<'_, B>) -> Shapes {
-        let (rows, d, [a, h]) = (cx.micro.rows(), self.gpt.width, self.of_lane());
+        let (rows, d, [a, h]) = (cx.micro.rows(), self.gpt.width, self.of_virtual_rank());
         let heads = self.gpt.heads / self.slices.total;
         Shapes {
             norm: Norm { rows, width: d, epsilon: EPSILON, centred: true },
@@ -153,9 +153,10 @@ impl Transformer {
         x: &B::Buf,
         mut past: Option<&mut KvCache<B>>,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (b, rows, d, [a, h]) = (cx.backend, cx.micro.rows(), self.gpt.width, self.of_lane());
+        let (b, rows, d, [a, h]) =
+            (cx.backend, cx.micro.rows(), self.gpt.width, self.of_virtual_rank());
         let s = self.shapes(cx);
-        let lanes = TensorParallel::new(cx, &self.slices);
+        let virtual_ranks = TensorParallel::new(cx, &self.slices);
         let new = |len| b.alloc(MemoryKind::Activations, len);
         let exact = |len| b.alloc_f32(MemoryKind::Activations, len);
         let [
@@ -171,17 +172,18 @@ impl Transformer {
             b_norm1,
             w_norm2,
             b_norm2,
-        ] = lanes.parameters(&params, |_| self.lens());
+        ] = virtual_ranks.parameters(&params, |_| self.lens());
         let has_bias = self.gpt.bias;
-        let ([site1, site2], first_row) = (self.sites(), lanes.own().start);
+        let ([site1, site2], first_row) = (self.sites(), virtual_ranks.own().start);
         let before = x;
         // Where nothing comes between a product and its sum with the stream, the product adds it.
-        let joined = lanes.is_uncut() && !self.gpt.dropout().drops(cx) && b.adds_in_products();
+        let joined =
+            virtual_ranks.is_uncut() && !self.gpt.dropout().drops(cx) && b.adds_in_products();
 
-        let (norm1, stats1) = lanes.norm(s.norm, x, w_norm1[0], b_norm1[0])?;
-        let all_rows = lanes.gather(&norm1, d)?;
-        let mut of_lanes = Vec::with_capacity(5 * self.slices.held.len());
-        let branch = lanes.sum(rows * d, None, |k, y| {
+        let (norm1, stats1) = virtual_ranks.norm(s.norm, x, w_norm1[0], b_norm1[0])?;
+        let all_rows = virtual_ranks.gather(&norm1, d)?;
+        let mut of_virtual_ranks = Vec::with_capacity(5 * self.slices.held.len());
+        let branch = virtual_ranks.sum(rows * d, None, |k, y| {
             let x = B::all(all_rows.as_ref().unwrap_or(&norm1));
             let project = |_, to: B::ViewMut<'_>| b.linear(s.qkv, x, w_qkv[k], b_qkv[k], to);
             let mut heads = new(rows * a)?;
@@ -191,7 +193,7 @@ impl Transformer {
             if joined {
                 b.linear_add(s.out, B::all(&heads), w_out[k], b_out[k], B::all(before), y)?;
             } else {
-                lanes.row_linear(
+                virtual_ranks.row_linear(
                     k,
                     s.out,
                     B::all(&heads),
@@ -200,19 +202,19 @@ impl Transformer {
                     y,
                 )?;
             }
-            of_lanes.extend(qkv.into_iter().chain([heads, lse]));
+            of_virtual_ranks.extend(qkv.into_iter().chain([heads, lse]));
             Ok(())
         })?;
         drop(all_rows);
-        let mut stream = lanes.settle(lanes.request(branch), d)?;
+        let mut stream = virtual_ranks.settle(virtual_ranks.request(branch), d)?;
         self.gpt.dropout().apply(cx, site1, first_row, B::all_mut(&mut stream))?;
 
         let (norm2, stats2) = match joined {
-            true => lanes.norm(s.norm, &stream, w_norm2[0], b_norm2[0])?,
-            false => lanes.add_norm(s.norm, x, &mut stream, w_norm2[0], b_norm2[0])?,
+            true => virtual_ranks.norm(s.norm, &stream, w_norm2[0], b_norm2[0])?,
+            false => virtual_ranks.add_norm(s.norm, x, &mut stream, w_norm2[0], b_norm2[0])?,
         };
-        let all_rows = lanes.gather(&norm2, d)?;
-        let branch = lanes.sum(rows * d, None, |k, y| {
+        let all_rows = virtual_ranks.gather(&norm2, d)?;
+        let branch = virtual_ranks.sum(rows * d, None, |k, y| {
             let mut up = new(rows * h)?;
             let mut act = new(rows * h)?;
             let x = B::all(all_rows.as_ref().unwrap_or(&norm2));
@@ -220,7 +222,7 @@ impl Transformer {
             if joined {
                 b.linear_add(s.down, B::all(&act), w_down[k], b_down[k], B::all(&stream), y)?;
             } else {
-                lanes.row_linear(
+                virtual_ranks.row_linear(
                     k,
                     s.down,
                     B::all(&act),
@@ -229,20 +231,23 @@ impl Transformer {
                     y,
                 )?;
             }
-            of_lanes.extend([up, act]);
+            of_virtual_ranks.extend([up, act]);
             Ok(())
         })?;
         drop(all_rows);
-        let mut y = lanes.settle(lanes.request(branch), d)?;
+        let mut y = virtual_ranks.settle(virtual_ranks.request(branch), d)?;
         self.gpt.dropout().apply(cx, site2, first_row, B::all_mut(&mut y))?;
         if !joined {
             b.add(B::all(&stream), B::all_mut(&mut y))?;
         }
-        Ok((y, [norm1, stats1, stream, norm2, stats2].into_iter().chain(of_lanes).collect()))
+        Ok((
+            y,
+            [norm1, stats1, stream, norm2, stats2].into_iter().chain(of_virtual_ranks).collect(),
+        ))
     }
 }
 
-/// The operations of a block with their sizes: norms of all rows, the others of a lane.
+/// The operations of a block with their sizes: norms of all rows, the others of a virtual rank.
 struct Shapes {
     norm: Norm,
     qkv: Linear,
@@ -293,8 +298,8 @@ impl<B: Kernels> Block<B> for Transformer {
     }
 
     fn saved_elems_per_row(&self) -> usize {
-        // Norm 1, stream, norm 2; of each lane queries, keys and values, heads, up and GELU.
-        let (d, [a, h]) = (self.gpt.width, self.of_lane());
+        // Norm 1, stream, norm 2; of each virtual rank queries, keys and values, heads, up and GELU.
+        let (d, [a, h]) = (self.gpt.width, self.of_virtual_rank());
         self.slices.own(3 * d) + self.slices.held.len() * (4 * a + 2 * h)
     }
 
@@ -310,8 +315,8 @@ impl<B: Kernels> Block<B> for Transformer {
 
     fn scratch_per_row(&self) -> usize {
         // The gradient of the stream, also that of the branch where dropout masks it. That of up
-        // takes the place of its GELU; sums over lanes come when ups are not needed any more.
-        let (d, [_, h], slices) = (self.gpt.width, self.of_lane(), &self.slices);
+        // takes the place of its GELU; sums over virtual ranks come when ups are not needed any more.
+        let (d, [_, h], slices) = (self.gpt.width, self.of_virtual_rank(), &self.slices);
         let streams = if self.gpt.dropout > 0.0 { 2 } else { 1 };
         let sums = slices.sums(d).saturating_sub(slices.held.len() * h);
         slices.own(streams * d) + slices.gathered(d).max(sums)
@@ -319,15 +324,15 @@ impl<B: Kernels> Block<B> for Transformer {
 
     fn deferred_per_row(&self) -> usize {
         // The inputs of the four maps, and the gradients of their outputs: those of sums are whole
-        // in every lane.
-        let (d, [a, h]) = (self.gpt.width, self.of_lane());
+        // in every virtual rank.
+        let (d, [a, h]) = (self.gpt.width, self.of_virtual_rank());
         (2 * d + 2 * d) + self.slices.held.len() * ((a + h) + (3 * a + h))
     }
 
     fn deferred_scratch_per_row(&self) -> usize {
         // When queries, keys and values get theirs: the gradients of stream, norm and maps'
         // outputs, less up.
-        let (d, [a, _], slices) = (self.gpt.width, self.of_lane(), &self.slices);
+        let (d, [a, _], slices) = (self.gpt.width, self.of_virtual_rank(), &self.slices);
         slices.own(d) + slices.sums(d).max(d) + 2 * d + slices.held.len() * 3 * a
     }
 
@@ -365,13 +370,14 @@ impl<B: Kernels> Block<B> for Transformer {
         saved: Vec<B::Buf>,
         mut dy: B::Buf,
     ) -> Result<B::Buf> {
-        let (b, rows, d, [a, h]) = (cx.backend, cx.micro.rows(), self.gpt.width, self.of_lane());
+        let (b, rows, d, [a, h]) =
+            (cx.backend, cx.micro.rows(), self.gpt.width, self.of_virtual_rank());
         let s = self.shapes(cx);
-        let lanes = TensorParallel::new(cx, &self.slices);
+        let virtual_ranks = TensorParallel::new(cx, &self.slices);
         let count = self.slices.held.len();
         let new = |len| b.alloc(MemoryKind::Activations, len);
         let [w_qkv, w_out, w_up, w_down, _, _, _, _, w_norm1, _, w_norm2, _] =
-            lanes.parameters(&params, |_| self.lens());
+            virtual_ranks.parameters(&params, |_| self.lens());
         let [
             a_qkv,
             a_out,
@@ -385,7 +391,7 @@ impl<B: Kernels> Block<B> for Transformer {
             b_norm1,
             a_norm2,
             b_norm2,
-        ] = lanes.places(params.section, |_| self.lens());
+        ] = virtual_ranks.places(params.section, |_| self.lens());
         let mut saved = saved.into_iter();
         let [norm1, stats1, stream, norm2, stats2] = take(&mut saved)?;
         let attention: Vec<[B::Buf; 3]> =
@@ -395,10 +401,10 @@ impl<B: Kernels> Block<B> for Transformer {
 
         // dy is the gradient of the stream from here on; each branch adds its share.
         let mut dups = Vec::with_capacity(count);
-        let branch = lanes.branch(dropout, site2, &dy, grads.later.is_some())?;
+        let branch = virtual_ranks.branch(dropout, site2, &dy, grads.later.is_some())?;
         for (k, [up, act]) in mlp.into_iter().enumerate() {
             let at = At::Own(a_down[k].clone());
-            let bias = lanes.bias_of_sum(&b_down[k]);
+            let bias = virtual_ranks.bias_of_sum(&b_down[k]);
             grads.linear(b, s.down, branch.of_output(&dy), &Arc::new(act), at, bias)?;
             let mut dup = new(rows * h)?;
             b.linear_gelu_backward_input(
@@ -410,7 +416,7 @@ impl<B: Kernels> Block<B> for Transformer {
             )?;
             dups.push((Arc::new(dup), 0..rows * h));
         }
-        lanes.add_bias(branch.own(&dy), d, &mut grads, &b_down)?;
+        virtual_ranks.add_bias(branch.own(&dy), d, &mut grads, &b_down)?;
         drop(branch);
         let map = Column {
             shapes: vec![s.up; count],
@@ -418,9 +424,14 @@ impl<B: Kernels> Block<B> for Transformer {
             places: At::own(a_up),
             biases: b_up,
         };
-        let dnorm = lanes.column_backward(&map, &mut grads, dups, lanes.gathered(norm2, d)?)?;
+        let dnorm = virtual_ranks.column_backward(
+            &map,
+            &mut grads,
+            dups,
+            virtual_ranks.gathered(norm2, d)?,
+        )?;
         let places = Places { weights: &a_norm2, biases: &b_norm2 };
-        lanes.norm_backward(
+        virtual_ranks.norm_backward(
             s.norm, &dnorm, &stream, w_norm2[0], &stats2, &mut dy, &mut grads, places,
         )?;
         drop(dnorm);
@@ -429,7 +440,7 @@ impl<B: Kernels> Block<B> for Transformer {
         // heads.
         let mut spare = Some(stream).filter(|_| self.slices.total == 1);
         let mut dqkvs = Vec::with_capacity(count);
-        let branch = lanes.branch(dropout, site1, &dy, grads.later.is_some())?;
+        let branch = virtual_ranks.branch(dropout, site1, &dy, grads.later.is_some())?;
         for (k, [qkv, heads, lse]) in attention.into_iter().enumerate() {
             let mut dheads = spare.take().map_or_else(|| new(rows * a), Ok)?;
             b.linear_backward_input(s.out, branch.all(&dy), w_out[k], B::all_mut(&mut dheads))?;
@@ -440,11 +451,11 @@ impl<B: Kernels> Block<B> for Transformer {
             b.attention_backward(s.attention, B::all(&qkv), y, lse, g, B::all_mut(&mut dqkv))?;
             drop(qkv);
             let at = At::Own(a_out[k].clone());
-            let bias = lanes.bias_of_sum(&b_out[k]);
+            let bias = virtual_ranks.bias_of_sum(&b_out[k]);
             grads.linear(b, s.out, branch.of_output(&dy), &Arc::new(heads), at, bias)?;
             dqkvs.push((Arc::new(dqkv), 0..rows * 3 * a));
         }
-        lanes.add_bias(branch.own(&dy), d, &mut grads, &b_out)?;
+        virtual_ranks.add_bias(branch.own(&dy), d, &mut grads, &b_out)?;
         drop(branch);
         let map = Column {
             shapes: vec![s.qkv; count],
@@ -452,9 +463,15 @@ impl<B: Kernels> Block<B> for Transformer {
             places: At::own(a_qkv),
             biases: b_qkv,
         };
-        let dnorm = lanes.column_backward(&map, &mut grads, dqkvs, lanes.gathered(norm1, d)?)?;
+        let dnorm = virtual_ranks.column_backward(
+            &map,
+            &mut grads,
+            dqkvs,
+            virtual_ranks.gathered(norm1, d)?,
+        )?;
         let places = Places { weights: &a_norm1, biases: &b_norm1 };
-        lanes.norm_backward(s.norm, &dnorm, x, w_norm1[0], &stats1, &mut dy, &mut grads, places)?;
+        virtual_ranks
+            .norm_backward(s.norm, &dnorm, x, w_norm1[0], &stats1, &mut dy, &mut grads, places)?;
         Ok(dy)
     }
 }

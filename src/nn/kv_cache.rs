@@ -8,15 +8,15 @@ use hpctrain_device::{Attention, AttentionOps, Backend, MemoryKind};
 pub struct KvCache<B: Backend> {
     seen: usize,
     room: usize,
-    /// Of each tensor lane, the queries, keys and values of every position, packed as attention
+    /// Of each virtual tensor rank, the queries, keys and values of every position, packed as attention
     /// takes them; made on first use.
-    lanes: Vec<B::Buf>,
+    virtual_ranks: Vec<B::Buf>,
 }
 
 impl<B: Backend> KvCache<B> {
     /// Of a sequence that has not begun, with room for so many positions.
     pub fn new(room: usize) -> Self {
-        Self { seen: 0, room, lanes: Vec::new() }
+        Self { seen: 0, room, virtual_ranks: Vec::new() }
     }
 
     /// Positions seen.
@@ -39,16 +39,18 @@ impl<B: Backend> KvCache<B> {
         }
     }
 
-    /// The rows of lane number `k`, each of so many elements.
-    fn lane(&mut self, b: &B, k: usize, packed: usize) -> Result<&mut B::Buf> {
-        if k == self.lanes.len() {
-            self.lanes.push(b.alloc(MemoryKind::Activations, self.room * packed)?);
+    /// The rows of virtual rank number `k`, each of so many elements.
+    fn virtual_rank(&mut self, b: &B, k: usize, packed: usize) -> Result<&mut B::Buf> {
+        if k == self.virtual_ranks.len() {
+            self.virtual_ranks.push(b.alloc(MemoryKind::Activations, self.room * packed)?);
         }
-        self.lanes.get_mut(k).ok_or_else(|| Error::internal("tensor lanes out of order"))
+        self.virtual_ranks
+            .get_mut(k)
+            .ok_or_else(|| Error::internal("virtual tensor ranks out of order"))
     }
 }
 
-/// Attention of the rows of a micro-batch, of lane number `k`. `project(first, to)` writes their
+/// Attention of the rows of a micro-batch, of virtual rank number `k`. `project(first, to)` writes their
 /// queries, keys and values, the first of which is position `first`; with a `past` they join it,
 /// and see all positions before them. Returns them without one.
 ///
@@ -77,7 +79,7 @@ pub fn attend<B: AttentionOps>(
             shape.batch, past.room
         )));
     }
-    let rows = past.lane(b, k, packed)?;
+    let rows = past.virtual_rank(b, k, packed)?;
     project(first, B::view_mut(rows, first * packed..last * packed))?;
     let seen = B::view(rows, 0..last * packed);
     b.attention_from(

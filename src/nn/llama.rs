@@ -56,7 +56,7 @@ impl Llama {
     }
 
     /// The network as blocks, of which this rank has `slices`: heads of keys divide among all
-    /// tensor lanes.
+    /// virtual tensor ranks.
     pub fn sliced<B: Kernels>(&self, slices: &TensorShards) -> Blocks<B> {
         let embedding = Embedding {
             words: "embed_tokens.weight",
@@ -112,31 +112,31 @@ struct Decoder<B: Backend> {
 }
 
 impl<B: Backend> Decoder<B> {
-    /// Lengths of the parts of a lane that are used at once, in storage order: queries, keys and
+    /// Lengths of the parts of a virtual rank that are used at once, in storage order: queries, keys and
     /// values; out; gates and ups; down; two norms.
-    fn lens(&self, lane: usize) -> [usize; 6] {
+    fn lens(&self, virtual_rank: usize) -> [usize; 6] {
         let d = self.llama.width;
-        let f = self.hidden(lane);
+        let f = self.hidden(virtual_rank);
         [self.packed() * d, d * self.heads_width(), 2 * f * d, f * d, d, d]
     }
 
-    /// Columns of a lane's queries.
+    /// Columns of a virtual rank's queries.
     fn heads_width(&self) -> usize {
         self.llama.width / self.slices.total
     }
 
-    /// Columns of a lane's queries, keys and values.
+    /// Columns of a virtual rank's queries, keys and values.
     fn packed(&self) -> usize {
         let Llama { heads, kv_heads, .. } = self.llama;
         (heads + 2 * kv_heads) / self.slices.total * self.llama.head_width()
     }
 
-    /// Gates of a lane.
-    fn hidden(&self, lane: usize) -> usize {
-        self.slices.share(self.llama.hidden, lane).len()
+    /// Gates of a virtual rank.
+    fn hidden(&self, virtual_rank: usize) -> usize {
+        self.slices.share(self.llama.hidden, virtual_rank).len()
     }
 
-    /// Gates of all lanes of this rank, at most.
+    /// Gates of all virtual ranks of this rank, at most.
     fn all_hidden(&self) -> usize {
         self.slices.held.len() * self.hidden(0)
     }
@@ -167,14 +167,14 @@ impl<B: Backend> Decoder<B> {
         }
     }
 
-    /// The map to gates and ups, of a lane.
-    fn gate_up(&self, rows: usize, lane: usize) -> Linear {
-        Linear::new(rows, self.llama.width, 2 * self.hidden(lane))
+    /// The map to gates and ups, of a virtual rank.
+    fn gate_up(&self, rows: usize, virtual_rank: usize) -> Linear {
+        Linear::new(rows, self.llama.width, 2 * self.hidden(virtual_rank))
     }
 
-    /// The map from their products, of a lane.
-    fn down(&self, rows: usize, lane: usize) -> Linear {
-        Linear::new(rows, self.hidden(lane), self.llama.width)
+    /// The map from their products, of a virtual rank.
+    fn down(&self, rows: usize, virtual_rank: usize) -> Linear {
+        Linear::new(rows, self.hidden(virtual_rank), self.llama.width)
     }
 
     /// Numbers of the two dropout sites; 0 is the embedding's.
@@ -183,7 +183,7 @@ impl<B: Backend> Decoder<B> {
     }
 }
 
-/// The operations of a block with their sizes: norms of all rows, the others of a lane.
+/// The operations of a block with their sizes: norms of all rows, the others of a virtual rank.
 struct Shapes {
     norm: Norm,
     qkv: Linear,
@@ -206,21 +206,21 @@ impl<B: Kernels> Decoder<B> {
         let d = self.llama.width;
         let drop_out = self.llama.dropout();
         let s = self.shapes(cx);
-        let lanes = TensorParallel::new(cx, &self.slices);
+        let virtual_ranks = TensorParallel::new(cx, &self.slices);
         let new = |len| b.alloc(MemoryKind::Activations, len);
         let exact = |len| b.alloc_f32(MemoryKind::Activations, len);
         let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] =
-            lanes.parameters(&params, |lane| self.lens(lane));
+            virtual_ranks.parameters(&params, |virtual_rank| self.lens(virtual_rank));
         let (none, _) = B::split_at(params.own, 0);
-        let ([site1, site2], first_row) = (self.sites(), lanes.own().start);
+        let ([site1, site2], first_row) = (self.sites(), virtual_ranks.own().start);
         let before = x;
         // Where nothing comes between a product and its sum with the stream, the product adds it.
-        let joined = lanes.is_uncut() && !drop_out.drops(cx) && b.adds_in_products();
+        let joined = virtual_ranks.is_uncut() && !drop_out.drops(cx) && b.adds_in_products();
 
-        let (norm1, stats1) = lanes.norm(s.norm, x, w_norm1[0], none)?;
-        let all_rows = lanes.gather(&norm1, d)?;
-        let mut of_lanes = Vec::with_capacity(5 * self.slices.held.len());
-        let branch = lanes.sum(rows * d, None, |k, y| {
+        let (norm1, stats1) = virtual_ranks.norm(s.norm, x, w_norm1[0], none)?;
+        let all_rows = virtual_ranks.gather(&norm1, d)?;
+        let mut of_virtual_ranks = Vec::with_capacity(5 * self.slices.held.len());
+        let branch = virtual_ranks.sum(rows * d, None, |k, y| {
             let x = B::all(all_rows.as_ref().unwrap_or(&norm1));
             let project = |first: usize, mut to: B::ViewMut<'_>| {
                 b.linear(s.qkv, x, w_qkv[k], none, B::reborrow(&mut to))?;
@@ -236,47 +236,58 @@ impl<B: Kernels> Decoder<B> {
                 true => b.linear_add(s.out, B::all(&heads), w_out[k], none, B::all(before), y)?,
                 false => b.linear(s.out, B::all(&heads), w_out[k], none, y)?,
             }
-            of_lanes.extend(qkv.into_iter().chain([heads, lse]));
+            of_virtual_ranks.extend(qkv.into_iter().chain([heads, lse]));
             Ok(())
         })?;
         drop(all_rows);
-        let mut stream = lanes.settle(lanes.request(branch), d)?;
+        let mut stream = virtual_ranks.settle(virtual_ranks.request(branch), d)?;
         drop_out.apply(cx, site1, first_row, B::all_mut(&mut stream))?;
 
         let (norm2, stats2) = match joined {
-            true => lanes.norm(s.norm, &stream, w_norm2[0], none)?,
-            false => lanes.add_norm(s.norm, x, &mut stream, w_norm2[0], none)?,
+            true => virtual_ranks.norm(s.norm, &stream, w_norm2[0], none)?,
+            false => virtual_ranks.add_norm(s.norm, x, &mut stream, w_norm2[0], none)?,
         };
-        let all_rows = lanes.gather(&norm2, d)?;
-        let branch = lanes.sum(rows * d, None, |k, y| {
-            let lane = self.slices.held.start + k;
-            let f = self.hidden(lane);
+        let all_rows = virtual_ranks.gather(&norm2, d)?;
+        let branch = virtual_ranks.sum(rows * d, None, |k, y| {
+            let virtual_rank = self.slices.held.start + k;
+            let f = self.hidden(virtual_rank);
             let mut gate_up = new(rows * 2 * f)?;
             let mut act = new(rows * f)?;
             let x = B::all(all_rows.as_ref().unwrap_or(&norm2));
-            b.linear(self.gate_up(rows, lane), x, w_gate_up[k], none, B::all_mut(&mut gate_up))?;
+            b.linear(
+                self.gate_up(rows, virtual_rank),
+                x,
+                w_gate_up[k],
+                none,
+                B::all_mut(&mut gate_up),
+            )?;
             b.swiglu(f, B::all(&gate_up), B::all_mut(&mut act))?;
             match joined {
                 true => b.linear_add(
-                    self.down(rows, lane),
+                    self.down(rows, virtual_rank),
                     B::all(&act),
                     w_down[k],
                     none,
                     B::all(&stream),
                     y,
                 )?,
-                false => b.linear(self.down(rows, lane), B::all(&act), w_down[k], none, y)?,
+                false => {
+                    b.linear(self.down(rows, virtual_rank), B::all(&act), w_down[k], none, y)?
+                }
             }
-            of_lanes.extend([gate_up, act]);
+            of_virtual_ranks.extend([gate_up, act]);
             Ok(())
         })?;
         drop(all_rows);
-        let mut y = lanes.settle(lanes.request(branch), d)?;
+        let mut y = virtual_ranks.settle(virtual_ranks.request(branch), d)?;
         drop_out.apply(cx, site2, first_row, B::all_mut(&mut y))?;
         if !joined {
             b.add(B::all(&stream), B::all_mut(&mut y))?;
         }
-        Ok((y, [norm1, stats1, stream, norm2, stats2].into_iter().chain(of_lanes).collect()))
+        Ok((
+            y,
+            [norm1, stats1, stream, norm2, stats2].into_iter().chain(of_virtual_ranks).collect(),
+        ))
     }
 }
 
@@ -316,11 +327,11 @@ impl<B: Kernels> Block<B> for Decoder<B> {
     }
 
     fn saved_elems_per_row(&self) -> usize {
-        // Norm 1, stream, norm 2; of each lane queries, keys and values, heads; gates, ups and
+        // Norm 1, stream, norm 2; of each virtual rank queries, keys and values, heads; gates, ups and
         // their product.
-        let of_lane = self.packed() + self.heads_width();
+        let of_virtual_rank = self.packed() + self.heads_width();
         self.slices.own(3 * self.llama.width)
-            + self.slices.held.len() * of_lane
+            + self.slices.held.len() * of_virtual_rank
             + 3 * self.all_hidden()
     }
 
@@ -337,7 +348,7 @@ impl<B: Kernels> Block<B> for Decoder<B> {
     fn scratch_per_row(&self) -> usize {
         // The stream's gradient, and that of the branch where dropout masks it. The gradient of
         // queries, keys and values comes when the memory of gates, ups and their product is free;
-        // sums over lanes when that of the product is.
+        // sums over virtual ranks when that of the product is.
         let (Llama { width, dropout, .. }, slices) = (&self.llama, &self.slices);
         let streams = if *dropout > 0.0 { 2 } else { 1 };
         let packed = (slices.held.len() * self.packed()).saturating_sub(3 * self.all_hidden());
@@ -349,9 +360,9 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         // The inputs of the four maps: two norms, heads, gates times ups; and the gradients of
         // their outputs.
         let width = self.llama.width;
-        let lanes = self.slices.held.len();
-        (2 * width + lanes * self.heads_width() + self.all_hidden())
-            + (lanes * self.packed() + width + 2 * self.all_hidden() + width)
+        let virtual_ranks = self.slices.held.len();
+        (2 * width + virtual_ranks * self.heads_width() + self.all_hidden())
+            + (virtual_ranks * self.packed() + width + 2 * self.all_hidden() + width)
     }
 
     fn deferred_scratch_per_row(&self) -> usize {
@@ -407,12 +418,12 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         let d = self.llama.width;
         let a = self.heads_width();
         let s = self.shapes(cx);
-        let lanes = TensorParallel::new(cx, &self.slices);
+        let virtual_ranks = TensorParallel::new(cx, &self.slices);
         let count = self.slices.held.len();
         let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] =
-            lanes.parameters(&params, |lane| self.lens(lane));
+            virtual_ranks.parameters(&params, |virtual_rank| self.lens(virtual_rank));
         let [a_qkv, a_out, a_gate_up, a_down, a_norm1, a_norm2] =
-            lanes.places(params.section, |lane| self.lens(lane));
+            virtual_ranks.places(params.section, |virtual_rank| self.lens(virtual_rank));
         let mut saved = saved.into_iter();
         let [norm1, stats1, stream, norm2, stats2] = take(&mut saved)?;
         let attention: Vec<[B::Buf; 3]> =
@@ -425,11 +436,11 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         // dy is the gradient of the stream from here on; each branch adds its share. Buffers whose
         // values are not needed any more take gradients.
         let mut dgate_ups = Vec::with_capacity(count);
-        let branch = lanes.branch(dropout, site2, &dy, grads.later.is_some())?;
+        let branch = virtual_ranks.branch(dropout, site2, &dy, grads.later.is_some())?;
         for (k, [mut gate_up, act]) in mlp.into_iter().enumerate() {
-            let lane = self.slices.held.start + k;
-            let down = self.down(rows, lane);
-            let f = self.hidden(lane);
+            let virtual_rank = self.slices.held.start + k;
+            let down = self.down(rows, virtual_rank);
+            let f = self.hidden(virtual_rank);
             let act = Arc::new(act);
             grads.linear(b, down, branch.of_output(&dy), &act, At::Own(a_down[k].clone()), 0..0)?;
             let mut dact = Arc::into_inner(act).map_or_else(|| new(rows * f), Ok)?;
@@ -438,24 +449,29 @@ impl<B: Kernels> Block<B> for Decoder<B> {
             dgate_ups.push((Arc::new(gate_up), 0..rows * 2 * f));
         }
         drop(branch);
-        let shapes = self.slices.held.clone().map(|lane| self.gate_up(rows, lane)).collect();
+        let shapes =
+            self.slices.held.clone().map(|virtual_rank| self.gate_up(rows, virtual_rank)).collect();
         let map = Column {
             shapes,
             weights: w_gate_up,
             places: At::own(a_gate_up),
             biases: no_biases.clone(),
         };
-        let dnorm =
-            lanes.column_backward(&map, &mut grads, dgate_ups, lanes.gathered(norm2, d)?)?;
+        let dnorm = virtual_ranks.column_backward(
+            &map,
+            &mut grads,
+            dgate_ups,
+            virtual_ranks.gathered(norm2, d)?,
+        )?;
         let places = Places { weights: &a_norm2, biases: &no_biases };
-        lanes.norm_backward(
+        virtual_ranks.norm_backward(
             s.norm, &dnorm, &stream, w_norm2[0], &stats2, &mut dy, &mut grads, places,
         )?;
         drop(dnorm);
 
         let mut spare = Some(stream).filter(|_| self.slices.total == 1);
         let mut dqkvs = Vec::with_capacity(count);
-        let branch = lanes.branch(dropout, site1, &dy, grads.later.is_some())?;
+        let branch = virtual_ranks.branch(dropout, site1, &dy, grads.later.is_some())?;
         for (k, [qkv, heads, lse]) in attention.into_iter().enumerate() {
             let mut dheads = spare.take().map_or_else(|| new(rows * a), Ok)?;
             b.linear_backward_input(s.out, branch.all(&dy), w_out[k], B::all_mut(&mut dheads))?;
@@ -487,9 +503,15 @@ impl<B: Kernels> Block<B> for Decoder<B> {
             places: At::own(a_qkv),
             biases: no_biases.clone(),
         };
-        let dnorm = lanes.column_backward(&map, &mut grads, dqkvs, lanes.gathered(norm1, d)?)?;
+        let dnorm = virtual_ranks.column_backward(
+            &map,
+            &mut grads,
+            dqkvs,
+            virtual_ranks.gathered(norm1, d)?,
+        )?;
         let places = Places { weights: &a_norm1, biases: &no_biases };
-        lanes.norm_backward(s.norm, &dnorm, x, w_norm1[0], &stats1, &mut dy, &mut grads, places)?;
+        virtual_ranks
+            .norm_backward(s.norm, &dnorm, x, w_norm1[0], &stats1, &mut dy, &mut grads, places)?;
         Ok(dy)
     }
 }

@@ -39,7 +39,7 @@ pub struct Head {
     pub vocabulary: usize,
     /// The matrix of the logits.
     pub table: Table,
-    /// The tensor lanes of this rank, each with some token ids.
+    /// The virtual tensor ranks of this rank, each with some token ids.
     pub slices: TensorShards,
 }
 
@@ -48,35 +48,36 @@ impl Head {
         Norm { rows, width: self.width, epsilon: self.epsilon, centred: self.centred }
     }
 
-    /// The map to a lane's logits. Their rows are padded: a vocabulary may be any number, and
+    /// The map to a virtual rank's logits. Their rows are padded: a vocabulary may be any number, and
     /// products are fast where rows are aligned.
-    fn logits<B: Backend>(&self, rows: usize, lane: usize) -> Linear {
-        let classes = self.classes(lane);
+    fn logits<B: Backend>(&self, rows: usize, virtual_rank: usize) -> Linear {
+        let classes = self.classes(virtual_rank);
         Linear { stride: B::row_stride(classes), ..Linear::new(rows, self.width, classes) }
     }
 
-    /// Elements of a row of the logits of all lanes of this rank, padding included.
+    /// Elements of a row of the logits of all virtual ranks of this rank, padding included.
     fn logits_per_row<B: Backend>(&self) -> usize {
-        self.slices.held.clone().map(|lane| B::row_stride(self.classes(lane))).sum()
+        self.slices.held.clone().map(|virtual_rank| B::row_stride(self.classes(virtual_rank))).sum()
     }
 
-    /// Token ids of a lane.
-    fn classes(&self, lane: usize) -> usize {
-        self.slices.share(self.vocabulary, lane).len()
+    /// Token ids of a virtual rank.
+    fn classes(&self, virtual_rank: usize) -> usize {
+        self.slices.share(self.vocabulary, virtual_rank).len()
     }
 
-    /// Token ids of all lanes of this rank, at most.
+    /// Token ids of all virtual ranks of this rank, at most.
     fn all_classes(&self) -> usize {
         self.slices.held.len() * self.classes(0)
     }
 
-    /// Lengths of the tensors of a lane's section: table, norm's weight and bias.
-    fn lens(&self, lane: usize) -> [usize; 3] {
-        let own = if self.table == Table::Tied { 0 } else { self.classes(lane) * self.width };
+    /// Lengths of the tensors of a virtual rank's section: table, norm's weight and bias.
+    fn lens(&self, virtual_rank: usize) -> [usize; 3] {
+        let own =
+            if self.table == Table::Tied { 0 } else { self.classes(virtual_rank) * self.width };
         [own, self.width, if self.bias { self.width } else { 0 }]
     }
 
-    /// The table of each lane.
+    /// The table of each virtual rank.
     fn tables<'p, B: Kernels>(
         &self,
         params: &Params<'p, B>,
@@ -85,25 +86,27 @@ impl Head {
         match self.table {
             Table::Own(_) => Ok(own),
             Table::Tied => {
-                let lanes = self.slices.held.clone().enumerate();
-                let table = |lane: usize, from: B::View<'p>| {
-                    B::split_at(from, self.classes(lane) * self.width).0
+                let virtual_ranks = self.slices.held.clone().enumerate();
+                let table = |virtual_rank: usize, from: B::View<'p>| {
+                    B::split_at(from, self.classes(virtual_rank) * self.width).0
                 };
-                lanes.map(|(k, lane)| Ok(table(lane, params.lent_lane(k)?))).collect()
+                virtual_ranks
+                    .map(|(k, virtual_rank)| Ok(table(virtual_rank, params.lent_virtual_rank(k)?)))
+                    .collect()
             }
         }
     }
 
-    /// The place of each lane's gradient of the table.
+    /// The place of each virtual rank's gradient of the table.
     fn places(&self, own: Vec<Range<usize>>) -> Vec<At> {
         match self.table {
             Table::Own(_) => At::own(own),
             Table::Tied => {
                 let stride = self.classes(0) * self.width;
-                let lanes = self.slices.held.clone().enumerate();
-                lanes
-                    .map(|(k, lane)| {
-                        At::Lent(k * stride..k * stride + self.classes(lane) * self.width)
+                let virtual_ranks = self.slices.held.clone().enumerate();
+                virtual_ranks
+                    .map(|(k, virtual_rank)| {
+                        At::Lent(k * stride..k * stride + self.classes(virtual_rank) * self.width)
                     })
                     .collect()
             }
@@ -184,19 +187,22 @@ impl<B: Kernels> Block<B> for Head {
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
         let b = cx.backend;
         let rows = cx.micro.rows();
-        let lanes = TensorParallel::new(cx, &self.slices);
-        let [own, weight, bias] = lanes.parameters(&params, |lane| self.lens(lane));
+        let virtual_ranks = TensorParallel::new(cx, &self.slices);
+        let [own, weight, bias] =
+            virtual_ranks.parameters(&params, |virtual_rank| self.lens(virtual_rank));
         let tables = self.tables(&params, own)?;
         let (no_bias, _) = B::split_at(params.own, 0);
-        let (norm, stats) = lanes.norm(self.shape(rows), x, weight[0], bias[0])?;
-        let all_rows = lanes.gather(&norm, self.width)?;
-        let of_lanes = self.slices.of_lanes(rows, self.vocabulary, B::row_stride);
+        let (norm, stats) = virtual_ranks.norm(self.shape(rows), x, weight[0], bias[0])?;
+        let all_rows = virtual_ranks.gather(&norm, self.width)?;
+        let of_virtual_ranks = self.slices.of_virtual_ranks(rows, self.vocabulary, B::row_stride);
         let mut logits =
-            b.alloc(MemoryKind::Activations, of_lanes.last().map_or(0, |last| last.end))?;
-        for ((lane, at), table) in self.slices.held.clone().zip(of_lanes).zip(tables) {
+            b.alloc(MemoryKind::Activations, of_virtual_ranks.last().map_or(0, |last| last.end))?;
+        for ((virtual_rank, at), table) in
+            self.slices.held.clone().zip(of_virtual_ranks).zip(tables)
+        {
             let x = B::all(all_rows.as_ref().unwrap_or(&norm));
             b.linear(
-                self.logits::<B>(rows, lane),
+                self.logits::<B>(rows, virtual_rank),
                 x,
                 table,
                 no_bias,
@@ -233,26 +239,38 @@ impl<B: Kernels> Block<B> for Head {
     ) -> Result<B::Buf> {
         let b = cx.backend;
         let rows = cx.micro.rows();
-        let lanes = TensorParallel::new(cx, &self.slices);
-        let [own, weight, _] = lanes.parameters(&params, |lane| self.lens(lane));
-        let [a_table, a_weight, a_bias] = lanes.places(params.section, |lane| self.lens(lane));
+        let virtual_ranks = TensorParallel::new(cx, &self.slices);
+        let [own, weight, _] =
+            virtual_ranks.parameters(&params, |virtual_rank| self.lens(virtual_rank));
+        let [a_table, a_weight, a_bias] =
+            virtual_ranks.places(params.section, |virtual_rank| self.lens(virtual_rank));
         let [norm, stats] = unpack(saved)?;
         let map = Column {
-            shapes: self.slices.held.clone().map(|lane| self.logits::<B>(rows, lane)).collect(),
+            shapes: self
+                .slices
+                .held
+                .clone()
+                .map(|virtual_rank| self.logits::<B>(rows, virtual_rank))
+                .collect(),
             weights: self.tables(&params, own)?,
             places: self.places(a_table),
             biases: vec![0..0; self.slices.held.len()],
         };
         let dlogits = Arc::new(dlogits);
-        let of_lanes = self.slices.of_lanes(rows, self.vocabulary, B::row_stride);
-        let of_lanes = of_lanes.into_iter().map(|at| (dlogits.clone(), at)).collect();
+        let of_virtual_ranks = self.slices.of_virtual_ranks(rows, self.vocabulary, B::row_stride);
+        let of_virtual_ranks =
+            of_virtual_ranks.into_iter().map(|at| (dlogits.clone(), at)).collect();
         drop(dlogits);
-        let dnorm =
-            lanes.column_backward(&map, &mut grads, of_lanes, lanes.gathered(norm, self.width)?)?;
-        let mut dx = b.alloc(MemoryKind::Activations, lanes.own().len() * self.width)?;
+        let dnorm = virtual_ranks.column_backward(
+            &map,
+            &mut grads,
+            of_virtual_ranks,
+            virtual_ranks.gathered(norm, self.width)?,
+        )?;
+        let mut dx = b.alloc(MemoryKind::Activations, virtual_ranks.own().len() * self.width)?;
         b.zero(B::all_mut(&mut dx))?;
         let places = Places { weights: &a_weight, biases: &a_bias };
-        lanes.norm_backward(
+        virtual_ranks.norm_backward(
             self.shape(rows),
             &dnorm,
             x,

@@ -97,7 +97,7 @@ pub struct Objective<B: Backend> {
     loss: Loss,
     /// Elements of a row of the output.
     width: usize,
-    /// The tensor lanes of this rank, each with some classes.
+    /// The virtual tensor ranks of this rank, each with some classes.
     slices: TensorShards,
     /// Whether rows of the output are padded, as of
     /// [`Block::pads_output`](super::Block::pads_output).
@@ -127,7 +127,7 @@ impl<B: Kernels> Objective<B> {
         }
     }
 
-    /// The same, of logits that the tensor lanes divide among themselves.
+    /// The same, of logits that the virtual tensor ranks divide among themselves.
     pub fn sliced(self, slices: &TensorShards) -> Self {
         Self { slices: slices.clone(), ..self }
     }
@@ -142,13 +142,13 @@ impl<B: Kernels> Objective<B> {
         if self.is_padded { B::row_stride(columns) } else { columns }
     }
 
-    /// The elements of each lane, in an output of so many rows with those of one lane after the
+    /// The elements of each virtual rank, in an output of so many rows with those of one virtual rank after the
     /// other.
-    fn of_lanes(&self, rows: usize) -> Vec<Range<usize>> {
-        self.slices.of_lanes(rows, self.width, |columns| self.stride(columns))
+    fn of_virtual_ranks(&self, rows: usize) -> Vec<Range<usize>> {
+        self.slices.of_virtual_ranks(rows, self.width, |columns| self.stride(columns))
     }
 
-    /// Rows `from` on of an output of so many rows, on the host without padding; of lanes, the rows
+    /// Rows `from` on of an output of so many rows, on the host without padding; of virtual ranks, the rows
     /// of one after those of the other.
     ///
     /// # Errors
@@ -162,8 +162,8 @@ impl<B: Kernels> Objective<B> {
     ) -> Result<Vec<f32>> {
         let mut host = Vec::new();
         let mut row = Vec::new();
-        for (lane, at) in self.slices.held.clone().zip(self.of_lanes(rows)) {
-            let columns = self.slices.share(self.width, lane).len();
+        for (virtual_rank, at) in self.slices.held.clone().zip(self.of_virtual_ranks(rows)) {
+            let columns = self.slices.share(self.width, virtual_rank).len();
             let stride = self.stride(columns);
             row.resize((rows - from) * stride, 0.0);
             backend.download(B::view(output, at.start + from * stride..at.end), &mut row)?;
@@ -237,8 +237,8 @@ impl<B: Kernels> Objective<B> {
         backend.sum(B::all(&losses))
     }
 
-    /// The losses of rows. Of logits that are divided among tensor lanes each lane tells the
-    /// largest and a few sums, once for all lanes; its gradient then needs no other lane's logits.
+    /// The losses of rows. Of logits that are divided among virtual tensor ranks each virtual rank tells the
+    /// largest and a few sums, once for all virtual ranks; its gradient then needs no other virtual rank's logits.
     #[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
     fn cross_entropy(
         &self,
@@ -261,9 +261,9 @@ impl<B: Kernels> Objective<B> {
             );
         }
         let CrossEntropy { rows, classes, scale, gradient, smoothing, .. } = shape;
-        let parts: Vec<_> = held.clone().zip(self.of_lanes(rows)).collect();
-        let part = |lane: usize| {
-            let share = self.slices.share(classes, lane);
+        let parts: Vec<_> = held.clone().zip(self.of_virtual_ranks(rows)).collect();
+        let part = |virtual_rank: usize| {
+            let share = self.slices.share(classes, virtual_rank);
             LogitsPart {
                 rows,
                 classes: share.len(),
@@ -271,18 +271,21 @@ impl<B: Kernels> Objective<B> {
                 first: share.start,
             }
         };
-        let of_lane = rows * LogitsPart::STATS;
-        let mut stats = backend.alloc_f32(MemoryKind::Activations, total * of_lane)?;
-        for (lane, at) in &parts {
-            let to = B::view_mut(&mut stats, lane * of_lane..(lane + 1) * of_lane);
-            backend.softmax_part(part(*lane), B::view(output, at.clone()), targets, to)?;
+        let of_virtual_rank = rows * LogitsPart::STATS;
+        let mut stats = backend.alloc_f32(MemoryKind::Activations, total * of_virtual_rank)?;
+        for (virtual_rank, at) in &parts {
+            let to = B::view_mut(
+                &mut stats,
+                virtual_rank * of_virtual_rank..(virtual_rank + 1) * of_virtual_rank,
+            );
+            backend.softmax_part(part(*virtual_rank), B::view(output, at.clone()), targets, to)?;
         }
         if let Some(tensor) = tensor {
             stats = tensor.all_gather(stats).wait()?;
         }
-        for (lane, at) in parts {
+        for (virtual_rank, at) in parts {
             let shape = CrossEntropyPart {
-                part: part(lane),
+                part: part(virtual_rank),
                 parts: *total,
                 classes,
                 scale,
@@ -304,7 +307,7 @@ impl<B: Kernels> Objective<B> {
 
     /// Σ over a micro-batch's predictions of the loss, without smoothing and weights, and of the
     /// values whose means are the metrics, which there are none of where logits are divided among
-    /// tensor lanes. Then Σ of the loss over each of `parts` of the predictions.
+    /// virtual tensor ranks. Then Σ of the loss over each of `parts` of the predictions.
     ///
     /// # Errors
     /// The device, or a message between ranks, failed.

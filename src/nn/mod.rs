@@ -167,7 +167,7 @@ impl<B: Backend> Clone for Training<'_, B> {
 
 /// Parameters of a block: its own unit's and, when it borrows, another unit's.
 pub struct Params<'a, B: Backend> {
-    /// The block's unit: a section for each tensor lane of this rank.
+    /// The block's unit: a section for each virtual tensor rank of this rank.
     pub own: B::View<'a>,
     /// Elements of a section.
     pub section: usize,
@@ -186,21 +186,21 @@ impl<B: Backend> Clone for Params<'_, B> {
 }
 
 impl<'a, B: Backend> Params<'a, B> {
-    /// Those of a block with one lane that borrows none.
+    /// Those of a block with one virtual rank that borrows none.
     pub fn of(unit: &'a B::Buf) -> Self {
         Self { own: B::all(unit), section: B::len(unit), lent: None, lent_section: 0 }
     }
 
     /// The block's unit from section `k` on.
-    pub fn lane(&self, k: usize) -> B::View<'a> {
+    pub fn virtual_rank(&self, k: usize) -> B::View<'a> {
         B::split_at(self.own, k * self.section).1
     }
 
-    /// As [`Params::lane`], of the borrowed unit.
+    /// As [`Params::virtual_rank`], of the borrowed unit.
     ///
     /// # Errors
     /// Nothing is lent.
-    pub fn lent_lane(&self, k: usize) -> Result<B::View<'a>> {
+    pub fn lent_virtual_rank(&self, k: usize) -> Result<B::View<'a>> {
         let lent = self
             .lent
             .ok_or_else(|| Error::internal("a block that borrows parameters was handed none"))?;
@@ -213,8 +213,8 @@ impl<'a, B: Backend> Params<'a, B> {
 pub struct TiedParam {
     /// The unit, of an earlier block.
     pub unit: usize,
-    /// Elements of its gradient: equally many for each tensor lane of this rank, as many as the
-    /// first lane of all has.
+    /// Elements of its gradient: equally many for each virtual tensor rank of this rank, as many as the
+    /// first virtual rank of all has.
     pub len: usize,
 }
 
@@ -223,12 +223,12 @@ pub trait Block<B: Kernels>: Send + Sync {
     /// The unit's name.
     fn name(&self) -> String;
 
-    /// Parameters in storage order, with their whole shapes: those that are cut among tensor lanes
+    /// Parameters in storage order, with their whole shapes: those that are cut among virtual tensor ranks
     /// first, and of each kind decayed ones first.
     fn tensors(&self) -> Vec<Tensor>;
 
     /// Parameters of an earlier block's unit that this one uses as well. The gradients of both
-    /// blocks are summed apart, and added when a lane ends.
+    /// blocks are summed apart, and added when a virtual rank ends.
     fn tied_to(&self) -> Option<TiedParam> {
         None
     }

@@ -1,14 +1,14 @@
-//! A block's work on its tensor lanes (Shoeybi et al., "Megatron-LM", 2019): maps whose columns are
-//! divided give each lane an output of its own; the outputs of maps whose inputs are divided are
-//! summed over all lanes.
+//! A block's work on its virtual tensor ranks (Shoeybi et al., "Megatron-LM", 2019): maps whose columns are
+//! divided give each virtual rank an output of its own; the outputs of maps whose inputs are divided are
+//! summed over all virtual ranks.
 //!
-//! Lanes are computed one after the other and summed by one tree, on a rank and between ranks:
-//! whichever rank has a lane, the sum has the same bits. Narrow compute types are summed in f32.
+//! Virtual ranks are computed one after the other and summed by one tree, on a rank and between ranks:
+//! whichever rank has a virtual rank, the sum has the same bits. Narrow compute types are summed in f32.
 //!
 //! With sequence parallelism (Korthikanti et al., "Reducing activation recomputation in large
 //! transformer models", 2022) a rank keeps its own rows of the stream between the maps, and sums
 //! leave each rank its rows. The gradients of norms and of biases of sums are always taken over the
-//! rows of each lane apart, so that both ways have the same bits.
+//! rows of each virtual rank apart, so that both ways have the same bits.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use hpctrain_base::tree_sum::Tree;
 use hpctrain_comm::Pending;
 use hpctrain_device::{Backend, Kernels, Linear, MemoryKind, Norm, split};
 
-/// The lanes of a block, in one computation.
+/// The virtual ranks of a block, in one computation.
 #[derive(Clone, Copy)]
 pub struct TensorParallel<'a, B: Kernels> {
     cx: &'a Context<'a, B>,
@@ -37,14 +37,14 @@ pub struct Branch<B: Backend> {
     gathered: Option<Arc<B::Buf>>,
 }
 
-/// The gradient of a lane's output: elements of a buffer.
-pub type OfLane<B> = (Arc<<B as Backend>::Buf>, Range<usize>);
+/// The gradient of a virtual rank's output: elements of a buffer.
+pub type OfVirtualRank<B> = (Arc<<B as Backend>::Buf>, Range<usize>);
 
-/// A map whose outputs are divided among lanes, in its backward.
+/// A map whose outputs are divided among virtual ranks, in its backward.
 pub struct Column<'a, B: Kernels> {
-    /// The sizes of each lane.
+    /// The sizes of each virtual rank.
     pub shapes: Vec<Linear>,
-    /// The weight of each lane.
+    /// The weight of each virtual rank.
     pub weights: Vec<B::View<'a>>,
     /// The place of each weight's gradient.
     pub places: Vec<At>,
@@ -52,7 +52,7 @@ pub struct Column<'a, B: Kernels> {
     pub biases: Vec<Range<usize>>,
 }
 
-/// The places of a norm's gradients in the section of each lane.
+/// The places of a norm's gradients in the section of each virtual rank.
 #[derive(Clone, Copy)]
 pub struct Places<'a> {
     /// Of its weight.
@@ -62,22 +62,25 @@ pub struct Places<'a> {
 }
 
 impl<'a, B: Kernels> TensorParallel<'a, B> {
-    /// The lanes of `slices`.
+    /// The virtual ranks of `slices`.
     pub fn new(cx: &'a Context<'a, B>, slices: &'a TensorShards) -> Self {
         Self { cx, slices }
     }
 
-    /// The parameters of each lane, of tensors one after the other in its section, whose lengths
-    /// `lens(lane)` has.
+    /// The parameters of each virtual rank, of tensors one after the other in its section, whose lengths
+    /// `lens(virtual_rank)` has.
     pub fn parameters<'p, const N: usize>(
         &self,
         params: &Params<'p, B>,
         lens: impl Fn(usize) -> [usize; N],
     ) -> [Vec<B::View<'p>>; N] {
-        let lanes = self.slices.held.clone().enumerate();
-        let split: Vec<_> =
-            lanes.map(|(k, lane)| split::<B, N>(params.lane(k), lens(lane))).collect();
-        std::array::from_fn(|tensor| split.iter().map(|of_lane| of_lane[tensor]).collect())
+        let virtual_ranks = self.slices.held.clone().enumerate();
+        let split: Vec<_> = virtual_ranks
+            .map(|(k, virtual_rank)| split::<B, N>(params.virtual_rank(k), lens(virtual_rank)))
+            .collect();
+        std::array::from_fn(|tensor| {
+            split.iter().map(|of_virtual_rank| of_virtual_rank[tensor]).collect()
+        })
     }
 
     /// As [`TensorParallel::parameters`], their ranges in a unit with sections of so many elements.
@@ -86,15 +89,18 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         section: usize,
         lens: impl Fn(usize) -> [usize; N],
     ) -> [Vec<Range<usize>>; N] {
-        let lanes = self.slices.held.clone().enumerate();
+        let virtual_ranks = self.slices.held.clone().enumerate();
         let moved =
             |k: usize, range: Range<usize>| range.start + k * section..range.end + k * section;
-        let split: Vec<_> =
-            lanes.map(|(k, lane)| ranges(lens(lane)).map(|range| moved(k, range))).collect();
-        std::array::from_fn(|tensor| split.iter().map(|of_lane| of_lane[tensor].clone()).collect())
+        let split: Vec<_> = virtual_ranks
+            .map(|(k, virtual_rank)| ranges(lens(virtual_rank)).map(|range| moved(k, range)))
+            .collect();
+        std::array::from_fn(|tensor| {
+            split.iter().map(|of_virtual_rank| of_virtual_rank[tensor].clone()).collect()
+        })
     }
 
-    /// The place of the bias of a summed map's gradient for [`Grads::linear`]: more lanes than one
+    /// The place of the bias of a summed map's gradient for [`Grads::linear`]: more virtual ranks than one
     /// take their rows apart, in [`TensorParallel::add_bias`].
     pub fn bias_of_sum(&self, bias: &Range<usize>) -> Range<usize> {
         if self.slices.total == 1 { bias.clone() } else { 0..0 }
@@ -110,23 +116,27 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         self.slices.divides(self.cx.micro.rows())
     }
 
-    /// The rows of each lane, of this rank's rows; and the number of the lane among those of this
+    /// The rows of each virtual rank, of this rank's rows; and the number of the virtual rank among those of this
     /// rank, if it is one.
     fn rows(&self) -> Vec<(Range<usize>, Option<usize>)> {
         let rows = self.cx.micro.rows();
         let own = self.own();
         let total = self.slices.total;
-        let of_lane = |lane: usize| {
-            let range =
-                (lane * rows / total).max(own.start)..((lane + 1) * rows / total).min(own.end);
-            let held = self.slices.held.contains(&lane).then(|| lane - self.slices.held.start);
+        let of_virtual_rank = |virtual_rank: usize| {
+            let range = (virtual_rank * rows / total).max(own.start)
+                ..((virtual_rank + 1) * rows / total).min(own.end);
+            let held = self
+                .slices
+                .held
+                .contains(&virtual_rank)
+                .then(|| virtual_rank - self.slices.held.start);
             (range.start < range.end)
                 .then(|| (range.start - own.start..range.end - own.start, held))
         };
-        (0..total).filter_map(of_lane).collect()
+        (0..total).filter_map(of_virtual_rank).collect()
     }
 
-    /// Whether lane number `k` of this rank is the first of all.
+    /// Whether virtual rank number `k` of this rank is the first of all.
     pub fn is_first(&self, k: usize) -> bool {
         self.slices.held.start + k == 0
     }
@@ -157,7 +167,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         Ok(self.gather(&own, width)?.unwrap_or(own))
     }
 
-    /// The sum over this rank's lanes of the `len` elements that `product(k, to)` writes for lane
+    /// The sum over this rank's virtual ranks of the `len` elements that `product(k, to)` writes for virtual rank
     /// number `k`. `spare` is memory of as many elements of the compute type.
     ///
     /// # Errors
@@ -187,7 +197,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         }
         let sum =
             tree.finish(|into: &mut B::Buf, from: B::Buf| b.add(B::all(&from), B::all_mut(into)))?;
-        sum.ok_or_else(|| Error::internal("a block without tensor lanes"))
+        sum.ok_or_else(|| Error::internal("a block without virtual tensor ranks"))
     }
 
     /// Fills partial sums `to`, of `len` elements, with numbers that `compute` gives in the compute
@@ -236,13 +246,13 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         Ok(own)
     }
 
-    /// Whether sums over lanes are the products of one: what is added to the sum can be added to
+    /// Whether sums over virtual ranks are the products of one: what is added to the sum can be added to
     /// the product.
     pub fn is_uncut(&self) -> bool {
         self.slices.total == 1
     }
 
-    /// A lane's part of a map whose inputs are divided. The first lane adds the bias.
+    /// A virtual rank's part of a map whose inputs are divided. The first virtual rank adds the bias.
     ///
     /// # Errors
     /// The device failed.
@@ -305,7 +315,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         })
     }
 
-    /// The results of a norm of this rank's rows: each lane's by themselves, as the backward wants
+    /// The results of a norm of this rank's rows: each virtual rank's by themselves, as the backward wants
     /// their statistics. `norm(rows, at, y, stats)` computes some rows, elements `at`.
     fn normalised(
         &self,
@@ -325,7 +335,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
     }
 
     /// Adds to the gradient `dx` of the norm's input, this rank's rows; and, for the rows of each
-    /// of its lanes, to the lane's gradients of weight and bias, at `places`.
+    /// of its virtual ranks, to the virtual rank's gradients of weight and bias, at `places`.
     ///
     /// # Errors
     /// The device failed.
@@ -342,7 +352,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         places: Places<'_>,
     ) -> Result<()> {
         let b = self.cx.backend;
-        // Of rows of other ranks' lanes those ranks have the gradients of the weight.
+        // Of rows of other ranks' virtual ranks those ranks have the gradients of the weight.
         let mut others = None;
         for (rows, held) in self.rows() {
             let (s, at) =
@@ -354,8 +364,8 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
             let (dweight, dbias) = match held {
                 Some(k) => grads.pair(&places.weights[k], &places.biases[k]),
                 None => {
-                    let [weight, bias] =
-                        [places.weights, places.biases].map(|of_lanes| of_lanes[0].len());
+                    let [weight, bias] = [places.weights, places.biases]
+                        .map(|of_virtual_ranks| of_virtual_ranks[0].len());
                     let scratch = match &mut others {
                         Some(scratch) => scratch,
                         none => none.insert(b.alloc_f32(MemoryKind::Activations, weight + bias)?),
@@ -368,8 +378,8 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         Ok(())
     }
 
-    /// Adds to each lane's gradient of the bias of a summed map, at `places`, the lane's rows of
-    /// `dy`: this rank's rows, of `width` elements. With one lane [`Grads::linear`] has done so.
+    /// Adds to each virtual rank's gradient of the bias of a summed map, at `places`, the virtual rank's rows of
+    /// `dy`: this rank's rows, of `width` elements. With one virtual rank [`Grads::linear`] has done so.
     ///
     /// # Errors
     /// The device failed.
@@ -409,7 +419,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         let mut masked = dropout.masked(self.cx, site, self.own().start, dy)?;
         let gathered = self.gather(masked.as_ref().unwrap_or(dy), dropout.width)?;
         if is_kept && self.slices.held.len() > 1 && masked.is_none() && gathered.is_none() {
-            // One copy for all lanes.
+            // One copy for all virtual ranks.
             let mut copy = self.cx.backend.alloc(MemoryKind::Activations, B::len(dy))?;
             self.cx.backend.copy(B::all(dy), B::all_mut(&mut copy))?;
             masked = Some(copy);
@@ -418,7 +428,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
     }
 
     /// The gradients of a map whose outputs are divided: of weights and biases, from those of the
-    /// lanes' outputs and all rows of the input; and this rank's rows of the input's gradient. The
+    /// virtual ranks' outputs and all rows of the input; and this rank's rows of the input's gradient. The
     /// ranks' sum is under way while weights are computed.
     ///
     /// # Errors
@@ -427,7 +437,7 @@ impl<'a, B: Kernels> TensorParallel<'a, B> {
         &self,
         map: &Column<'_, B>,
         grads: &mut Grads<'_, B>,
-        dys: Vec<OfLane<B>>,
+        dys: Vec<OfVirtualRank<B>>,
         x: B::Buf,
     ) -> Result<B::Buf> {
         let b = self.cx.backend;

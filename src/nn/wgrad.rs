@@ -13,13 +13,13 @@ use hpctrain_device::{Backend, Kernels, Linear, MemoryKind};
 pub struct Grads<'a, B: Backend> {
     /// The block's unit.
     pub own: B::ViewMut<'a>,
-    /// Whether this backward is the first of its lane that `own` is for: overwritten tensors hold
+    /// Whether this backward is the first of its virtual rank that `own` is for: overwritten tensors hold
     /// nothing yet.
     pub first: bool,
     /// The elements of [`Block::tied_to`](super::Block::tied_to), which this block alone adds to.
-    /// The first backward of a lane overwrites them.
+    /// The first backward of a virtual rank overwrites them.
     pub lent: Option<B::ViewMut<'a>>,
-    /// Whether this backward is the first of its lane that `lent` is for: it holds nothing yet.
+    /// Whether this backward is the first of its virtual rank that `lent` is for: it holds nothing yet.
     pub lent_first: bool,
     /// Takes the products that [`Grads::linear`] is to put off; none where it makes them at once.
     pub later: Option<&'a mut Vec<DeferredWgrad<B>>>,

@@ -1,4 +1,4 @@
-//! One unit in memory: its full buffers, its shard, the gradients of its lanes.
+//! One unit in memory: its full buffers, its shard, the gradients of its virtual ranks.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -41,9 +41,9 @@ impl<T: Send + 'static> BufferState<T> {
     }
 }
 
-/// The sum of a unit's gradients: over the rank's lanes, then over all ranks.
+/// The sum of a unit's gradients: over the rank's virtual ranks, then over all ranks.
 pub enum Reduction<B: Kernels> {
-    /// The sum over the lanes of this rank, not yet reduced.
+    /// The sum over the virtual ranks of this rank, not yet reduced.
     Ended(B::Buf),
     /// On its way: over the shard axis, then over the replica axis.
     InFlight(Pending<B::Buf>),
@@ -78,24 +78,24 @@ pub struct Unit<B: Kernels> {
     /// Shards and full parameters of the other replicas that this rank trains, in the order of
     /// their turns.
     pub resting: VecDeque<InactiveReplica<B>>,
-    /// The full gradient of the current lane.
+    /// The full gradient of the current virtual rank.
     pub grads: Option<B::Buf>,
-    /// Whether `grads` holds this lane's sum; if not, `zeroed` is to be zeroed before use.
+    /// Whether `grads` holds this virtual rank's sum; if not, `zeroed` is to be zeroed before use.
     pub grads_open: bool,
     /// Ranges that no backward overwrites.
     pub zeroed: Vec<Range<usize>>,
-    /// The gradient of the current lane of parameters that the block borrows.
+    /// The gradient of the current virtual rank of parameters that the block borrows.
     pub borrowed: Option<B::Buf>,
-    /// Of blocks that borrow this unit, gradients of the current lane: each of the unit's first
+    /// Of blocks that borrow this unit, gradients of the current virtual rank: each of the unit's first
     /// elements.
     pub returned: Vec<B::Buf>,
-    /// Finished lanes of this rank.
-    pub lanes: Tree<B::Buf>,
+    /// Finished virtual ranks of this rank.
+    pub virtual_ranks: Tree<B::Buf>,
     pub reduction: Option<Reduction<B>>,
 }
 
 impl<B: Kernels> Unit<B> {
-    /// Makes the gradient buffer ready for a backward; whether it is the first of the lane.
+    /// Makes the gradient buffer ready for a backward; whether it is the first of the virtual rank.
     pub fn open_grads(&mut self, backend: &B) -> Result<bool> {
         if self.grads.is_none() {
             self.grads = Some(backend.alloc(MemoryKind::Gradients, self.layout.padded)?);
@@ -118,14 +118,16 @@ impl<B: Kernels> Unit<B> {
         Ok(first)
     }
 
-    /// Adds the gradients that each tensor lane has of whole tensors, here and on the other ranks
+    /// Adds the gradients that each virtual tensor rank has of whole tensors, here and on the other ranks
     /// of `tensor`, and gives the sum to all.
     pub fn add_copies(&mut self, backend: &B, tensor: &Group<B>) -> Result<()> {
         let copies: Vec<Range<usize>> =
             self.layout.copies().filter(|copy| !copy.is_empty()).collect();
         let Some(len) = copies.first().map(Range::len) else { return Ok(()) };
-        let grads =
-            self.grads.as_mut().ok_or_else(|| Error::internal("a lane ended before it began"))?;
+        let grads = self
+            .grads
+            .as_mut()
+            .ok_or_else(|| Error::internal("a virtual rank ended before it began"))?;
         let add = |into: &mut B::Buf, from: B::Buf| backend.add(B::all(&from), B::all_mut(into));
         let mut tree = Tree::default();
         for copy in &copies {
@@ -138,31 +140,35 @@ impl<B: Kernels> Unit<B> {
         copies.into_iter().try_for_each(|copy| backend.copy(B::all(&sum), B::view_mut(grads, copy)))
     }
 
-    /// The lane's gradient is final, those of borrowers included: it joins the rank's tree of
-    /// lanes. After the `last` lane their sum is ready to be reduced.
-    pub fn lane_done(&mut self, backend: &B, last: bool) -> Result<()> {
-        let mut lane =
-            self.grads.take().ok_or_else(|| Error::internal("a lane ended before it began"))?;
+    /// The virtual rank's gradient is final, those of borrowers included: it joins the rank's tree of
+    /// virtual ranks. After the `last` virtual rank their sum is ready to be reduced.
+    pub fn virtual_rank_done(&mut self, backend: &B, last: bool) -> Result<()> {
+        let mut virtual_rank = self
+            .grads
+            .take()
+            .ok_or_else(|| Error::internal("a virtual rank ended before it began"))?;
         self.grads_open = false;
         for part in self.returned.drain(..) {
-            // Equally many elements for each section, of which the last lanes may want fewer.
+            // Equally many elements for each section, of which the last virtual ranks may want fewer.
             let of_section = B::len(&part) / self.layout.slices().held.len();
             for (k, range) in self.layout.first_tensor().enumerate() {
                 let from = k * of_section..k * of_section + range.len();
-                backend.add(B::view(&part, from), B::view_mut(&mut lane, range))?;
+                backend.add(B::view(&part, from), B::view_mut(&mut virtual_rank, range))?;
             }
         }
-        // A merged buffer is free again: it serves the next lane.
+        // A merged buffer is free again: it serves the next virtual rank.
         let mut spare = None;
         let mut add = |into: &mut B::Buf, from: B::Buf| {
             backend.add(B::all(&from), B::all_mut(into))?;
             spare = Some(from);
             Ok::<_, Error>(())
         };
-        self.lanes.push(lane, &mut add)?;
+        self.virtual_ranks.push(virtual_rank, &mut add)?;
         if last {
-            let sum =
-                self.lanes.finish(&mut add)?.ok_or_else(|| Error::internal("no lane to reduce"))?;
+            let sum = self
+                .virtual_ranks
+                .finish(&mut add)?
+                .ok_or_else(|| Error::internal("no virtual rank to reduce"))?;
             self.reduction = Some(Reduction::Ended(sum));
         } else {
             self.grads = spare;

@@ -38,7 +38,7 @@ pub enum When {
     BackwardInput(usize),
     /// In the computation of those of a block.
     BackwardWeight(usize),
-    /// After the backward of a block, at the end of a lane.
+    /// After the backward of a block, at the end of a virtual rank.
     After(usize),
 }
 
@@ -89,8 +89,8 @@ impl MemoryTimeline<'_> {
                 Action::Backward(k) | Action::BackwardInput(k) => {
                     waiting -= 1;
                     let puts_off = matches!(action, Action::BackwardInput(_));
-                    let lane_end = schedule.lane_end(k);
-                    if lane_end.is_some() {
+                    let virtual_rank_end = schedule.virtual_rank_end(k);
+                    if virtual_rank_end.is_some() {
                         grads.expect();
                     }
                     for block in (0..blocks).rev() {
@@ -109,9 +109,9 @@ impl MemoryTimeline<'_> {
                             put_off,
                         });
                         turn += 1;
-                        if let (Some(last), false) = (lane_end, puts_off) {
+                        if let (Some(last), false) = (virtual_rank_end, puts_off) {
                             let params = self.params(&pass, turn, window.saturating_sub(1));
-                            let grads = grads.lane_done(block, last, self.stage.is_first());
+                            let grads = grads.virtual_rank_done(block, last, self.stage.is_first());
                             moments.push(Moment {
                                 when: When::After(block),
                                 params,
@@ -122,7 +122,7 @@ impl MemoryTimeline<'_> {
                         }
                     }
                     put_off += usize::from(puts_off);
-                    if (lane_end, puts_off) == (Some(true), false) {
+                    if (virtual_rank_end, puts_off) == (Some(true), false) {
                         let grads = grads.reduce();
                         moments.push(Moment {
                             when: When::After(0),
@@ -145,8 +145,8 @@ impl MemoryTimeline<'_> {
                             waiting,
                             put_off,
                         });
-                        if let Some(last) = schedule.lane_end(k) {
-                            let grads = grads.lane_done(block, last, true);
+                        if let Some(last) = schedule.virtual_rank_end(k) {
+                            let grads = grads.virtual_rank_done(block, last, true);
                             moments.push(Moment { when, params, grads, waiting, put_off });
                         }
                     }
@@ -205,7 +205,7 @@ struct Gradients<'a> {
     returned: Vec<usize>,
     /// Units whose sums are there, and not yet on the wire.
     ended: Vec<usize>,
-    /// Finished lanes: the heights of their trees.
+    /// Finished virtual ranks: the heights of their trees.
     trees: Vec<Vec<u32>>,
     /// Whether the full sum is there, or on the wire.
     full: Vec<bool>,
@@ -253,14 +253,14 @@ impl<'a> Gradients<'a> {
         self.borrowed[block] = self.step.stage.borrowed[block].map_or(0, |loan| loan.len);
     }
 
-    /// The last backward of a lane begins.
+    /// The last backward of a virtual rank begins.
     fn expect(&mut self) {
         self.step.stage.lent.iter().for_each(|lent| self.returned[lent.slot] += lent.len);
     }
 
-    /// The lane's gradient of a unit is final; after the last lane its sum goes on the wire at once
+    /// The virtual rank's gradient of a unit is final; after the last virtual rank its sum goes on the wire at once
     /// if it `reduces`. Returns the most that is alive meanwhile.
-    fn lane_done(&mut self, unit: usize, last: bool, reduces: bool) -> usize {
+    fn virtual_rank_done(&mut self, unit: usize, last: bool, reduces: bool) -> usize {
         let before = self.alive();
         let borrowed = std::mem::take(&mut self.borrowed[unit]);
         self.returned[unit] = 0;
@@ -288,7 +288,7 @@ impl<'a> Gradients<'a> {
         if reduces { before.max(self.reduce()) } else { before.max(self.alive()) }
     }
 
-    /// The sums of units whose lanes have ended go on the wire. Returns the most that is alive
+    /// The sums of units whose virtual ranks have ended go on the wire. Returns the most that is alive
     /// meanwhile.
     fn reduce(&mut self) -> usize {
         let mut most = 0;
@@ -338,11 +338,11 @@ mod tests {
         borrows: &[Option<usize>],
         sizes: &[usize],
         shards: usize,
-        lanes: usize,
+        virtual_ranks: usize,
         micros: usize,
     ) -> [usize; 2] {
         let keep = Zero::Three.residency().over(shards);
-        let schedule = StepSchedule::alone(lanes, micros);
+        let schedule = StepSchedule::alone(virtual_ranks, micros);
         let loan = |unit: Option<usize>| unit.map(|unit| TiedParam { unit, len: sizes[unit] });
         let stage = Stage::whole(&borrows.iter().copied().map(loan).collect::<Vec<_>>());
         let timeline = MemoryTimeline { stage: &stage, sizes, shards, keep, schedule };
@@ -359,12 +359,12 @@ mod tests {
     }
 
     #[test]
-    fn micro_batches_and_lanes_keep_full_ones() {
+    fn micro_batches_and_virtual_ranks_keep_full_ones() {
         // The first micro-batch leaves every gradient open; then the last block's is reduced while
         // its part is kept.
         assert_eq!(peaks(&[None; 5], &[4; 5], 4, 1, 2)[0], 20 + 1);
         assert_eq!(peaks(&[None; 5], &[4; 5], 4, 1, 9)[0], 20 + 1);
-        // Of each block a finished lane, or two of them, beside the one being computed.
+        // Of each block a finished virtual rank, or two of them, beside the one being computed.
         assert_eq!(peaks(&[None; 5], &[4; 5], 4, 2, 1)[0], 20 + 4);
         assert_eq!(peaks(&[None; 5], &[4; 5], 4, 4, 1)[0], 40 + 4);
         assert_eq!(peaks(&[None; 5], &[4; 5], 4, 4, 2)[0], 60);

@@ -100,8 +100,8 @@ pub fn alive(visits: &[BlockUse], at: usize, ahead: usize, sizes: &[usize]) -> u
 mod tests {
     use super::*;
 
-    fn micros(micros_per_lane: usize) -> StepSchedule {
-        StepSchedule::alone(1, micros_per_lane)
+    fn micros(micros_per_virtual_rank: usize) -> StepSchedule {
+        StepSchedule::alone(1, micros_per_virtual_rank)
     }
 
     /// Three blocks; the last borrows the first's unit.

@@ -57,13 +57,13 @@ pub enum Action {
     Send(Flow, usize),
 }
 
-/// A rank's micro-batches of a step, by lanes, and its place in the pipeline.
+/// A rank's micro-batches of a step, by virtual ranks, and its place in the pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepSchedule {
-    /// Lanes of this rank.
-    pub lanes: usize,
-    /// Micro-batches a lane.
-    pub micros_per_lane: usize,
+    /// Virtual ranks of this rank.
+    pub virtual_ranks: usize,
+    /// Micro-batches a virtual rank.
+    pub micros_per_virtual_rank: usize,
     /// Number of the stage.
     pub stage: usize,
     /// Stages.
@@ -74,13 +74,19 @@ pub struct StepSchedule {
 
 impl StepSchedule {
     /// Without a pipeline.
-    pub fn alone(lanes: usize, micros_per_lane: usize) -> Self {
-        Self { lanes, micros_per_lane, stage: 0, stages: 1, order: PipelineSchedule::default() }
+    pub fn alone(virtual_ranks: usize, micros_per_virtual_rank: usize) -> Self {
+        Self {
+            virtual_ranks,
+            micros_per_virtual_rank,
+            stage: 0,
+            stages: 1,
+            order: PipelineSchedule::default(),
+        }
     }
 
     /// Micro-batches of the step.
     pub fn micros(self) -> usize {
-        self.lanes * self.micros_per_lane
+        self.virtual_ranks * self.micros_per_virtual_rank
     }
 
     /// The work of the step in order.
@@ -96,34 +102,34 @@ impl StepSchedule {
         }
     }
 
-    /// The lane of micro-batch `k`.
-    pub fn lane(self, k: usize) -> usize {
-        k / self.micros_per_lane
+    /// The virtual rank of micro-batch `k`.
+    pub fn virtual_rank(self, k: usize) -> usize {
+        k / self.micros_per_virtual_rank
     }
 
-    /// Whether micro-batch `k` is the first of its lane.
-    pub fn lane_start(self, k: usize) -> bool {
-        k.is_multiple_of(self.micros_per_lane)
+    /// Whether micro-batch `k` is the first of its virtual rank.
+    pub fn virtual_rank_start(self, k: usize) -> bool {
+        k.is_multiple_of(self.micros_per_virtual_rank)
     }
 
-    /// Whether the backward of micro-batch `k` ends its lane, and if so, whether it is the rank's
-    /// last lane.
-    pub fn lane_end(self, k: usize) -> Option<bool> {
+    /// Whether the backward of micro-batch `k` ends its virtual rank, and if so, whether it is the rank's
+    /// last virtual rank.
+    pub fn virtual_rank_end(self, k: usize) -> Option<bool> {
         let next = k + 1;
-        next.is_multiple_of(self.micros_per_lane).then_some(next == self.micros())
+        next.is_multiple_of(self.micros_per_virtual_rank).then_some(next == self.micros())
     }
 
-    /// A shorter step in which the same buffers are alive: all micro-batches of a lane after the
+    /// A shorter step in which the same buffers are alive: all micro-batches of a virtual rank after the
     /// first find the same, once the stages behind are at work and as many gradients of weights are
     /// put off as ever.
     pub fn representative(self) -> Self {
-        Self { micros_per_lane: self.micros_per_lane.min(2 * self.stages), ..self }
+        Self { micros_per_virtual_rank: self.micros_per_virtual_rank.min(2 * self.stages), ..self }
     }
 
     /// Part of the step in which a stage has nothing to do, where every stage takes as long, a
     /// forward as long as the gradients of inputs and as those of weights, and messages no time. Of
     /// p stages and m micro-batches it is (p − 1) / (m + p − 1) (Narayanan et al., 2021); with
-    /// weights put off, in one lane of at least p micro-batches, (p − 1) / (3·m + p − 1) (Qi et
+    /// weights put off, in one virtual rank of at least p micro-batches, (p − 1) / (3·m + p − 1) (Qi et
     /// al., 2023).
     pub fn bubble_fraction(self) -> f64 {
         // Stages that wait for each other are idle for ever.
@@ -188,7 +194,7 @@ impl StepSchedule {
     }
 
     /// Computations whose gradients of weights come later by as many backwards as there are stages
-    /// before this one, so that those get the gradients of their outputs sooner. A lane's are all
+    /// before this one, so that those get the gradients of their outputs sooner. A virtual rank's are all
     /// done before its sum leaves this rank.
     fn with_deferred_wgrad(self, computations: Vec<Action>) -> Vec<Action> {
         let mut actions = Vec::with_capacity(computations.len() + self.micros());
@@ -200,7 +206,7 @@ impl StepSchedule {
                 Action::Backward(k) if self.stage > 0 || self.stages == 1 => {
                     actions.push(Action::BackwardInput(k));
                     put_off.push_back(k);
-                    let waiting = if self.lane_end(k).is_some() { 0 } else { self.stage };
+                    let waiting = if self.virtual_rank_end(k).is_some() { 0 } else { self.stage };
                     let due = put_off.len().saturating_sub(waiting);
                     actions.extend(put_off.drain(..due).map(Action::BackwardWeight));
                 }
@@ -269,19 +275,20 @@ mod tests {
     }
 
     #[test]
-    fn lanes_end_with_their_last_micro_batch() {
+    fn virtual_ranks_end_with_their_last_micro_batch() {
         let step = StepSchedule::alone(2, 3);
-        let ends: Vec<Option<bool>> = (0..step.micros()).map(|k| step.lane_end(k)).collect();
+        let ends: Vec<Option<bool>> =
+            (0..step.micros()).map(|k| step.virtual_rank_end(k)).collect();
         assert_eq!(ends, [None, None, Some(false), None, None, Some(true)]);
-        assert_eq!((0..6).map(|k| step.lane(k)).collect::<Vec<_>>(), [0, 0, 0, 1, 1, 1]);
+        assert_eq!((0..6).map(|k| step.virtual_rank(k)).collect::<Vec<_>>(), [0, 0, 0, 1, 1, 1]);
         assert_eq!(step.representative().micros(), 4);
     }
 
     #[test]
-    fn gradients_of_weights_wait_until_their_lane_ends() {
-        let stage = |stage, lanes, micros| {
+    fn gradients_of_weights_wait_until_their_virtual_rank_ends() {
+        let stage = |stage, virtual_ranks, micros| {
             let order = PipelineSchedule::ZeroBubble;
-            StepSchedule { stage, stages: 3, order, ..StepSchedule::alone(lanes, micros) }
+            StepSchedule { stage, stages: 3, order, ..StepSchedule::alone(virtual_ranks, micros) }
         };
         let computations = |step: StepSchedule| -> Vec<Action> {
             step.actions().into_iter().filter(|action| !matches!(action, R(..) | S(..))).collect()
@@ -322,9 +329,9 @@ mod tests {
                         "{step:?}: gradients are added in the order of micro-batches"
                     );
                     assert_eq!(
-                        weights / step.micros_per_lane,
-                        k / step.micros_per_lane,
-                        "{step:?}: two lanes in one"
+                        weights / step.micros_per_virtual_rank,
+                        k / step.micros_per_virtual_rank,
+                        "{step:?}: two virtual ranks in one"
                     );
                     backwards += 1;
                 }
@@ -399,16 +406,17 @@ mod tests {
     }
 
     #[test]
-    fn each_lane_lengthens_a_step_whose_weights_are_put_off() {
+    fn each_virtual_rank_lengthens_a_step_whose_weights_are_put_off() {
         let order = PipelineSchedule::ZeroBubble;
-        for (stages, lanes, micros) in
+        for (stages, virtual_ranks, micros) in
             [(2, 2, 4), (2, 8, 1), (4, 2, 8), (4, 4, 4), (8, 2, 16), (8, 3, 5)]
         {
-            let step = StepSchedule { stages, order, ..StepSchedule::alone(lanes, micros) };
+            let step = StepSchedule { stages, order, ..StepSchedule::alone(virtual_ranks, micros) };
             assert_messages_meet(step);
             (0..stages)
                 .for_each(|stage| assert!(waiting(StepSchedule { stage, ..step }).1 <= stage + 1));
-            let one = StepSchedule { order, stages, ..StepSchedule::alone(1, lanes * micros) };
+            let one =
+                StepSchedule { order, stages, ..StepSchedule::alone(1, virtual_ranks * micros) };
             let alternating =
                 StepSchedule { order: PipelineSchedule::OneForwardOneBackward, ..step };
             let lengths = [one, step, alternating].map(|step| step.length().unwrap());

@@ -4,14 +4,14 @@ use super::control_flags::ControlFlags;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::tree_sum::tree_sum;
 
-/// A rank's message about its lanes and virtual shards; little-endian f64 on the wire.
+/// A rank's message about its virtual ranks and virtual shards; little-endian f64 on the wire.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepSummary {
     /// Seconds that the rank computed in this step.
     pub compute: f64,
     /// The rank's requests.
     pub flags: ControlFlags,
-    /// Losses of its lanes, in order.
+    /// Losses of its virtual ranks, in order.
     pub losses: Vec<f64>,
     /// Squares of its virtual shards.
     pub squares: Squares,
@@ -66,7 +66,7 @@ impl StepSummary {
 }
 
 /// The sum of the squares of a network with so many units and virtual shards: over the units of
-/// each virtual shard in the order of the network, then over virtual shards by the tree of lanes,
+/// each virtual shard in the order of the network, then over virtual shards by the tree of virtual ranks,
 /// whichever rank has which.
 ///
 /// # Errors

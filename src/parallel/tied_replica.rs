@@ -3,7 +3,7 @@
 //! The stage that trains the unit updates it; each of its ranks then sends the range that it owns
 //! to the rank of this stage at the same place among shards and replicas. A guest has no gradient
 //! to reduce, no optimizer state and no place in norms and checkpoints. The block's own gradient
-//! goes the other way, once a lane.
+//! goes the other way, once a virtual rank.
 
 use std::collections::VecDeque;
 use std::ops::Range;

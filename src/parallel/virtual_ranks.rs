@@ -1,17 +1,17 @@
-//! Lanes: the fixed pieces of a global batch whose gradients are summed by one fixed tree.
+//! Virtual ranks: the fixed pieces of a global batch whose gradients are summed by one fixed tree.
 //!
-//! f32 addition is commutative but not associative. Cutting the batch into a fixed number of lanes,
-//! and adding lanes in a tree whose shape does not depend on the ranks, makes every rank count give
+//! f32 addition is commutative but not associative. Cutting the batch into a fixed number of virtual ranks,
+//! and adding virtual ranks in a tree whose shape does not depend on the ranks, makes every rank count give
 //! the same bits.
 
 use std::ops::Range;
 
 use hpctrain_base::layout::part;
 
-/// The lanes of a data-parallel rank.
+/// The virtual ranks of a data-parallel rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct VirtualRanks {
-    /// Lanes of the whole batch.
+    /// Virtual ranks of the whole batch.
     pub total: usize,
     /// Data-parallel ranks; divides `total`.
     pub ranks: usize,
@@ -20,7 +20,7 @@ pub struct VirtualRanks {
 }
 
 impl VirtualRanks {
-    /// The lanes this rank computes.
+    /// The virtual ranks this rank computes.
     pub fn mine(&self) -> Range<usize> {
         part(self.total, self.rank, self.ranks)
     }
@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_share_the_lanes() {
+    fn ranks_share_the_virtual_ranks() {
         assert_eq!(VirtualRanks { total: 8, ranks: 2, rank: 1 }.mine(), 4..8);
     }
 }

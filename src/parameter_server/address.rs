@@ -11,8 +11,8 @@ use if_addrs::get_if_addrs;
 
 use hpctrain_base::error::{Error, Result};
 
-/// Listens; returns the address for others. `wish` is `servers.address`: a host, a host with a
-/// port, or a port as `:2222`.
+/// Listens; returns the address for others. `wish` is `parameter_server.address`: a host, a host
+/// with a port, or a port as `:2222`.
 ///
 /// An IP address in it is listened on. Otherwise it is the address of `interface`
 /// (`comm.interface`), or the one that this host's name stands for; if that is none of an
@@ -44,8 +44,9 @@ fn bind(ip: IpAddr, port: u16) -> Result<TcpListener> {
 }
 
 fn refused(address: SocketAddr, e: &std::io::Error) -> Error {
-    Error::input(format!("cannot listen on {address}: {e}"))
-        .hint("set servers.address to an address of this host that is free, or leave it out")
+    Error::input(format!("cannot listen on {address}: {e}")).hint(
+        "set parameter_server.address to an address of this host that is free, or leave it out",
+    )
 }
 
 /// Listens on the first address of an interface that this host's name stands for, else on all
@@ -149,7 +150,7 @@ fn parse(wish: &str) -> Result<(Option<String>, u16)> {
         Some((host, port.parse().ok().filter(|_| !host.contains(':') || wish.starts_with('['))?))
     };
     let (host, port) = split().ok_or_else(|| {
-        Error::input(format!("servers.address = {wish:?} is not a host with a port"))
+        Error::input(format!("parameter_server.address = {wish:?} is not a host with a port"))
             .hint("such as \"node7\", \"10.0.0.7:2222\", \"[2001:db8::7]:2222\" or \":2222\"")
     })?;
     Ok((Some(host).filter(|host| !host.is_empty()).map(Into::into), port))
@@ -188,8 +189,9 @@ pub fn connect(address: &str, patience: Duration) -> Result<TcpStream> {
         }
         Ok(found) => found,
         Err(e) => {
-            return Err(Error::comm(format!("{host} does not resolve: {e}"))
-                .hint("set servers.address to one that all hosts know, or comm.interface"));
+            return Err(Error::comm(format!("{host} does not resolve: {e}")).hint(
+                "set parameter_server.address to one that all hosts know, or comm.interface",
+            ));
         }
     };
     let mut first = None;

@@ -136,8 +136,8 @@ pub struct Handle {
 }
 
 impl Coordinator {
-    /// Listens, for workers that know the directory `run`; `address` as `servers.address`. A worker
-    /// that is not heard of for `patience` counts as gone.
+    /// Listens, for workers that know the directory `run`; `address` as `parameter_server.address`.
+    /// A worker that is not heard of for `patience` counts as gone.
     ///
     /// # Errors
     /// The file system or the network refused.

@@ -52,8 +52,8 @@ pub struct CoordinatorOptions {
     pub run: Request,
     /// Servers.
     pub servers: usize,
-    /// Workers that the run is meant for; without them, `servers.workers`, or those that come at
-    /// the start.
+    /// Workers that the run is meant for; without them, `parameter_server.workers`, or those that
+    /// come at the start.
     pub workers: Option<usize>,
     /// Name of the log.
     pub log: String,
@@ -94,7 +94,7 @@ impl CoordinatorRun {
         let topology = Topology::gather(&alone.world(), alone.node().host)?;
         let splits = Splits::open(&config, &alone.world(), &topology)?;
         let vocabulary = Some(splits.train.vocabulary()).filter(|ids| *ids > 0);
-        let workers = call.workers.or(config.servers.workers);
+        let workers = call.workers.or(config.parameter_server.workers);
         // Errors of the configuration leave no directory behind.
         let samples = splits.train.samples();
         let few = workers.unwrap_or(1);
@@ -109,7 +109,7 @@ impl CoordinatorRun {
         }
         let trace = call.run.trace.as_deref().map(TraceFile::create).transpose()?;
         let (listener, address) =
-            listen(config.servers.address.as_deref(), config.comm.interface.as_deref())?;
+            listen(config.parameter_server.address.as_deref(), config.comm.interface.as_deref())?;
         let resume = match call.run.resume {
             Resume::From(path) => Resume::From(resolve_path::checkpoint(&path)?),
             other => other,
@@ -121,6 +121,7 @@ impl CoordinatorRun {
             &directory.logs_path().join(format!("{}.log", call.log)),
             config.log.level.into(),
         )?;
+        config.log_aliases();
         let site = PsRendezvous::of(directory.path());
         site.open()?;
         let contact = Contact {
@@ -129,8 +130,12 @@ impl CoordinatorRun {
             interface: config.comm.interface.clone(),
         };
         let credentials = site.credentials(&contact)?;
-        let patience = Duration::from_secs(config.servers.timeout);
-        let pool = WorkScheduler::new(config.servers.staleness, config.servers.lease, 0);
+        let patience = Duration::from_secs(config.parameter_server.timeout);
+        let pool = WorkScheduler::new(
+            config.parameter_server.staleness,
+            config.parameter_server.batches_per_lease,
+            0,
+        );
         let stuck = match config.comm.timeout {
             0 => Duration::MAX,
             seconds => Duration::from_secs(seconds),
@@ -377,7 +382,7 @@ impl CoordinatorRun {
                 "{there} of {wanted} servers have come within {} s",
                 self.patience.as_secs()
             ))
-            .hint("start as many as hpctrain coordinate --servers says: hpctrain server --run RUN")
+            .hint("start as many as hpctrain ps coordinator --servers says: hpctrain ps server --run RUN")
         };
         let found = self.hub.wait(|state| {
             if let Some(RunSpec { addresses, generation, workers, .. }) = before

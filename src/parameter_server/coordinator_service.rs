@@ -429,10 +429,10 @@ impl State {
         if self.pool.is_synchronous() {
             log::warn!("{role} {place} is refused: {difference}");
             let message = format!(
-                "{role} {place}: {difference}, and with servers.staleness = 0 all must give the same bits"
+                "{role} {place}: {difference}, and with parameter_server.staleness = 0 all must give the same bits"
             );
             return Err(Error::input(message).hint(
-                "start it with the same executable on the same kind of device, or the run with servers.staleness = \"none\"",
+                "start it with the same executable on the same kind of device, or the run with parameter_server.staleness = \"none\"",
             ));
         }
         log::warn!("{role} {place}: {difference}; what it computes may differ in its last bits");
@@ -503,7 +503,7 @@ impl State {
             if let Some(seat) = self.seats.get_mut(&number) {
                 seat.silent = true;
                 let told = format!(
-                    "{}: no heartbeat for {} s (servers.timeout)",
+                    "{}: no heartbeat for {} s (parameter_server.timeout)",
                     seat.address,
                     limits.silent.as_secs()
                 );

@@ -11,9 +11,9 @@
 //! All speak TCP, also under `mpirun`: a job of MPI dies with any of its ranks, and here everyone
 //! but the coordinator may come and go. A server holds ranges of units (`partitioner.rs`,
 //! `param_store.rs`). Work is given out under tickets, and given out again when its worker is gone
-//! (`scheduler.rs`). With `servers.staleness = 0` a step is so many lanes: workers compute groups
-//! of them, servers add them in the fixed tree (`tree_reducer.rs`), and nothing depends on the
-//! worker that computed one. Otherwise each worker's gradient is applied as it comes.
+//! (`scheduler.rs`). With `parameter_server.staleness = 0` a step is so many virtual ranks: workers compute
+//! groups of them, servers add them in the fixed tree (`tree_reducer.rs`), and nothing depends on
+//! the worker that computed one. Otherwise each worker's gradient is applied as it comes.
 
 #![forbid(unsafe_code)]
 

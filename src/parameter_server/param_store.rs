@@ -111,7 +111,7 @@ impl ParamStore {
             average: plan.average,
             averaging: None,
             storage: Place::Ranks,
-            audit_every: plan.config.run.audit_every,
+            audit_every: plan.config.run.sdc_check_every,
             host: None,
         };
         let names = state_names(Some(plan.rule), plan.average, None);
@@ -167,7 +167,7 @@ impl ParamStore {
                 owner,
                 version: 0,
                 step: terms.start.step,
-                sums: TreeReducer::new(plan.lanes),
+                sums: TreeReducer::new(plan.virtual_ranks),
             };
             held.push(RangeSlot { piece: piece.clone(), state: Mutex::new(state) });
         }
@@ -231,7 +231,7 @@ impl ParamStore {
         body: &mut Vec<u8>,
     ) -> Result<Vec<u64>> {
         body.clear();
-        let format = self.plan.config.servers.wire;
+        let format = self.plan.config.parameter_server.wire;
         let cut = match of {
             Values::Live => None,
             Values::Cut(number) => Some(self.cut(number)?),
@@ -289,11 +289,11 @@ impl ParamStore {
         }
         let ranges = self.some(&pieces)?;
         let elements = ranges.iter().map(|held| held.piece.range.len()).sum();
-        let gradient = codec::decode(self.plan.config.servers.wire, body, elements)?;
+        let gradient = codec::decode(self.plan.config.parameter_server.wire, body, elements)?;
         Counts::add(&self.counts.pushed, body.len());
         let staleness = match of {
-            Pushed::Lanes { step, lanes } => {
-                self.add(*step, lanes, ranges, &gradient).map(|()| Some(0))
+            Pushed::VirtualRanks { step, virtual_ranks } => {
+                self.add(*step, virtual_ranks, ranges, &gradient).map(|()| Some(0))
             }
             Pushed::Batch { ticket, scale, versions } => {
                 self.apply(*ticket, f32::from_bits(*scale), ranges, versions, &gradient)
@@ -319,11 +319,11 @@ impl ParamStore {
         pieces.end == self.ranges.len()
     }
 
-    /// Adds the gradients of lanes to those of the step under way.
+    /// Adds the gradients of virtual ranks to those of the step under way.
     fn add(
         &self,
         step: u64,
-        lanes: &Range<usize>,
+        virtual_ranks: &Range<usize>,
         ranges: &[RangeSlot],
         gradient: &[f32],
     ) -> Result<()> {
@@ -332,18 +332,18 @@ impl ParamStore {
             let of_range;
             (of_range, rest) = rest.split_at(held.piece.range.len());
             let mut state = locked(&held.state);
-            if !state.sums.is_group(lanes) {
+            if !state.sums.is_group(virtual_ranks) {
                 return Err(Error::comm(format!(
-                    "lanes {lanes:?} are no group of {}",
-                    self.plan.lanes
+                    "virtual ranks {virtual_ranks:?} are no group of {}",
+                    self.plan.virtual_ranks
                 )));
             }
-            // Others have computed the lanes of a worker that was taken for gone: theirs are the
+            // Others have computed the virtual ranks of a worker that was taken for gone: theirs are the
             // same.
             if state.step == step {
-                state
-                    .sums
-                    .put(lanes.clone(), of_range.to_vec(), |into, from| add_serial(&from, into));
+                state.sums.put(virtual_ranks.clone(), of_range.to_vec(), |into, from| {
+                    add_serial(&from, into)
+                });
             }
         }
         Ok(())
@@ -374,7 +374,7 @@ impl ParamStore {
             let start = self.terms.start;
             let rate =
                 self.plan.schedule.rate(start.step + state.version / self.terms.workers as u64);
-            let rate = match self.plan.config.servers.stale_lr {
+            let rate = match self.plan.config.parameter_server.stale_lr {
                 StaleRate::None => rate,
                 StaleRate::Inverse => rate / (1 + staleness) as f64,
             };
@@ -396,7 +396,7 @@ impl ParamStore {
         locked(&self.revoked).insert(ticket);
     }
 
-    /// Squares of the gradient of step `step`, whose lanes have all come: of each range, bits of
+    /// Squares of the gradient of step `step`, whose virtual ranks have all come: of each range, bits of
     /// one number a virtual shard.
     ///
     /// # Errors
@@ -404,19 +404,19 @@ impl ParamStore {
     pub fn squares(&self, step: u64) -> Result<Vec<Vec<u64>>> {
         let of_range = |held: &RangeSlot| {
             let layout = &self.layouts[held.piece.unit];
-            let lanes = self.plan.lanes;
+            let virtual_ranks = self.plan.virtual_ranks;
             let state = locked(&held.state);
             let sum = state.sums.whole().filter(|_| state.step == step);
             let sum =
                 sum.ok_or_else(|| Error::comm(format!("gradients of step {step} are missing")))?;
             let start = held.piece.range.start;
             let of_shard = |shard: usize| {
-                let counted = layout.counted(layout.part(shard, lanes));
+                let counted = layout.counted(layout.part(shard, virtual_ranks));
                 let square =
                     self.backend.sum_squares(&sum[counted.start - start..counted.end - start])?;
                 self.backend.read(square).map(f64::to_bits)
             };
-            shards(layout, &held.piece, lanes).map(of_shard).collect()
+            shards(layout, &held.piece, virtual_ranks).map(of_shard).collect()
         };
         self.ranges.iter().map(of_range).collect()
     }
@@ -425,20 +425,20 @@ impl ParamStore {
     /// shard, tensor counted over all units, bits of both squares.
     ///
     /// # Errors
-    /// Lanes have not all come.
+    /// Virtual ranks have not all come.
     pub fn norms(&self, hyper: Hyper) -> Result<Vec<(usize, usize, [u64; 2])>> {
         let mut all = Vec::new();
         for held in &self.ranges {
             let ParamRange { unit, range } = &held.piece;
             let layout = &self.layouts[*unit];
-            let lanes = self.plan.lanes;
+            let virtual_ranks = self.plan.virtual_ranks;
             let before: usize =
                 self.layouts[..*unit].iter().map(|layout| layout.tensors.len()).sum();
             let mut state = locked(&held.state);
             let State { owner, sums, .. } = &mut *state;
             let sum = sums.whole().ok_or_else(|| Error::comm("gradients are missing"))?;
-            for shard in shards(layout, &held.piece, lanes) {
-                let part = layout.part(shard, lanes);
+            for shard in shards(layout, &held.piece, virtual_ranks) {
+                let part = layout.part(shard, virtual_ranks);
                 debug_assert!(part.start >= range.start && part.end <= range.end);
                 for (tensor, pair) in owner.squares(hyper, part, sum, None)? {
                     let [norm, compared] = pair;
@@ -538,10 +538,13 @@ fn check_memory(
     elements: usize,
     buffers: usize,
 ) -> Result<()> {
-    // Sums of lanes wait for each other in a tree; without, each worker's gradient is applied by
+    // Sums of virtual ranks wait for each other in a tree; without, each worker's gradient is applied by
     // itself.
-    let gradients =
-        if terms.is_synchronous() { 2 + plan.lanes.ilog2() as usize } else { terms.workers };
+    let gradients = if terms.is_synchronous() {
+        2 + plan.virtual_ranks.ilog2() as usize
+    } else {
+        terms.workers
+    };
     let need = elements * size_of::<f32>() * (2 * buffers + gradients);
     let limit = plan.config.run.memory_limit.map(|limit| limit.0);
     let room = available().into_iter().chain(limit).min().unwrap_or(usize::MAX);
@@ -557,8 +560,8 @@ fn check_memory(
 }
 
 /// Virtual shards that lie in a range.
-fn shards(layout: &UnitLayout, piece: &ParamRange, lanes: usize) -> Range<usize> {
-    let size = layout.padded / lanes;
+fn shards(layout: &UnitLayout, piece: &ParamRange, virtual_ranks: usize) -> Range<usize> {
+    let size = layout.padded / virtual_ranks;
     piece.range.start / size..piece.range.end / size
 }
 

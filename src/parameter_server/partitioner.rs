@@ -36,8 +36,8 @@ pub fn divide(
         pieces.extend((0..count).map(|part| ParamRange { unit, range: at(part)..at(part + 1) }));
     }
     if pieces.len() < servers {
-        return Err(Error::input(format!("{servers} servers, but servers.partition = {partition} cuts the network into {} ranges", pieces.len()))
-            .hint("start fewer servers, or cut it into more: servers.partition = \"fixed:N\"; with servers.staleness = 0 a unit has at most parallel.lanes ranges"));
+        return Err(Error::input(format!("{servers} servers, but parameter_server.partition = {partition} cuts the network into {} ranges", pieces.len()))
+            .hint("start fewer servers, or cut it into more: parameter_server.partition = \"fixed:N\"; with parameter_server.staleness = 0 a unit has at most parallel.virtual_ranks ranges"));
     }
     pieces.sort_by_key(|piece| std::cmp::Reverse(piece.range.len()));
     let mut of_servers = vec![(0, Vec::new()); servers];
@@ -61,8 +61,8 @@ mod tests {
     use super::*;
     use hpctrain_base::layout::{Init, Tensor};
 
-    fn unit(elements: usize, lanes: usize) -> UnitLayout {
-        UnitLayout::new("unit", vec![Tensor::new("w", &[elements], Init::Zeros)], lanes)
+    fn unit(elements: usize, virtual_ranks: usize) -> UnitLayout {
+        UnitLayout::new("unit", vec![Tensor::new("w", &[elements], Init::Zeros)], virtual_ranks)
     }
 
     #[test]
@@ -97,7 +97,7 @@ mod tests {
         let error = divide(&layouts, |_| 4, Partition::Fixed(1), 5).unwrap_err().to_string();
         assert!(
             error.contains(
-                "5 servers, but servers.partition = fixed:1 cuts the network into 4 ranges"
+                "5 servers, but parameter_server.partition = fixed:1 cuts the network into 4 ranges"
             ),
             "{error}"
         );

@@ -55,7 +55,7 @@ pub enum ServerRequest {
         /// The ranges, by their place in the assignment.
         pieces: Range<usize>,
     },
-    /// Of the coordinator: the squares of the gradients of this step, of which all lanes have come.
+    /// Of the coordinator: the squares of the gradients of this step, of which all virtual ranks have come.
     Squares {
         /// The generation of the coordinator.
         generation: u64,
@@ -180,12 +180,12 @@ pub enum Values {
 /// The samples whose gradient a push has.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Pushed {
-    /// Lanes of a step that all workers take together.
-    Lanes {
+    /// Virtual ranks of a step that all workers take together.
+    VirtualRanks {
         /// The step.
         step: u64,
-        /// The lanes.
-        lanes: Range<usize>,
+        /// The virtual ranks.
+        virtual_ranks: Range<usize>,
     },
     /// A batch of a worker's own.
     Batch {
@@ -355,14 +355,14 @@ pub enum CoordinatorResponse {
 /// Work of a worker.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Work {
-    /// Gradients of lanes of a step that all workers take together.
-    Lanes {
+    /// Gradients of virtual ranks of a step that all workers take together.
+    VirtualRanks {
         /// Under this ticket.
         ticket: u64,
         /// The step.
         step: u64,
-        /// The lanes.
-        lanes: Range<usize>,
+        /// The virtual ranks.
+        virtual_ranks: Range<usize>,
     },
     /// Batches to be trained on one after the other.
     Lease {
@@ -393,11 +393,11 @@ pub enum Work {
 /// Work that was done.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Report {
-    /// The gradients of lanes were pushed.
-    Lanes {
+    /// The gradients of virtual ranks were pushed.
+    VirtualRanks {
         /// The ticket.
         ticket: u64,
-        /// Bits of the lanes' losses.
+        /// Bits of the virtual ranks' losses.
         losses: Vec<u64>,
         /// The worker's time.
         seconds: WorkerTimes,

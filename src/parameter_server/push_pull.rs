@@ -1,8 +1,8 @@
 //! Values and gradients between a worker and all servers.
 //!
-//! Ranges travel in several messages, one after the other on each connection (`servers.connections`
-//! to a server): while one is on its way, the server works on the one before, and so does the
-//! worker.
+//! Ranges travel in several messages, one after the other on each connection
+//! (`parameter_server.connections` to a server): while one is on its way, the server works on the
+//! one before, and so does the worker.
 
 use std::ops::Range;
 
@@ -143,7 +143,7 @@ impl Servers {
     pub fn new(terms: &RunSpec, member: u64, line: impl Fn(&str) -> RpcClient) -> Self {
         let mut links = Vec::new();
         for (server, (address, pieces)) in terms.addresses.iter().zip(&terms.pieces).enumerate() {
-            let dealt = deal(messages(pieces), terms.config.servers.connections);
+            let dealt = deal(messages(pieces), terms.config.parameter_server.connections);
             links.extend(dealt.into_iter().enumerate().map(|(number, messages)| Link {
                 server,
                 number,
@@ -156,7 +156,7 @@ impl Servers {
         Self {
             generation: terms.generation,
             member,
-            format: terms.config.servers.wire,
+            format: terms.config.parameter_server.wire,
             pieces: terms.pieces.clone(),
             known: terms.pieces.iter().map(|pieces| vec![None; pieces.len()]).collect(),
             links,

@@ -124,8 +124,9 @@ impl PsRendezvous {
                     std::thread::sleep(POLL_INTERVAL)
                 }
                 Err(e) => {
-                    return Err(Error::io("read", &path, e)
-                        .hint("start hpctrain coordinate for the run, and give its directory"));
+                    return Err(Error::io("read", &path, e).hint(
+                        "start hpctrain ps coordinator for the run, and give its directory",
+                    ));
                 }
             }
         }
@@ -144,7 +145,7 @@ mod tests {
             site.coordinator(Duration::ZERO)
                 .unwrap_err()
                 .to_string()
-                .contains("hpctrain coordinate")
+                .contains("hpctrain ps coordinator")
         );
         site.open().unwrap();
         site.open().unwrap();

@@ -35,7 +35,7 @@ pub struct RunSpec {
 }
 
 impl RunSpec {
-    /// The plan of the run: that of one rank with the lanes of all workers, or where workers do not
+    /// The plan of the run: that of one rank with the virtual ranks of all workers, or where workers do not
     /// wait for each other, with the samples of all.
     ///
     /// # Errors
@@ -47,12 +47,12 @@ impl RunSpec {
         threads: usize,
     ) -> Result<ResolvedConfig> {
         check(config)?;
-        let is_synchronous = config.servers.staleness == Staleness::Bound(0);
+        let is_synchronous = config.parameter_server.staleness == Staleness::Bound(0);
         let mut config = config.clone();
         if is_synchronous {
-            config.parallel.lanes.get_or_insert(workers);
+            config.parallel.virtual_ranks.get_or_insert(workers);
         } else {
-            config.parallel.lanes = Some(1);
+            config.parallel.virtual_ranks = Some(1);
             // A batch of a worker's own must be possible, too.
             resolve(
                 of_worker(&config, workers),
@@ -68,15 +68,15 @@ impl RunSpec {
             .any(|tensor| tensor.average.is_some());
         if is_synchronous && has_statistics {
             return Err(Error::input(
-                "servers.staleness = 0, but the network has batch normalisation, whose samples see each other",
+                "parameter_server.staleness = 0, but the network has batch normalisation, whose samples see each other",
             )
-            .hint("set servers.staleness = \"none\" or a number, or train without --servers"));
+            .hint("set parameter_server.staleness = \"none\" or a number, or train without --servers"));
         }
         if !is_synchronous && plan.rule.is_layerwise() {
             return Err(Error::input(
                 "optimizer.kind = lamb and lars scale steps by norms of whole matrices, which no server has",
             )
-            .hint("set servers.staleness = 0, or take another optimizer"));
+            .hint("set parameter_server.staleness = 0, or take another optimizer"));
         }
         Ok(plan)
     }
@@ -86,7 +86,7 @@ impl RunSpec {
     pub fn counted(config: &Config, workers: usize, samples: u64) -> Config {
         let mut config = config.clone();
         let given = config.batch.global;
-        if config.servers.staleness != Staleness::Bound(0) {
+        if config.parameter_server.staleness != Staleness::Bound(0) {
             config.batch.global = batch_of_worker(&config, workers) * workers as u64;
         }
         config.count_epochs(samples);
@@ -96,15 +96,15 @@ impl RunSpec {
 
     /// Whether all workers take each step together.
     pub fn is_synchronous(&self) -> bool {
-        self.config.servers.staleness == Staleness::Bound(0)
+        self.config.parameter_server.staleness == Staleness::Bound(0)
     }
 
-    /// Parts of a step that are given out: lanes, or batches of workers' own.
+    /// Parts of a step that are given out: virtual ranks, or batches of workers' own.
     pub fn shares(&self, plan: &ResolvedConfig) -> u64 {
-        if self.is_synchronous() { plan.lanes as u64 } else { self.workers as u64 }
+        if self.is_synchronous() { plan.virtual_ranks as u64 } else { self.workers as u64 }
     }
 
-    /// The plan of one worker by itself: of all lanes of a step, or of a batch of its own.
+    /// The plan of one worker by itself: of all virtual ranks of a step, or of a batch of its own.
     ///
     /// # Errors
     /// As [`Terms::plan`].
@@ -112,7 +112,8 @@ impl RunSpec {
         let config = if self.is_synchronous() {
             let of_run = Self::plan(&self.config, self.workers, self.vocabulary, threads)?;
             let mut config = self.config.clone();
-            (config.parallel.lanes, config.batch.micro) = (Some(of_run.lanes), Some(of_run.micro));
+            (config.parallel.virtual_ranks, config.batch.micro) =
+                (Some(of_run.virtual_ranks), Some(of_run.micro));
             config.parallel.replica = None;
             config
         } else {
@@ -126,7 +127,7 @@ impl RunSpec {
 fn of_worker(config: &Config, workers: usize) -> Config {
     let mut config = config.clone();
     config.batch.global = batch_of_worker(&config, workers);
-    (config.parallel.lanes, config.parallel.replica) = (Some(1), None);
+    (config.parallel.virtual_ranks, config.parallel.replica) = (Some(1), None);
     config
 }
 
@@ -140,10 +141,14 @@ pub fn batch_of_worker(config: &Config, workers: usize) -> u64 {
 pub fn layouts(plan: &ResolvedConfig) -> Vec<UnitLayout> {
     let slices = plan.slices(0);
     let blocks = plan.network.cpu_blocks(&slices);
-    let lanes = if plan.config.servers.staleness == Staleness::Bound(0) { plan.lanes } else { 1 };
+    let virtual_ranks = if plan.config.parameter_server.staleness == Staleness::Bound(0) {
+        plan.virtual_ranks
+    } else {
+        1
+    };
     blocks
         .iter()
-        .map(|block| UnitLayout::sliced(block.name(), block.tensors(), lanes, &slices))
+        .map(|block| UnitLayout::sliced(block.name(), block.tensors(), virtual_ranks, &slices))
         .collect()
 }
 
@@ -152,12 +157,12 @@ pub fn layouts(plan: &ResolvedConfig) -> Vec<UnitLayout> {
 /// # Errors
 /// As [`divide`].
 pub fn division(plan: &ResolvedConfig, servers: usize) -> Result<Vec<Vec<ParamRange>>> {
-    // Norms are sums over virtual shards, of which a unit has as many as lanes; without them a
+    // Norms are sums over virtual shards, of which a unit has as many as virtual ranks; without them a
     // range begins on a cache line.
-    let is_synchronous = plan.config.servers.staleness == Staleness::Bound(0);
+    let is_synchronous = plan.config.parameter_server.staleness == Staleness::Bound(0);
     let granules =
-        |layout: &UnitLayout| if is_synchronous { plan.lanes } else { layout.padded / 16 };
-    divide(&layouts(plan), granules, plan.config.servers.partition, servers)
+        |layout: &UnitLayout| if is_synchronous { plan.virtual_ranks } else { layout.padded / 16 };
+    divide(&layouts(plan), granules, plan.config.parameter_server.partition, servers)
 }
 
 /// Layouts that have no meaning beside servers are refused.
@@ -174,33 +179,33 @@ fn check(config: &Config) -> Result<()> {
         return refused("parallel.storage = central".into());
     }
     let positive = [
-        ("servers.timeout", Some(config.servers.timeout)),
-        ("servers.lease", Some(config.servers.lease)),
-        ("servers.connections", Some(config.servers.connections as u64)),
-        ("servers.workers", config.servers.workers.map(|workers| workers as u64)),
+        ("parameter_server.timeout", Some(config.parameter_server.timeout)),
+        ("parameter_server.batches_per_lease", Some(config.parameter_server.batches_per_lease)),
+        ("parameter_server.connections", Some(config.parameter_server.connections as u64)),
+        ("parameter_server.workers", config.parameter_server.workers.map(|workers| workers as u64)),
         ("batch.worker", config.batch.worker),
     ];
     if let Some((key, _)) = positive.into_iter().find(|(_, value)| *value == Some(0)) {
         return Err(Error::input(format!("{key} = 0")).hint("it is at least 1"));
     }
-    let average = parallel.average_every != hpctrain_config::Interval::Steps(0);
+    let average = config.local_sgd.sync_every != hpctrain_config::Interval::Steps(0);
     let is_given = |value: Option<usize>| value.is_some_and(|value| value > 1);
     let counts = [
         ("parallel.tensor", parallel.tensor > 1),
-        ("parallel.tensor_lanes", is_given(parallel.tensor_lanes)),
+        ("parallel.virtual_tensor_ranks", is_given(parallel.virtual_tensor_ranks)),
         ("parallel.pipeline", parallel.pipeline > 1),
         ("parallel.shard", is_given(parallel.shard)),
-        ("parallel.average_every", average),
+        ("local_sgd.sync_every", average),
         ("parallel.layout = auto", parallel.layout == hpctrain_config::LayoutMode::Auto),
-        ("optimizer.offload", config.optimizer.offload),
+        ("offload.optimizer", config.offload.optimizer),
         (
             "model.place.tables = host",
             config.model.place.tables == hpctrain_config::EmbeddingPlacement::Host,
         ),
-        ("parallel.offload_shards", parallel.offload_shards),
-        ("parallel.offload_activations", parallel.offload_activations),
+        ("offload.params", config.offload.params),
+        ("offload.activations", config.offload.activations),
         ("log.histograms", config.log.histograms > 0),
-        ("device.matmul = timed", config.device.matmul == hpctrain_config::MatmulChoice::Timed),
+        ("device.matmul_autotune", config.device.matmul_autotune),
     ];
     match counts.into_iter().find(|(_, is_set)| *is_set) {
         Some((key, _)) => refused(format!("{key} is set")),

@@ -15,8 +15,8 @@ use hpctrain_config::Staleness;
 /// A piece of work.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Task {
-    /// Lanes of the step under way.
-    Lanes(Range<usize>),
+    /// Virtual ranks of the step under way.
+    VirtualRanks(Range<usize>),
     /// Batches.
     Batches(Range<u64>),
     /// Chunks of the evaluation under way.
@@ -72,9 +72,9 @@ pub struct Done {
 pub struct Contribution {
     /// Host and process of the worker.
     pub place: String,
-    /// Its lanes; 1 where it is a batch of the worker's own.
+    /// Its virtual ranks; 1 where it is a batch of the worker's own.
     pub shares: usize,
-    /// The sum of the losses of its lanes, or the mean loss of the batch.
+    /// The sum of the losses of its virtual ranks, or the mean loss of the batch.
     pub loss: f64,
     /// Updates between its pull and its push; none if it was not finite.
     pub staleness: Option<u64>,
@@ -194,7 +194,9 @@ impl WorkScheduler {
             let Some((_, task)) = self.given.remove(&ticket) else { continue };
             self.revoked.push(ticket);
             match (task, &mut self.course, &mut self.evaluation) {
-                (Task::Lanes(lanes), Course::Step { todo, .. }, _) => todo.push_front(lanes),
+                (Task::VirtualRanks(virtual_ranks), Course::Step { todo, .. }, _) => {
+                    todo.push_front(virtual_ranks)
+                }
                 (Task::Batches(batches), Course::Batches { todo, .. }, _)
                     if !batches.is_empty() =>
                 {
@@ -217,16 +219,20 @@ impl WorkScheduler {
         std::mem::take(&mut self.revoked)
     }
 
-    /// All take step `step` together, of so many lanes.
-    pub fn begin_step(&mut self, step: u64, lanes: usize) {
-        let share = (lanes / self.members.len().max(1)).max(1);
+    /// All take step `step` together, of so many virtual ranks.
+    pub fn begin_step(&mut self, step: u64, virtual_ranks: usize) {
+        let share = (virtual_ranks / self.members.len().max(1)).max(1);
         // The largest group of the tree that gives every worker one.
-        let size = if share >= lanes { lanes } else { 1 << share.ilog2() };
-        let todo = (0..lanes).step_by(size).map(|first| first..(first + size).min(lanes)).collect();
-        self.course = Course::Step { step, todo, losses: TreeReducer::new(lanes), compute: 0.0 };
+        let size = if share >= virtual_ranks { virtual_ranks } else { 1 << share.ilog2() };
+        let todo = (0..virtual_ranks)
+            .step_by(size)
+            .map(|first| first..(first + size).min(virtual_ranks))
+            .collect();
+        self.course =
+            Course::Step { step, todo, losses: TreeReducer::new(virtual_ranks), compute: 0.0 };
     }
 
-    /// The sum of the lanes' losses, once all have been computed, and the most seconds that one
+    /// The sum of the virtual ranks' losses, once all have been computed, and the most seconds that one
     /// worker took.
     pub fn step_result(&self) -> Option<(f64, f64)> {
         match &self.course {
@@ -338,9 +344,9 @@ impl WorkScheduler {
             Course::None => None,
             Course::Step { step, todo, .. } => {
                 let step = *step;
-                let lanes = todo.pop_front()?;
-                let ticket = self.give(member, Task::Lanes(lanes.clone()));
-                Some(Work::Lanes { ticket, step, lanes })
+                let virtual_ranks = todo.pop_front()?;
+                let ticket = self.give(member, Task::VirtualRanks(virtual_ranks.clone()));
+                Some(Work::VirtualRanks { ticket, step, virtual_ranks })
             }
             Course::Batches { .. } => self.next_batch(member),
         }
@@ -410,7 +416,7 @@ impl WorkScheduler {
     /// A worker has done something. A report of one that counts as gone is of no account.
     pub fn done(&mut self, member: u64, report: &Report) {
         let ticket = match report {
-            Report::Lanes { ticket, .. }
+            Report::VirtualRanks { ticket, .. }
             | Report::Batch { ticket, .. }
             | Report::Chunks { ticket, .. } => *ticket,
             Report::Failed { .. } => return,
@@ -424,18 +430,18 @@ impl WorkScheduler {
         let mut is_over = true;
         match (report, task, &mut self.course, &mut self.evaluation) {
             (
-                Report::Lanes { losses, seconds, .. },
-                Task::Lanes(lanes),
+                Report::VirtualRanks { losses, seconds, .. },
+                Task::VirtualRanks(virtual_ranks),
                 Course::Step { losses: sums, compute: most, .. },
                 _,
             ) => {
                 let values: Vec<f64> = losses.iter().map(|bits| f64::from_bits(*bits)).collect();
                 let loss = hpctrain_base::tree_sum::tree_sum(&values);
-                sums.put(lanes.clone(), loss, |into, from| *into += from);
+                sums.put(virtual_ranks.clone(), loss, |into, from| *into += from);
                 *most = most.max(seconds.compute);
                 member.seconds += *seconds;
                 let place = member.place.clone();
-                let shares = lanes.len();
+                let shares = virtual_ranks.len();
                 let staleness = Some(0);
                 self.contributions.push(Contribution {
                     place,
@@ -517,17 +523,19 @@ mod tests {
     }
 
     #[test]
-    fn lanes_of_a_worker_that_is_gone_are_given_out_again() {
+    fn virtual_ranks_of_a_worker_that_is_gone_are_given_out_again() {
         let mut pool = pool(Staleness::Bound(0), 2);
         pool.begin_step(7, 4);
-        let Some(Work::Lanes { ticket: first, lanes, step: 7 }) = pool.next(1) else {
-            panic!("no lanes")
+        let Some(Work::VirtualRanks { ticket: first, virtual_ranks, step: 7 }) = pool.next(1)
+        else {
+            panic!("no virtual ranks")
         };
-        let Some(Work::Lanes { ticket: second, lanes: others, .. }) = pool.next(2) else {
-            panic!("no lanes")
+        let Some(Work::VirtualRanks { ticket: second, virtual_ranks: others, .. }) = pool.next(2)
+        else {
+            panic!("no virtual ranks")
         };
-        assert_eq!((lanes.clone(), others, pool.next(1)), (0..2, 2..4, None));
-        let report = |ticket, losses: [f64; 2]| Report::Lanes {
+        assert_eq!((virtual_ranks.clone(), others, pool.next(1)), (0..2, 2..4, None));
+        let report = |ticket, losses: [f64; 2]| Report::VirtualRanks {
             ticket,
             losses: losses.map(f64::to_bits).to_vec(),
             seconds: WorkerTimes { compute: 1.0, ..WorkerTimes::default() },
@@ -537,10 +545,10 @@ mod tests {
         assert_eq!((pool.take_revoked(), pool.next(1)), (vec![first], Some(Work::Renew)));
         pool.done(1, &report(first, [100.0, 100.0]));
         assert_eq!(pool.step_result(), None);
-        let Some(Work::Lanes { ticket, lanes: again, .. }) = pool.next(2) else {
-            panic!("no lanes")
+        let Some(Work::VirtualRanks { ticket, virtual_ranks: again, .. }) = pool.next(2) else {
+            panic!("no virtual ranks")
         };
-        assert_eq!(again, lanes);
+        assert_eq!(again, virtual_ranks);
         pool.done(2, &report(ticket, [1.0, 2.0]));
         assert_eq!(pool.step_result(), Some((15.0, 1.0)));
     }

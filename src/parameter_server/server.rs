@@ -18,7 +18,7 @@ use hpctrain_base::spans::now;
 use hpctrain_config::telemetry::trace_file::TraceEvent;
 use hpctrain_parallel::Hyper;
 
-/// Interval of a server's heartbeats: `servers.timeout` may be as short as a second.
+/// Interval of a server's heartbeats: `parameter_server.timeout` may be as short as a second.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Most bytes of a request's body before there are ranges.
@@ -29,7 +29,7 @@ const SMALL: usize = 1 << 16;
 pub struct ServerOptions {
     /// The place of the run.
     pub site: PsRendezvous,
-    /// `servers.address`.
+    /// `parameter_server.address`.
     pub address: Option<String>,
     /// Time within which a coordinator must be there, and come back.
     pub patience: Duration,

@@ -1,75 +1,78 @@
-//! Sums of lanes that come in any order, in the shape of the tree that a rank would add them by.
+//! Sums of virtual ranks that come in any order, in the shape of the tree that a rank would add them by.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// The partial sums of so many lanes.
+/// The partial sums of so many virtual ranks.
 #[derive(Debug)]
 pub struct TreeReducer<T> {
-    lanes: usize,
-    /// By first lane: the end of its lanes, and their sum.
+    virtual_ranks: usize,
+    /// By first virtual rank: the end of its virtual ranks, and their sum.
     parts: BTreeMap<usize, (usize, T)>,
 }
 
 impl<T> TreeReducer<T> {
-    /// Of no lane yet.
-    pub fn new(lanes: usize) -> Self {
-        Self { lanes, parts: BTreeMap::new() }
+    /// Of no virtual rank yet.
+    pub fn new(virtual_ranks: usize) -> Self {
+        Self { virtual_ranks, parts: BTreeMap::new() }
     }
 
-    /// Whether these lanes are groups of the tree: as many as a power of two, from a multiple of it
+    /// Whether these virtual ranks are groups of the tree: as many as a power of two, from a multiple of it
     /// on, or fewer at the end.
-    pub fn is_group(&self, lanes: &Range<usize>) -> bool {
-        let first = lanes.start;
-        let count = lanes.len();
+    pub fn is_group(&self, virtual_ranks: &Range<usize>) -> bool {
+        let first = virtual_ranks.start;
+        let count = virtual_ranks.len();
         let size = count.next_power_of_two();
-        let ends = lanes.end == self.lanes || count == size;
-        count > 0 && lanes.end <= self.lanes && ends && first.is_multiple_of(size)
+        let ends = virtual_ranks.end == self.virtual_ranks || count == size;
+        count > 0 && virtual_ranks.end <= self.virtual_ranks && ends && first.is_multiple_of(size)
     }
 
-    /// Takes the sum of a group of lanes; one that is there already counts once. `add(into, from)`
+    /// Takes the sum of a group of virtual ranks; one that is there already counts once. `add(into, from)`
     /// computes `into += from`.
-    pub fn put(&mut self, lanes: Range<usize>, sum: T, mut add: impl FnMut(&mut T, T)) {
+    pub fn put(&mut self, virtual_ranks: Range<usize>, sum: T, mut add: impl FnMut(&mut T, T)) {
         let is_there = self
             .parts
-            .range(..=lanes.start)
+            .range(..=virtual_ranks.start)
             .next_back()
-            .is_some_and(|(_, (end, _))| *end > lanes.start);
-        if is_there || self.parts.range(lanes.clone()).next().is_some() {
+            .is_some_and(|(_, (end, _))| *end > virtual_ranks.start);
+        if is_there || self.parts.range(virtual_ranks.clone()).next().is_some() {
             return;
         }
-        let mut lanes = lanes;
+        let mut virtual_ranks = virtual_ranks;
         let mut sum = sum;
         loop {
-            let size = lanes.len().next_power_of_two();
+            let size = virtual_ranks.len().next_power_of_two();
             // Without a neighbour to its right, at the end, a group is the larger one already.
-            let size =
-                if lanes.end == self.lanes { self.ancestor(lanes.start, size) } else { size };
-            if lanes.start.is_multiple_of(2 * size) {
-                let whole = (lanes.start + 2 * size).min(self.lanes);
-                match self.parts.get(&lanes.end) {
-                    Some((end, _)) if *end == whole && lanes.end < whole => {}
+            let size = if virtual_ranks.end == self.virtual_ranks {
+                self.ancestor(virtual_ranks.start, size)
+            } else {
+                size
+            };
+            if virtual_ranks.start.is_multiple_of(2 * size) {
+                let whole = (virtual_ranks.start + 2 * size).min(self.virtual_ranks);
+                match self.parts.get(&virtual_ranks.end) {
+                    Some((end, _)) if *end == whole && virtual_ranks.end < whole => {}
                     _ => break,
                 }
-                let Some((end, right)) = self.parts.remove(&lanes.end) else { break };
+                let Some((end, right)) = self.parts.remove(&virtual_ranks.end) else { break };
                 add(&mut sum, right);
-                lanes.end = end;
+                virtual_ranks.end = end;
             } else {
-                let left = lanes.start - size;
+                let left = virtual_ranks.start - size;
                 match self.parts.get(&left) {
-                    Some((end, _)) if *end == lanes.start => {}
+                    Some((end, _)) if *end == virtual_ranks.start => {}
                     _ => break,
                 }
                 let Some((_, mut before)) = self.parts.remove(&left) else { break };
                 add(&mut before, sum);
-                (sum, lanes.start) = (before, left);
+                (sum, virtual_ranks.start) = (before, left);
             }
         }
-        self.parts.insert(lanes.start, (lanes.end, sum));
+        self.parts.insert(virtual_ranks.start, (virtual_ranks.end, sum));
     }
 
-    /// The height of a group at the end of the lanes, which has no neighbour to its right: the
-    /// largest size of which its first lane is a multiple, that is needed to meet its left
+    /// The height of a group at the end of the virtual ranks, which has no neighbour to its right: the
+    /// largest size of which its first virtual rank is a multiple, that is needed to meet its left
     /// neighbour.
     fn ancestor(&self, first: usize, size: usize) -> usize {
         let mut size = size;
@@ -79,9 +82,9 @@ impl<T> TreeReducer<T> {
         size
     }
 
-    /// The sum of all lanes, once it is there.
+    /// The sum of all virtual ranks, once it is there.
     pub fn whole(&self) -> Option<&T> {
-        self.parts.get(&0).filter(|(end, _)| *end == self.lanes).map(|(_, sum)| sum)
+        self.parts.get(&0).filter(|(end, _)| *end == self.virtual_ranks).map(|(_, sum)| sum)
     }
 
     /// Forgets all.
@@ -102,16 +105,16 @@ mod tests {
         let mut numbers = vec![0.0; 4096];
         stream.fill_normal(&mut numbers);
         let mut draw = numbers.iter().map(|x: &f32| (x.abs() * 1e4) as usize).cycle();
-        for lanes in 1..=17usize {
-            let values: Vec<f64> = (0..lanes)
+        for virtual_ranks in 1..=17usize {
+            let values: Vec<f64> = (0..virtual_ranks)
                 .map(|i| (i as f64 * 1.7 + 0.3).sin() * 10f64.powi(i as i32 % 7))
                 .collect();
             for _ in 0..40 {
                 // Halves of halves of the tree, at random.
                 let mut groups = vec![];
-                let mut open = Vec::from([(0, lanes.next_power_of_two())]);
+                let mut open = Vec::from([(0, virtual_ranks.next_power_of_two())]);
                 while let Some((first, end)) = open.pop() {
-                    let cut = first..end.min(lanes);
+                    let cut = first..end.min(virtual_ranks);
                     if cut.is_empty() {
                         continue;
                     }
@@ -122,11 +125,11 @@ mod tests {
                         groups.push(cut);
                     }
                 }
-                let mut sums = TreeReducer::new(lanes);
+                let mut sums = TreeReducer::new(virtual_ranks);
                 while !groups.is_empty() {
                     let at = draw.next().unwrap_or(0) % groups.len();
                     let group = groups.swap_remove(at);
-                    assert!(sums.is_group(&group), "{group:?} of {lanes}");
+                    assert!(sums.is_group(&group), "{group:?} of {virtual_ranks}");
                     assert!(sums.whole().is_none());
                     let sum = tree_sum(&values[group.clone()]);
                     // A late one changes nothing.
@@ -135,7 +138,11 @@ mod tests {
                     }
                 }
                 let whole = sums.whole().copied().unwrap();
-                assert_eq!(whole.to_bits(), tree_sum(&values).to_bits(), "{lanes} lanes");
+                assert_eq!(
+                    whole.to_bits(),
+                    tree_sum(&values).to_bits(),
+                    "{virtual_ranks} virtual ranks"
+                );
             }
         }
         let sums = TreeReducer::<f64>::new(6);

@@ -256,7 +256,7 @@ fn check_memory<B: Kernels>(
     // The state of the optimizer and checkpoints are the servers'. The one buffer of this rule
     // stands for a pull's values.
     config.optimizer = Optimizer { kind: OptimizerKind::Sgd, ema: 0.0, ..config.optimizer };
-    config.checkpoint.asynchronous = false;
+    config.checkpoint.async_save = false;
     let facts = Environment {
         ranks: 1,
         threads: plan.threads,
@@ -359,7 +359,9 @@ impl<'a, B: Kernels> Member<'a, B> {
                 other => return Err(unexpected(&other)),
             };
             let done = match work {
-                Work::Lanes { ticket, step, lanes } => self.lanes(ticket, step, &lanes)?,
+                Work::VirtualRanks { ticket, step, virtual_ranks } => {
+                    self.virtual_ranks(ticket, step, &virtual_ranks)?
+                }
                 Work::Lease { ticket, batches } => {
                     self.lease = Some((ticket, batches));
                     self.batch()?
@@ -378,9 +380,9 @@ impl<'a, B: Kernels> Member<'a, B> {
         }
     }
 
-    /// Micro-batches of so many lanes, whose first sample stands there, are to be read.
-    fn want(&self, first: u64, lanes: usize) {
-        let end = first + lanes as u64 * self.plan.lane_samples;
+    /// Micro-batches of so many virtual ranks, whose first sample stands there, are to be read.
+    fn want(&self, first: u64, virtual_ranks: usize) {
+        let end = first + virtual_ranks as u64 * self.plan.virtual_rank_samples;
         for start in (first..end).step_by(self.plan.micro as usize) {
             // A reader that has failed tells so when its batch is asked for.
             let _ = self.wanted.send(start..start + self.plan.micro);
@@ -392,7 +394,7 @@ impl<'a, B: Kernels> Member<'a, B> {
     fn read_ahead(&mut self, batch: u64) -> Result<()> {
         while self.asked.front().is_some_and(|next| *next != batch) {
             self.asked.pop_front();
-            (0..self.plan.micros_per_lane()).try_for_each(|_| self.feed.skip())?;
+            (0..self.plan.micros_per_virtual_rank()).try_for_each(|_| self.feed.skip())?;
         }
         let after = self.lease.as_ref().and_then(|(_, left)| left.clone().next());
         for next in [Some(batch), after].into_iter().flatten() {
@@ -406,22 +408,31 @@ impl<'a, B: Kernels> Member<'a, B> {
         Ok(())
     }
 
-    /// Computes the gradient of lanes of a step, and pushes it; none if the generation is over.
-    fn lanes(&mut self, ticket: u64, step: u64, lanes: &Range<usize>) -> Result<Option<Report>> {
+    /// Computes the gradient of virtual ranks of a step, and pushes it; none if the generation is over.
+    fn virtual_ranks(
+        &mut self,
+        ticket: u64,
+        step: u64,
+        virtual_ranks: &Range<usize>,
+    ) -> Result<Option<Report>> {
         let start = self.terms.start;
         let base = start.position + (step - start.step) * self.plan.config.batch.global;
-        self.want(base + lanes.start as u64 * self.plan.lane_samples, lanes.len());
+        self.want(
+            base + virtual_ranks.start as u64 * self.plan.virtual_rank_samples,
+            virtual_ranks.len(),
+        );
         self.seconds = WorkerTimes::default();
         if !self.pull(Values::Live)? {
             return Ok(None);
         }
-        self.engine.geometry.schedule = StepSchedule { lanes: lanes.len(), ..self.schedule };
+        self.engine.geometry.schedule =
+            StepSchedule { virtual_ranks: virtual_ranks.len(), ..self.schedule };
         let reduced = self.gradients(step)?;
-        let of = Pushed::Lanes { step, lanes: lanes.clone() };
+        let of = Pushed::VirtualRanks { step, virtual_ranks: virtual_ranks.clone() };
         if self.push(|_, _| of.clone())?.is_none() {
             return Ok(None);
         }
-        Ok(Some(Report::Lanes {
+        Ok(Some(Report::VirtualRanks {
             ticket,
             losses: vec![reduced.loss.to_bits()],
             seconds: self.seconds,

@@ -10,8 +10,13 @@ use hpctrain_config::Config;
 use hpctrain_device::Backend;
 
 /// Keys that ranks may have each to themselves: they change no number.
-const OWN: [&str; 5] =
-    ["run.threads", "run.memory_limit", "data.stage", "servers.address", "log.level"];
+const OWN: [&str; 5] = [
+    "run.threads",
+    "run.memory_limit",
+    "data.local_cache",
+    "parameter_server.address",
+    "log.level",
+];
 
 /// Compares the configurations of all ranks: collective.
 ///
@@ -70,7 +75,7 @@ mod tests {
                 load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap().0
             })
             .collect();
-        let comms = start_threads::<Cpu>(configs.len(), Algorithm::Tree).unwrap();
+        let comms = start_threads::<Cpu>(configs.len(), Algorithm::HalvingDoubling).unwrap();
         std::thread::scope(|scope| {
             let ranks = comms.into_iter().zip(&configs);
             let ranks: Vec<_> = ranks

@@ -1,7 +1,8 @@
 //! Refusals of the file system that a run survives for a while.
 //!
-//! Training goes on while the last good checkpoint is younger than `checkpoint.tolerate`: what was
-//! refused is tried again. A run that has no checkpoint yet has nothing to lose, and ends at once.
+//! Training goes on while the last good checkpoint is younger than `checkpoint.io_retry_seconds`:
+//! what was refused is tried again. A run that has no checkpoint yet has nothing to lose, and ends
+//! at once.
 
 use std::time::{Duration, Instant};
 

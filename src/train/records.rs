@@ -76,7 +76,7 @@ impl Records {
         };
         let rank_times = optional(plan.mesh.ranks() > 1, directory.rank_times_path())?;
         let samples = optional(
-            plan.network.is_language() && plan.config.log.sample > 0,
+            plan.network.is_language() && plan.config.log.sample_tokens > 0,
             directory.samples_path(),
         )?;
         let begin =

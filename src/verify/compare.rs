@@ -1,7 +1,7 @@
 //! Two recordings side by side: bit for bit, or within bounds where additions have another order.
 //!
 //! Bits are compared where sums have the same tree: each rank and each copy of the parameters has a
-//! power of two of the fixed lanes. Other layouts are compared within bounds, in their first six
+//! power of two of the fixed virtual ranks. Other layouts are compared within bounds, in their first six
 //! steps; later, training itself has amplified differences of rounding.
 
 use std::fmt;

@@ -59,19 +59,27 @@ impl Row {
         config
     }
 
-    /// Whether `lanes` lanes, and so many tensor lanes, are added by the same tree as on one rank
+    /// Whether `virtual_ranks` virtual ranks, and so many virtual tensor ranks, are added by the same tree as on one rank
     /// with as many: each rank, and each copy of the parameters, has a power of two of them. Of
-    /// `apart` replicas that train apart each adds its own lanes, and each rank averages a power of
+    /// `apart` replicas that train apart each adds its own virtual ranks, and each rank averages a power of
     /// two of them.
-    pub fn same_tree(&self, lanes: usize, tensor_lanes: usize, apart: Option<usize>) -> bool {
-        let power = |lanes: usize, parts| {
-            parts == 1 || lanes.is_multiple_of(parts) && (lanes / parts).is_power_of_two()
+    pub fn same_tree(
+        &self,
+        virtual_ranks: usize,
+        virtual_tensor_ranks: usize,
+        apart: Option<usize>,
+    ) -> bool {
+        let power = |virtual_ranks: usize, parts| {
+            parts == 1
+                || virtual_ranks.is_multiple_of(parts) && (virtual_ranks / parts).is_power_of_two()
         };
         let data = match apart {
-            Some(replicas) => power(lanes / replicas, self.shard) && power(replicas, self.replica),
-            None => power(lanes, self.data()) && power(lanes, self.replica),
+            Some(replicas) => {
+                power(virtual_ranks / replicas, self.shard) && power(replicas, self.replica)
+            }
+            None => power(virtual_ranks, self.data()) && power(virtual_ranks, self.replica),
         };
-        data && power(tensor_lanes, self.tensor)
+        data && power(virtual_tensor_ranks, self.tensor)
     }
 }
 
@@ -187,24 +195,25 @@ mod tests {
 
     #[test]
     fn trees_are_the_same_with_powers_of_two() {
-        let tree = |shard, replica, lanes| {
-            Row { ranks: shard * replica, zero: Zero::One, shard, replica, ..REFERENCE }
-                .same_tree(lanes, 1, None)
-        };
+        let tree =
+            |shard, replica, virtual_ranks| {
+                Row { ranks: shard * replica, zero: Zero::One, shard, replica, ..REFERENCE }
+                    .same_tree(virtual_ranks, 1, None)
+            };
         assert!(tree(4, 2, 8) && tree(3, 1, 12) && tree(1, 1, 7) && tree(1, 8, 8));
-        assert!(!tree(3, 4, 12), "a copy has three lanes");
-        assert!(!tree(4, 1, 12), "a rank has three lanes");
+        assert!(!tree(3, 4, 12), "a copy has three virtual ranks");
+        assert!(!tree(4, 1, 12), "a rank has three virtual ranks");
         assert!(!tree(8, 1, 4));
-        let apart = |shard, replica, lanes, replicas| {
+        let apart = |shard, replica, virtual_ranks, replicas| {
             Row { ranks: shard * replica, shard, replica, ..REFERENCE }.same_tree(
-                lanes,
+                virtual_ranks,
                 1,
                 Some(replicas),
             )
         };
         assert!(apart(1, 4, 4, 4) && apart(1, 3, 12, 3) && apart(2, 2, 8, 4) && apart(1, 1, 18, 6));
         assert!(!apart(1, 2, 12, 6), "a rank averages three replicas");
-        assert!(!apart(2, 1, 24, 4), "a rank adds three lanes of a replica");
+        assert!(!apart(2, 1, 24, 4), "a rank adds three virtual ranks of a replica");
         let cut = Row { ranks: 2, tensor: 2, ..REFERENCE };
         assert!(
             cut.same_tree(1, 4, None) && cut.same_tree(1, 2, None) && !cut.same_tree(1, 6, None)

@@ -113,7 +113,7 @@ pub fn verify(request: &Request) -> Result<bool> {
     request.config = request.config.of_any_length();
     request.config.run.steps = request.config.run.steps.max(request.steps);
     let vocabulary = vocabulary(&request.config)?;
-    request.config.parallel.lanes = lanes(&request.config, &rows, vocabulary);
+    request.config.parallel.virtual_ranks = virtual_ranks(&request.config, &rows, vocabulary);
     request.config.batch.micro = micro(&request.config, &rows, vocabulary);
     let request = &request;
     let mut verifier = Verifier::start(request, &rows, vocabulary)?;
@@ -176,9 +176,9 @@ impl<'a> Verifier<'a> {
         let folder =
             folder.map_err(|e| Error::io("create a directory in", &std::env::temp_dir(), e))?;
         let plan = plan(config, REFERENCE, vocabulary)?;
-        if config.comm.algorithm == Choice::Mpi && request.launcher == Launcher::Threads {
+        if config.comm.algorithm == Choice::Vendor && request.launcher == Launcher::Threads {
             return Err(Error::input("comm.algorithm = mpi needs MPI")
-                .hint("add --mpi, or set it to tree or ring"));
+                .hint("add --mpi, or set it to halving-doubling or ring"));
         }
         request.say(format_args!(
             "verify       {} for {} steps: {} samples a step, messages by {}",
@@ -215,23 +215,23 @@ impl<'a> Verifier<'a> {
     fn expect(mut self, rule: UpdateRule, rows: &[Row]) -> Self {
         let config = &self.request.config;
         let are_cut = rows.iter().any(|row| row.tensor > 1);
-        match (config.parallel.lanes, config.parallel.tensor_lanes.filter(|_| are_cut)) {
-            (Some(lanes), None) => {
-                self.request.say(format_args!("expected     the same bits: parallel.lanes = {lanes} fixes the order of additions"));
+        match (config.parallel.virtual_ranks, config.parallel.virtual_tensor_ranks.filter(|_| are_cut)) {
+            (Some(virtual_ranks), None) => {
+                self.request.say(format_args!("expected     the same bits: parallel.virtual_ranks = {virtual_ranks} fixes the order of additions"));
             }
-            (Some(lanes), Some(slices)) => self.request.say(format_args!(
-                "expected     the same bits: parallel.lanes = {lanes} and tensor_lanes = {slices} fix the order of additions"
+            (Some(virtual_ranks), Some(slices)) => self.request.say(format_args!(
+                "expected     the same bits: parallel.virtual_ranks = {virtual_ranks} and virtual_tensor_ranks = {slices} fix the order of additions"
             )),
             (None, _) => {
-                self.request.say("expected     close results: without parallel.lanes the order of additions follows the ranks")
+                self.request.say("expected     close results: without parallel.virtual_ranks the order of additions follows the ranks")
             }
         }
         if !rows.iter().all(|row| same_bits(config, row)) {
-            if config.parallel.lanes.is_some() {
-                self.request.say("             close results where a rank or a copy has no power of two of the lanes");
-                if are_cut && config.parallel.tensor_lanes.is_none() {
+            if config.parallel.virtual_ranks.is_some() {
+                self.request.say("             close results where a rank or a copy has no power of two of the virtual ranks");
+                if are_cut && config.parallel.virtual_tensor_ranks.is_none() {
                     self.request.say(
-                        "             close results of divided blocks: parallel.tensor_lanes fixes their order too",
+                        "             close results of divided blocks: parallel.virtual_tensor_ranks fixes their order too",
                     );
                 }
             }
@@ -339,14 +339,19 @@ fn refer(request: &Request, steps: u64, then: Then) -> Result<Recording> {
     launch::local(1, Task { config: REFERENCE.config(&request.config), threads: None, steps, then })
 }
 
-/// Whether a row must give the bits of one rank: with fixed lanes, and fixed slices of blocks,
+/// Whether a row must give the bits of one rank: with fixed virtual ranks, and fixed slices of blocks,
 /// whose trees it keeps.
 fn same_bits(config: &Config, row: &Row) -> bool {
-    let Parallel { lanes, tensor_lanes, average_replicas: apart, .. } = config.parallel;
-    let is_fixed =
-        (lanes.is_some() || row.data() == 1) && (tensor_lanes.is_some() || row.tensor == 1);
+    let Parallel { virtual_ranks, virtual_tensor_ranks, .. } = config.parallel;
+    let apart = config.local_sgd.replicas;
+    let is_fixed = (virtual_ranks.is_some() || row.data() == 1)
+        && (virtual_tensor_ranks.is_some() || row.tensor == 1);
     is_fixed
-        && row.same_tree(lanes.unwrap_or(row.data()), tensor_lanes.unwrap_or(row.tensor), apart)
+        && row.same_tree(
+            virtual_ranks.unwrap_or(row.data()),
+            virtual_tensor_ranks.unwrap_or(row.tensor),
+            apart,
+        )
 }
 
 fn plan(config: &Config, row: Row, vocabulary: usize) -> Result<ResolvedConfig> {
@@ -355,12 +360,16 @@ fn plan(config: &Config, row: Row, vocabulary: usize) -> Result<ResolvedConfig> 
     resolve(row.config(config), &facts)
 }
 
-/// The lanes of all rows: where replicas train apart, those of the row that wants most.
-fn lanes(config: &Config, rows: &[Row], vocabulary: usize) -> Option<usize> {
-    if config.parallel.lanes.is_some() || config.parallel.average_every == Interval::Steps(0) {
-        return config.parallel.lanes;
+/// The virtual ranks of all rows: where replicas train apart, those of the row that wants most.
+fn virtual_ranks(config: &Config, rows: &[Row], vocabulary: usize) -> Option<usize> {
+    if config.parallel.virtual_ranks.is_some() || config.local_sgd.sync_every == Interval::Steps(0)
+    {
+        return config.parallel.virtual_ranks;
     }
-    rows.iter().filter_map(|row| plan(config, *row, vocabulary).ok()).map(|plan| plan.lanes).max()
+    rows.iter()
+        .filter_map(|row| plan(config, *row, vocabulary).ok())
+        .map(|plan| plan.virtual_ranks)
+        .max()
 }
 
 /// The micro-batch of all rows: a pipeline wants smaller ones, of which sums would differ in their

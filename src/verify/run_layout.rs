@@ -86,7 +86,7 @@ pub fn record<B: Kernels>(
     let mut plan = plan(comm, task.config.clone(), &train, Some(threads))?;
     // The schedule stays that of the whole run.
     plan.config.run.steps = task.steps;
-    let comm = &comm.select_transport(plan.config.comm.path, comm::prove)?;
+    let comm = &comm.select_transport(plan.config.comm.transport, comm::prove)?;
     let world = comm.world();
     world.all_ok(check_memory::<B>(&plan, &topology, Held::now(comm, &[&train]), None))?;
     let (mut engine, _) = engine(comm, &plan, backend(&plan)?, None)?;

@@ -105,13 +105,17 @@ fn settings() {
         ("data.augment.shift=-1", ONE, &["--set data.augment.shift=-1", "-1"]),
         ("data.augment.flip=true", ALL, &["data.augment is for images, but samples have ids"]),
         ("parallel.zero=5", ONE, &["5", "0 to 3"]),
-        ("schedule.shape=cosin", ONE, &["unknown value `cosin`", "did you mean `cosine`"]),
+        ("lr_schedule.kind=cosin", ONE, &["unknown value `cosin`", "did you mean `cosine`"]),
         ("comm.timeout=-1", ONE, &["--set comm.timeout=-1", "-1"]),
         ("comm.timeout=700000", ONE, &["comm.timeout = 700000 is out of range", "604800"]),
         ("comm.algorithm=rng", ONE, &["unknown value `rng`", "did you mean `ring`"]),
-        ("comm.path=straight", ONE, &["unknown value `straight`", "staged"]),
-        ("comm.path=direct", ALL, &["comm.path = direct is for GPUs", "hint: leave it out"]),
-        ("comm.path=nccl", ALL, &["comm.path = nccl is for GPUs", "hint: leave it out"]),
+        ("comm.transport=straight", ONE, &["unknown value `straight`", "staged"]),
+        (
+            "comm.transport=cuda-aware",
+            ALL,
+            &["comm.transport = cuda-aware is for GPUs", "hint: leave it out"],
+        ),
+        ("comm.transport=nccl", ALL, &["comm.transport = nccl is for GPUs", "hint: leave it out"]),
         ("model.place.tables=disk", ONE, &["unknown value `disk`", "it can be device, host"]),
         (
             "model.place.tables=host",
@@ -137,14 +141,14 @@ fn settings() {
             &["--set optimizer.lr=nan: optimizer.lr = NaN", "a finite number"],
         ),
         ("eval.min_delta=inf", ALL, &["eval.min_delta = inf", "hint: give a finite number"]),
-        ("schedule.min_ratio=2", ONE, &["schedule.min_ratio", "2"]),
+        ("lr_schedule.min_ratio=2", ONE, &["lr_schedule.min_ratio", "2"]),
         ("model.heads=3", ONE, &["model.width = 32", "model.heads = 3"]),
         ("model.vocabulary=10", ONE, &["65", "10", "model.vocabulary"]),
         ("run.name=a/b", ONE, &["run.name = \"a/b\""]),
         (
-            "parallel.tensor_lanes=3",
+            "parallel.virtual_tensor_ranks=3",
             THREADS,
-            &["parallel.tensor_lanes = 3 does not divide model.heads = 2"],
+            &["parallel.virtual_tensor_ranks = 3 does not divide model.heads = 2"],
         ),
         (
             "parallel.replica=3",
@@ -182,7 +186,11 @@ fn settings() {
                 " are available\nhint: ",
             ],
         ),
-        ("parallel.lanes=3", JOBS, &["parallel.lanes = 3", "2 data-parallel ranks", "2 or 4"]),
+        (
+            "parallel.virtual_ranks=3",
+            JOBS,
+            &["parallel.virtual_ranks = 3", "2 data-parallel ranks", "2 or 4"],
+        ),
         ("parallel.shard=2", THREADS, &["parallel.shard = 2", "parallel.zero"]),
         (
             "batch.global=8",
@@ -192,9 +200,9 @@ fn settings() {
         (
             "batch.global=2",
             &[Simulate(4)],
-            &["batch.global = 2", "4 lanes", "nearest batch that does: 4"],
+            &["batch.global = 2", "4 virtual ranks", "nearest batch that does: 4"],
         ),
-        ("batch.micro=3", THREADS, &["batch.micro = 3", "4 samples of a lane"]),
+        ("batch.micro=3", THREADS, &["batch.micro = 3", "4 samples of a virtual rank"]),
         ("data.path=bundled:hamlet", ONE, &["hamlet", "tiny-shakespeare"]),
         ("data.path=/no/such/data", ALL, &["/no/such/data does not exist", "data.path"]),
     ];
@@ -205,8 +213,8 @@ fn settings() {
     #[cfg(not(target_arch = "x86_64"))]
     let lacks = true;
     let words: &[&str] =
-        &["precision.compute = bf16 needs a GPU, or a CPU with avx512_bf16", "hint: leave it out"];
-    let of_cpu = lacks.then_some(("precision.compute=bf16", ALL, words));
+        &["precision.dtype = bf16 needs a GPU, or a CPU with avx512_bf16", "hint: leave it out"];
+    let of_cpu = lacks.then_some(("precision.dtype=bf16", ALL, words));
     for (setting, transports, words) in cases.iter().chain(&of_cpu) {
         for transport in *transports {
             refuses(
@@ -257,7 +265,7 @@ fn options_that_would_do_nothing() {
             &["simulate", "--ranks", "2", "--evaluators", "1"],
             &["unexpected argument", "--evaluators"],
         ),
-        (&["coordinate", "--policy", "every"], &["unexpected argument", "--policy"]),
+        (&["ps", "coordinator", "--policy", "every"], &["unexpected argument", "--policy"]),
     ] {
         let ended = finish(&mut program(args));
         assert_eq!(ended.code(), 2, "{ended}");
@@ -360,7 +368,7 @@ fn pipelines_that_cannot_be() {
             "parallel.pipeline=2 parallel.stages=[4,0]",
             &["parallel.stages = [4, 0] has a stage without blocks"],
         ),
-        ("parallel.pipeline=2 batch.global=7", &["batch.global = 7", "2 lanes", "6 or 8"]),
+        ("parallel.pipeline=2 batch.global=7", &["batch.global = 7", "2 virtual ranks", "6 or 8"]),
         (
             "parallel.pipeline=2 batch.micro=3",
             &["batch.micro = 3 does not divide the 4 samples", "nearest that does: 2"],
@@ -445,59 +453,59 @@ fn averages_that_cannot_be() {
     let cases: [(Transport, &str, &[&str]); 10] = [
         (
             Alone,
-            "parallel.average_every=8",
-            &["parallel.average_every = 8, but there is one replica", "average_replicas=2"],
+            "local_sgd.sync_every=8",
+            &["local_sgd.sync_every = 8, but there is one replica", "local_sgd.replicas=2"],
         ),
         (
             Mpirun(2),
-            "parallel.average_every=8 parallel.zero=1",
+            "local_sgd.sync_every=8 parallel.zero=1",
             &["there is one replica", "parallel.replica=2"],
         ),
         (
             Simulate(2),
-            "parallel.average_every=2 parallel.average_replicas=3",
+            "local_sgd.sync_every=2 local_sgd.replicas=3",
             &[
-                "parallel.average_replicas = 3 does not divide over the 2 replicas of the mesh",
+                "local_sgd.replicas = 3 does not divide over the 2 replicas of the mesh",
                 "that does: 4",
             ],
         ),
         (
             Mpirun(2),
-            "parallel.average_every=often",
-            &["--set parallel.average_every=often", "number of steps"],
+            "local_sgd.sync_every=often",
+            &["--set local_sgd.sync_every=often", "number of steps"],
         ),
         (
             Simulate(2),
-            "parallel.average_replicas=4",
-            &["average_replicas = 4 does nothing", "parallel.average_every"],
+            "local_sgd.replicas=4",
+            &["average_replicas = 4 does nothing", "local_sgd.sync_every"],
         ),
         (
             Simulate(2),
-            "parallel.outer_lr=0.7",
-            &["parallel.outer_lr = 0.7 does nothing with parallel.average_every = 0"],
+            "local_sgd.outer_lr=0.7",
+            &["local_sgd.outer_lr = 0.7 does nothing with local_sgd.sync_every = 0"],
         ),
         (
             Simulate(2),
-            "parallel.outer_momentum=0.9 parallel.average_every=2 parallel.outer_lr=0",
+            "local_sgd.outer_momentum=0.9 local_sgd.sync_every=2 local_sgd.outer_lr=0",
             &["outer_lr = 0 is out"],
         ),
         (
             Simulate(2),
-            "parallel.outer_momentum=1 parallel.average_every=2",
-            &["parallel.outer_momentum = 1 is out of range"],
+            "local_sgd.outer_momentum=1 local_sgd.sync_every=2",
+            &["local_sgd.outer_momentum = 1 is out of range"],
         ),
         (
             Simulate(2),
-            "parallel.average_every=8 checkpoint.keep_every=20",
+            "local_sgd.sync_every=8 checkpoint.keep_every=20",
+            &["checkpoint.keep_every = 20 is no multiple of local_sgd.sync_every = 8", "16 or 24"],
+        ),
+        (
+            Simulate(2),
+            "local_sgd.sync_every=2 local_sgd.replicas=4 parallel.virtual_ranks=2",
             &[
-                "checkpoint.keep_every = 20 is no multiple of parallel.average_every = 8",
-                "16 or 24",
+                "parallel.virtual_ranks = 2 does not divide over 4 replicas of 1 shards",
+                "that does: 4",
             ],
-        ),
-        (
-            Simulate(2),
-            "parallel.average_every=2 parallel.average_replicas=4 parallel.lanes=2",
-            &["parallel.lanes = 2 does not divide over 4 replicas of 1 shards", "that does: 4"],
         ),
     ];
     for (transport, settings, words) in cases {
@@ -561,7 +569,7 @@ fn central_storage_that_cannot_be() {
         ),
         (
             Simulate(2),
-            "parallel.storage=central parallel.average_every=8",
+            "parallel.storage=central local_sgd.sync_every=8",
             &["trains replicas apart", "leave one of them"],
         ),
         (Simulate(2), "parallel.storage=middle", &["unknown value `middle`", "ranks, central"]),
@@ -599,8 +607,8 @@ fn slices_that_cannot_be() {
         ),
         (
             2,
-            "parallel.tensor=2 parallel.tensor_lanes=3",
-            &["tensor_lanes = 3 does not divide over 2 ranks", "4"],
+            "parallel.tensor=2 parallel.virtual_tensor_ranks=3",
+            &["virtual_tensor_ranks = 3 does not divide over 2 ranks", "4"],
         ),
         (3, "parallel.tensor=2", &["shard(1) × tensor(2) = 2 ranks, but 3 started"]),
         (
@@ -652,7 +660,7 @@ fn layouts_that_nobody_can_choose() {
         (
             "--ranks 7 --set batch.global=16",
             &[
-                "no layout is possible: batch.global = 16 does not divide into 7 lanes",
+                "no layout is possible: batch.global = 16 does not divide into 7 virtual ranks",
                 "numbers of ranks",
             ],
         ),
@@ -668,17 +676,14 @@ fn layouts_that_nobody_can_choose() {
             "--ranks 2 --set run.memory_limit=1MiB",
             &["no layout fits: of 2 ranks the smallest needs ", "1.0 MiB a rank"],
         ),
+        ("--ranks 2 --set precision.dtype=tf32", &["rates are not known here", "--machine h100x8"]),
         (
-            "--ranks 2 --set precision.compute=tf32",
-            &["rates are not known here", "--machine h100x8"],
-        ),
-        (
-            "--ranks 2 --measure --set precision.compute=tf32",
+            "--ranks 2 --measure --set precision.dtype=tf32",
             &["for GPUs", "mpirun -np N hpctrain plan --measure"],
         ),
         (
-            "--ranks 2 --set parallel.average_every=4",
-            &["parallel.average_every is set, but layouts have", "without it"],
+            "--ranks 2 --set local_sgd.sync_every=4",
+            &["local_sgd.sync_every is set, but layouts have", "without it"],
         ),
         ("--ranks 2 --set optimizer.lr=x", &["--set optimizer.lr=x"]),
     ];
@@ -837,7 +842,7 @@ fn data() {
                 import(dir);
                 std::fs::remove_file(dir.join("train-00002.h5")).unwrap();
             },
-            "data.stage=/tmp",
+            "data.local_cache=/tmp",
             ONE,
             &["/data-", "train-00002.h5 is missing of the 4 train shards of letters"],
         ),
@@ -978,7 +983,7 @@ fn run_directories() {
     // every time.
     let taken = RunFiles(root.path().join("taken"));
     std::fs::remove_dir_all(taken.path("checkpoints")).unwrap();
-    let ended = Run::new(Simulate(2), root.path(), "taken", &["parallel.lanes=2"])
+    let ended = Run::new(Simulate(2), root.path(), "taken", &["parallel.virtual_ranks=2"])
         .resume("auto")
         .ends()
         .succeeded();
@@ -1085,8 +1090,8 @@ fn a_full_disk_costs_no_checkpoint() {
         "run.steps=8",
         "checkpoint.every=1",
         "checkpoint.keep=99",
-        "parallel.lanes=2",
-        "checkpoint.tolerate=0",
+        "parallel.virtual_ranks=2",
+        "checkpoint.io_retry_seconds=0",
     ];
     let reference = Run::new(Alone, root.path(), "reference", &settings).succeeds();
     for (i, transport) in ALL.iter().enumerate() {
@@ -1219,8 +1224,8 @@ fn servers_and_their_settings_must_be_possible() {
     refuse(
         Alone,
         0,
-        &["servers.staleness='none'"],
-        &["servers.staleness = \"none\", but the run has no servers"],
+        &["parameter_server.staleness='none'"],
+        &["parameter_server.staleness = \"none\", but the run has no servers"],
     );
     refuse(
         Simulate(2),
@@ -1231,14 +1236,19 @@ fn servers_and_their_settings_must_be_possible() {
     refuse(
         Simulate(6),
         5,
-        &["servers.partition='fixed:1'"],
-        &["5 servers, but servers.partition = fixed:1 cuts", "4 ranges"],
+        &["parameter_server.partition='fixed:1'"],
+        &["5 servers, but parameter_server.partition = fixed:1 cuts", "4 ranges"],
     );
-    refuse(Simulate(3), 1, &["servers.partition='few'"], &["\"few\" is no partition such as"]);
     refuse(
         Simulate(3),
         1,
-        &["servers.staleness='some'"],
+        &["parameter_server.partition='few'"],
+        &["\"few\" is no partition such as"],
+    );
+    refuse(
+        Simulate(3),
+        1,
+        &["parameter_server.staleness='some'"],
         &["\"some\" is neither a number of steps nor \"none\""],
     );
     refuse(
@@ -1263,13 +1273,13 @@ fn servers_and_their_settings_must_be_possible() {
     refuse(
         Simulate(3),
         1,
-        &["device.matmul=timed"],
-        &["device.matmul = timed is set, but servers"],
+        &["device.matmul_autotune=true"],
+        &["device.matmul_autotune is set, but servers"],
     );
     refuse(
         Simulate(3),
         1,
-        &["optimizer.kind=lamb", "servers.staleness=2"],
+        &["optimizer.kind=lamb", "parameter_server.staleness=2"],
         &["norms of whole matrices"],
     );
     let traced = Run::new(Simulate(3), root.path(), "traced", &[]);
@@ -1288,17 +1298,32 @@ fn servers_and_their_settings_must_be_possible() {
     };
     small("server", "1KiB", &["a server needs", "and may take 1.0 KiB", "more servers"]);
     small("worker", "10MiB", &["a worker needs", "(parameters", "batch.micro"]);
-    refuse(Simulate(3), 1, &["servers.timeout=0"], &["servers.timeout = 0", "at least 1"]);
-    refuse(Simulate(3), 1, &["servers.connections=0"], &["servers.connections = 0", "at least 1"]);
-    refuse(Spawn(3), 1, &["batch.worker=0", "servers.staleness='none'"], &["batch.worker = 0"]);
     refuse(
         Simulate(3),
         1,
-        &["servers.address='a:b'"],
-        &["servers.address = \"a:b\" is not a host with a port"],
+        &["parameter_server.timeout=0"],
+        &["parameter_server.timeout = 0", "at least 1"],
+    );
+    refuse(
+        Simulate(3),
+        1,
+        &["parameter_server.connections=0"],
+        &["parameter_server.connections = 0", "at least 1"],
+    );
+    refuse(
+        Spawn(3),
+        1,
+        &["batch.worker=0", "parameter_server.staleness='none'"],
+        &["batch.worker = 0"],
+    );
+    refuse(
+        Simulate(3),
+        1,
+        &["parameter_server.address='a:b'"],
+        &["parameter_server.address = \"a:b\" is not a host with a port"],
     );
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = format!("servers.address='{}'", taken.local_addr().unwrap());
+    let address = format!("parameter_server.address='{}'", taken.local_addr().unwrap());
     let mut traced = Run::new(Simulate(3), root.path(), "x", &[]).command();
     refuses(
         traced.args(["--servers", "1", "--profile"]),
@@ -1312,7 +1337,7 @@ fn servers_and_their_settings_must_be_possible() {
 fn roles_need_their_variables() {
     let root = tempfile::tempdir().unwrap();
     let role = |vars: &[(&str, &str)], settings: &[&str]| {
-        let mut command = program(["role"]);
+        let mut command = program(["ps", "auto"]);
         command
             .args(settings.iter().flat_map(|setting| ["--set", setting]))
             .envs(vars.iter().copied());
@@ -1332,13 +1357,14 @@ fn roles_need_their_variables() {
     );
     let whole = r#"{"cluster": {"chief": ["a:1"], "ps": ["b:1"], "worker": ["c:1"]}, "task": {"type": "worker", "index": 0}}"#;
     refuses(&mut role(&[("TF_CONFIG", whole)], &[&place]), root.path(), &["run.name is not set"]);
-    let mut nowhere = role(&[("TF_CONFIG", whole)], &[&place, "run.name=x", "servers.timeout=1"]);
+    let mut nowhere =
+        role(&[("TF_CONFIG", whole)], &[&place, "run.name=x", "parameter_server.timeout=1"]);
     refuses(
         &mut nowhere,
         root.path(),
-        &["cannot read", "x/servers/coordinator", "hpctrain coordinate"],
+        &["cannot read", "x/servers/coordinator", "hpctrain ps coordinator"],
     );
-    let mut status = program(["status", "--run"]);
+    let mut status = program(["ps", "status", "--run"]);
     refuses(
         status.arg(root.path().join("x")),
         root.path(),

@@ -30,13 +30,17 @@ fn help_names_every_command() {
         .lines()
         .filter_map(|line| line.strip_prefix("  ")?.split_whitespace().next())
         .collect();
-    let known = "train eval predict simulate coordinate server worker role supervise verify sample plan data checkpoint report runs \
-                 compare status config doctor bench completions";
+    let known = "train eval predict simulate ps supervise verify sample plan data checkpoint report \
+                 runs compare config doctor bench completions";
     let sorted = |names: Vec<&str>| names.into_iter().map(str::to_owned).collect::<BTreeSet<_>>();
     let others = commands.iter().copied().filter(|command| *command != "help").collect();
     assert_eq!(sorted(others), sorted(known.split_whitespace().collect()), "{help}");
     for command in known.split_whitespace() {
         assert!(printed(&[command, "--help"]).contains(&format!("Usage: hpctrain {command}")));
+    }
+    let roles = printed(&["ps", "--help"]);
+    for role in ["coordinator", "server", "worker", "auto", "status"] {
+        assert!(roles.contains(&format!("\n  {role} ")), "{roles}");
     }
     assert!(help.contains("--set <SECTION.KEY=VALUE>") && help.contains("--resume"), "{help}");
     assert!(
@@ -123,14 +127,14 @@ fn config_show_prints_a_configuration_that_gives_itself() {
             "--ranks",
             "8",
             "--set",
-            "schedule.shape=wsd",
+            "lr_schedule.kind=wsd",
             "--set",
             "eval.samples=100",
         ],
     ] {
         let shown = printed(&[&["config", "show"], &args[..]].concat());
         let table: toml::Table = shown.parse().unwrap();
-        assert_eq!(table.len(), 15, "{shown}");
+        assert_eq!(table.len(), 17, "{shown}");
         std::fs::write(file, &shown).unwrap();
         let ranks = args.iter().position(|arg| *arg == "--ranks").map_or("1", |at| args[at + 1]);
         assert_eq!(
@@ -144,7 +148,10 @@ fn config_show_prints_a_configuration_that_gives_itself() {
         .unwrap();
     let parallel = shown["parallel"].as_table().unwrap();
     let number = |key: &str| parallel[key].as_integer().unwrap();
-    assert_eq!((number("zero"), number("shard"), number("replica"), number("lanes")), (1, 4, 1, 4));
+    assert_eq!(
+        (number("zero"), number("shard"), number("replica"), number("virtual_ranks")),
+        (1, 4, 1, 4)
+    );
     assert_eq!(shown["batch"]["micro"].as_integer(), Some(4));
     assert_eq!(shown["model"]["vocabulary"].as_integer(), Some(65));
     assert_eq!(shown["run"]["name"].as_str(), Some("gpt-char"));
@@ -387,7 +394,7 @@ fn samples_follow_the_seed() {
         Alone,
         root.path(),
         "x",
-        &["parallel.lanes=2", "parallel.recompute=true", "run.steps=12"],
+        &["parallel.virtual_ranks=2", "parallel.recompute=true", "run.steps=12"],
     );
     let latest = run.succeeds().path("checkpoints/latest");
     let latest = latest.to_str().unwrap();

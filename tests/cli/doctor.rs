@@ -155,13 +155,16 @@ fn a_gpu_that_works_is_computed_on() {
 fn ranks_exchange_the_memory_of_their_gpus() {
     let mut two = on_ranks(2, &["--json"]);
     let report = report(&finish(with_simulator(&mut two).env("CUDASIM_DEVICES", "2")));
-    assert_eq!(check(&report, "path staged").0, "ok", "{report:#}");
+    assert_eq!(check(&report, "transport host-staged").0, "ok", "{report:#}");
     let (status, found) = check(&report, "path nccl");
     assert!(
         status == "ok" && found.contains(" carries memory of the GPUs unchanged between all ranks"),
         "{report:#}"
     );
-    assert!(check(&report, "path direct").1.contains("does not claim to know CUDA"), "{report:#}");
+    assert!(
+        check(&report, "transport cuda-aware").1.contains("does not claim to know CUDA"),
+        "{report:#}"
+    );
     let gpus = |rank: usize| report["ranks"][rank]["gpu"]["pci"].as_str().unwrap().to_owned();
     assert_eq!([gpus(0), gpus(1)], ["0000:01:00.0", "0000:02:00.0"]);
     assert_eq!(check(&report, "gpu of each rank").1.lines().count(), 2);

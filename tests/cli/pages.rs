@@ -13,7 +13,7 @@ use hpctrain_testkit::program;
 /// Settings of a short run. It saves twice, so that another can begin at the first of its
 /// checkpoints.
 const RUN: &str = "--set run.steps=6 --set checkpoint.every=3 --set eval.every=3 --set eval.samples=8 \
-                   --set schedule.warmup=1 --set log.sample=0";
+                   --set lr_schedule.warmup=1 --set log.sample_tokens=0";
 
 /// A network with as many layers as the pages say, which trains fast.
 const NARROW: &str = "--set model.width=32 --set model.heads=2 --set model.context=16";

@@ -37,7 +37,7 @@ fn eventful(root: &Path) -> RunFiles {
         "eval.every=10",
         "checkpoint.every=10",
         "log.straggler_window=5",
-        "log.sample=20",
+        "log.sample_tokens=20",
     ];
     let run = Run::new(Simulate(2), root, EVIL, &settings).succeeds();
     let mut lines: Vec<Value> =

@@ -23,7 +23,7 @@ fn text(path: &Path) -> &str {
 #[test]
 fn runs_stand_side_by_side() {
     let root = tempfile::tempdir().unwrap();
-    let settings = ["eval.every=3", "parallel.lanes=2"];
+    let settings = ["eval.every=3", "parallel.virtual_ranks=2"];
     let one = Run::new(Alone, root.path(), "one", &settings).succeeds();
     let two = Run::new(Mpirun(2), root.path(), "two", &settings).succeeds();
     let fast =
@@ -182,8 +182,17 @@ fn every_table_is_an_object_for_programs() {
         (summary["layers"].as_array().unwrap().len(), summary["pipeline"]["ranks"].as_u64()),
         (4, Some(2))
     );
-    let layouts =
-        ["verify", "--ranks", "2", "--zero", "0", "--steps", "1", "--set", "parallel.lanes=2"];
+    let layouts = [
+        "verify",
+        "--ranks",
+        "2",
+        "--zero",
+        "0",
+        "--steps",
+        "1",
+        "--set",
+        "parallel.virtual_ranks=2",
+    ];
     let verified = object(&[&layouts[..], &small[..]].concat());
     let row = &verified["rows"][0];
     assert_eq!(

@@ -40,7 +40,7 @@ const ON_GPUS: [&str; 6] = [
     "model.layers=1",
     "model.width=16",
     "model.context=8",
-    "parallel.lanes=2",
+    "parallel.virtual_ranks=2",
     "eval.samples=4",
     "device.memory_limit=96MiB",
 ];
@@ -173,7 +173,9 @@ impl Job {
         let steps = self.calls().into_iter().filter(|words| words[0] == "srun").map(|words| {
             let program =
                 words.iter().position(|word| *word == self.program.to_str().unwrap()).unwrap();
-            (words[1..program].to_vec(), words[program + 1].clone())
+            // `ps` is a group of commands.
+            let command = words[program + 1..].iter().find(|word| *word != "ps").unwrap();
+            (words[1..program].to_vec(), command.clone())
         });
         steps.collect()
     }
@@ -273,9 +275,9 @@ fn jobs_are_requeued_for_the_codes_that_ask_for_it() {
         ("evaluate.sbatch", "eval=0", 0, 0, false),
         ("evaluate.sbatch", "eval=75", 0, 75, true),
         ("evaluate.sbatch", "eval=1", 0, 1, false),
-        ("servers.sbatch", "coordinate=0", 0, 0, false),
-        ("servers.sbatch", "coordinate=75", 0, 75, true),
-        ("servers.sbatch", "coordinate=1", 0, 1, false),
+        ("servers.sbatch", "coordinator=0", 0, 0, false),
+        ("servers.sbatch", "coordinator=75", 0, 75, true),
+        ("servers.sbatch", "coordinator=1", 0, 1, false),
         ("workers.sbatch", "worker=0", 0, 0, false),
         ("workers.sbatch", "worker=75", 0, 75, true),
         ("workers.sbatch", "worker=1", 0, 1, false),
@@ -342,7 +344,7 @@ fn preempt(job: &mut Job, settings: &[&str], simulated: bool) -> Ended {
 
 #[test]
 fn a_preempted_job_is_requeued_and_continues_with_the_same_bits() {
-    let settings = ["run.steps=150", "parallel.lanes=4"];
+    let settings = ["run.steps=150", "parallel.virtual_ranks=4"];
     let sizes = [("nodes", "2"), ("ntasks-per-node", "2"), ("cpus-per-task", "1")];
     let mut job = Job::new("train.sbatch").with(&sizes);
     preempt(&mut job, &settings, false);
@@ -394,7 +396,7 @@ fn an_evaluator_evaluates_on_a_gpu_and_ends_with_the_run() {
 #[test]
 fn servers_train_with_workers_of_other_jobs_and_all_are_requeued() {
     let servers = Job::new("servers.sbatch").smallest().with(&[("ntasks", "2")]);
-    let settings = ["run.steps=100000", "servers.staleness=\"none\"", "eval.every=0"];
+    let settings = ["run.steps=100000", "parameter_server.staleness=\"none\"", "eval.every=0"];
     let mut job = start(servers.command().args(sets(SMALL.iter().chain(&settings))));
     let files = servers.files();
     let workers = || {
@@ -419,7 +421,7 @@ fn servers_train_with_workers_of_other_jobs_and_all_are_requeued() {
     assert!(ended.code() == 75 && other.is_requeued(), "{ended}");
 
     let steps = servers.steps();
-    for (name, group) in [("coordinate", "0"), ("server", "0"), ("worker", "1")] {
+    for (name, group) in [("coordinator", "0"), ("server", "0"), ("worker", "1")] {
         let (options, _) = steps.iter().find(|(_, command)| command == name).unwrap();
         assert!(
             options.contains(&format!("--het-group={group}"))

@@ -96,7 +96,10 @@ fn what_cannot_be_benchmarked_is_refused() {
         "{ended}"
     );
     for (arguments, words) in [
-        (["--algorithms", "nccl"], "one of mpi, ring, tree, hierarchical, reduce-to-one"),
+        (
+            ["--algorithms", "nccl"],
+            "one of vendor, ring, halving-doubling, hierarchical, reduce-to-one",
+        ),
         (["--operations", "gather"], "one of all_reduce, reduce, reduce_scatter"),
         (["--sizes", "1 potato"], "--sizes"),
     ] {

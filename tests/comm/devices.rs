@@ -6,7 +6,7 @@ use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Cuda, Device, Precision};
 use hpctrain::backend::{Backend, MemoryKind};
 use hpctrain::comm::{
-    Algorithm, Comm, DeviceTransport, Group, PathSetting, Table, mpi, start_mpi,
+    Algorithm, Comm, DeviceTransport, Group, Table, TransportChoice, mpi, start_mpi,
     start_threads_on_nodes,
 };
 use hpctrain::error::{Error, Result};
@@ -179,7 +179,8 @@ fn check_staged(nodes: &[usize], algorithm: Algorithm, lengths: &[usize], chunks
 
 #[test]
 fn staged_between_threads() {
-    for algorithm in Algorithm::ALL.into_iter().filter(|&algorithm| algorithm != Algorithm::Mpi) {
+    for algorithm in Algorithm::ALL.into_iter().filter(|&algorithm| algorithm != Algorithm::Vendor)
+    {
         for nodes in [&[0][..], &[0, 0], &[0, 0, 0], &[0, 0, 0, 0], &[0, 0, 1, 1], &[0, 0, 1]] {
             check_staged(nodes, algorithm, &LENGTHS, &[1, 5, 16, 999, 1 << 20]);
         }
@@ -189,7 +190,7 @@ fn staged_between_threads() {
 /// More than the host takes at a time, so that chunks meet its own blocks.
 #[test]
 fn staged_blocks_between_threads() {
-    for algorithm in [Algorithm::Ring, Algorithm::Tree] {
+    for algorithm in [Algorithm::Ring, Algorithm::HalvingDoubling] {
         check_staged(&[0, 0], algorithm, &[1_100_001], &[100_000, 1 << 20]);
         check_staged(&[0, 0, 0], algorithm, &[1_100_000], &[1 << 20]);
     }
@@ -205,19 +206,19 @@ fn every_way_over_mpi() {
         }
         return;
     }
-    let comm = start_mpi::<Cpu>(Algorithm::Tree).unwrap();
+    let comm = start_mpi::<Cpu>(Algorithm::HalvingDoubling).unwrap();
     for algorithm in Algorithm::ALL {
         let table = Table::always(algorithm);
         let host = on_host(comm.world().with_algorithms(table.clone()));
-        let exact = algorithm != Algorithm::Mpi;
+        let exact = algorithm != Algorithm::Vendor;
         let device = |comm: Comm<Sealed>, shown| {
             on_device(comm.world().with_algorithms(table.clone()), shown)
         };
-        let staged = comm.on::<Sealed>().with_transport(DeviceTransport::Staged);
+        let staged = comm.on::<Sealed>().with_transport(DeviceTransport::HostStaged);
         let ways = [
             ("staged", device(staged.clone(), false)),
             ("staged in chunks", device(staged.in_chunks(60), false)),
-            ("direct", device(comm.on().with_transport(DeviceTransport::Direct), true)),
+            ("direct", device(comm.on().with_transport(DeviceTransport::CudaAware), true)),
         ];
         for len in LENGTHS.into_iter().chain([300_000, 1_200_001]) {
             let wanted = host.operations(len).unwrap();
@@ -252,8 +253,8 @@ fn nccl_between_threads() {
     under(&[&[("CUDASIM_DEVICES", "4")], LATE], || {
         for nodes in [&[0][..], &[0, 0], &[0, 0, 0], &[0, 0, 1, 1], &[0, 0, 1]] {
             for algorithm in Algorithm::ALL {
-                let vendor = algorithm == Algorithm::Mpi;
-                let tree = Algorithm::Tree;
+                let vendor = algorithm == Algorithm::Vendor;
+                let tree = Algorithm::HalvingDoubling;
                 let ours = if vendor { tree } else { algorithm };
                 let host = |comm: Comm<Cpu>| {
                     LENGTHS.map(|len| on_host(comm.world()).operations(len).unwrap())
@@ -297,8 +298,8 @@ fn nccl_in_chunks_between_threads() {
                     let host = |comm: Comm<Cpu>| {
                         lengths.map(|len| on_host(comm.world()).operations(len).unwrap())
                     };
-                    let wanted = on_threads(nodes, Algorithm::Tree, host);
-                    let got = on_threads(nodes, Algorithm::Tree, |comm: Comm<Cuda>| {
+                    let wanted = on_threads(nodes, Algorithm::HalvingDoubling, host);
+                    let got = on_threads(nodes, Algorithm::HalvingDoubling, |comm: Comm<Cuda>| {
                         let comm = comm.with_transport(DeviceTransport::Nccl).in_chunks(slot);
                         let rank = on_gpu(comm.world(), comm.rank());
                         let results = lengths.map(|len| rank.operations(len).unwrap());
@@ -350,7 +351,7 @@ fn nccl_over_mpi() {
         }
         return;
     }
-    let comm = start_mpi::<Cpu>(Algorithm::Tree).unwrap();
+    let comm = start_mpi::<Cpu>(Algorithm::HalvingDoubling).unwrap();
     let gpu = on_gpu(comm.on().with_transport(DeviceTransport::Nccl).world(), comm.rank());
     for algorithm in Algorithm::ALL {
         let table = Table::always(algorithm);
@@ -367,7 +368,7 @@ fn nccl_over_mpi() {
                 &format!("{algorithm} of {len}"),
                 &got,
                 &wanted,
-                algorithm != Algorithm::Mpi,
+                algorithm != Algorithm::Vendor,
             );
         }
         let fresh = device.backend.ledger().fresh();
@@ -387,7 +388,7 @@ fn a_failure_of_nccl_ends_all() {
         assert!(ended.status.code() == Some(3) && ended.stderr.contains("as it should"), "{ended}");
         return;
     }
-    let comm = start_mpi::<Cuda>(Algorithm::Tree).unwrap();
+    let comm = start_mpi::<Cuda>(Algorithm::HalvingDoubling).unwrap();
     let rank = on_gpu(comm.with_transport(DeviceTransport::Nccl).world(), comm.rank());
     rank.operations(7).unwrap();
     if comm.rank() == 1 {
@@ -406,7 +407,7 @@ fn a_failure_of_nccl_ends_all() {
 /// Pairs of bf16 travel as words; nobody may add them.
 #[test]
 fn only_f32_is_added() {
-    on_threads::<Sealed, _>(&[0, 0], Algorithm::Tree, |comm| {
+    on_threads::<Sealed, _>(&[0, 0], Algorithm::HalvingDoubling, |comm| {
         let rank = on_device(comm.world(), false);
         let sum = rank.group.all_reduce(rank.up(MemoryKind::Parameters, &[1.0; 8]), 0..8).wait();
         assert_eq!(sum.err().unwrap().to_string(), "all_reduce of numbers that are not f32");
@@ -416,7 +417,7 @@ fn only_f32_is_added() {
 /// A rank whose device hangs still hears that another one ends the job.
 #[test]
 fn an_abort_reaches_a_rank_that_waits_for_its_device() {
-    let errors = on_threads::<Sealed, _>(&[0, 0], Algorithm::Tree, |comm| {
+    let errors = on_threads::<Sealed, _>(&[0, 0], Algorithm::HalvingDoubling, |comm| {
         let rank = on_device(comm.world(), false);
         if comm.rank() == 0 {
             rank.backend.hang();
@@ -436,7 +437,7 @@ fn an_abort_reaches_a_rank_that_waits_for_its_device() {
 #[test]
 fn staging_is_counted_and_bounded() {
     const SLOTS: usize = 2 * 3 * 10;
-    on_threads::<Sealed, _>(&[0, 0, 0], Algorithm::Tree, |comm| {
+    on_threads::<Sealed, _>(&[0, 0, 0], Algorithm::HalvingDoubling, |comm| {
         let comm = comm.in_chunks(100);
         let rank = on_device(comm.world(), false);
         comm.count_memory(rank.backend.clone());
@@ -456,41 +457,44 @@ fn staging_is_counted_and_bounded() {
 
 #[test]
 fn routes_are_found() {
-    on_threads::<Sealed, _>(&[0, 0], Algorithm::Tree, |comm| {
+    on_threads::<Sealed, _>(&[0, 0], Algorithm::HalvingDoubling, |comm| {
         let way = |route| {
             comm.select_transport(route, || unreachable!("threads are not asked"))
                 .map(|comm| comm.device_path())
         };
         assert_eq!(
-            (way(PathSetting::Staged).unwrap(), way(PathSetting::Auto).unwrap()),
-            (Some(DeviceTransport::Staged), Some(DeviceTransport::Staged))
+            (way(TransportChoice::HostStaged).unwrap(), way(TransportChoice::Auto).unwrap()),
+            (Some(DeviceTransport::HostStaged), Some(DeviceTransport::HostStaged))
         );
-        let error = way(PathSetting::Direct).unwrap_err().to_string();
+        let error = way(TransportChoice::CudaAware).unwrap_err().to_string();
         assert!(
             error.contains("threads of one process cannot take addresses")
-                && error.contains("comm.path = staged")
+                && error.contains("comm.transport = staged")
         );
-        let error = way(PathSetting::Nccl).unwrap_err().to_string();
+        let error = way(TransportChoice::Nccl).unwrap_err().to_string();
         assert!(
-            error.contains("comm.path = nccl: there is no library by which devices of this kind"),
+            error.contains(
+                "comm.transport = nccl: there is no library by which devices of this kind"
+            ),
             "{error}"
         );
         // Direct messages that nobody carries are errors, not crashes.
-        let group = comm.with_transport(DeviceTransport::Direct).world();
+        let group = comm.with_transport(DeviceTransport::CudaAware).world();
         let backend = Sealed::new(false);
         let sum = group
             .all_reduce(backend.upload(MemoryKind::Gradients, &[1.0; 8]).unwrap(), 0..8)
             .wait();
-        assert!(sum.err().unwrap().to_string().contains("comm.path = direct needs MPI"));
+        assert!(sum.err().unwrap().to_string().contains("comm.transport = direct needs MPI"));
     });
-    on_threads::<Cpu, _>(&[0], Algorithm::Tree, |comm| {
+    on_threads::<Cpu, _>(&[0], Algorithm::HalvingDoubling, |comm| {
         assert_eq!(
-            comm.select_transport(PathSetting::Auto, || Ok(())).unwrap().device_path(),
+            comm.select_transport(TransportChoice::Auto, || Ok(())).unwrap().device_path(),
             None
         );
-        let error = comm.select_transport(PathSetting::Direct, || Ok(())).err().unwrap();
+        let error = comm.select_transport(TransportChoice::CudaAware, || Ok(())).err().unwrap();
         assert!(
-            error.exit_code() == 2 && error.to_string().contains("comm.path = direct is for GPUs"),
+            error.exit_code() == 2
+                && error.to_string().contains("comm.transport = cuda-aware is for GPUs"),
             "{error}"
         );
     });
@@ -517,7 +521,7 @@ fn the_direct_way_is_proved() {
         });
     }
     if is_rank_of(NAME) {
-        let comm = start_mpi::<Sealed>(Algorithm::Tree).unwrap();
+        let comm = start_mpi::<Sealed>(Algorithm::HalvingDoubling).unwrap();
         let prove = || {
             assert_eq!(comm.rank(), 0, "one rank of a node tries");
             let processes = mpi::prove_in_child(&[NAME, "--exact", "--nocapture", CHILD])?;
@@ -525,13 +529,13 @@ fn the_direct_way_is_proved() {
             Ok(())
         };
         let found =
-            comm.select_transport(PathSetting::Direct, prove).map(|comm| comm.device_path());
+            comm.select_transport(TransportChoice::CudaAware, prove).map(|comm| comm.device_path());
         match device.as_str() {
-            "shown" => assert_eq!(found.unwrap(), Some(DeviceTransport::Direct)),
+            "shown" => assert_eq!(found.unwrap(), Some(DeviceTransport::CudaAware)),
             "hidden" => {
                 let error = found.unwrap_err().to_string();
                 assert!(
-                    error.contains("signal") && error.contains("hint: set comm.path = staged"),
+                    error.contains("signal") && error.contains("hint: set comm.transport = staged"),
                     "{error}"
                 );
             }
@@ -540,8 +544,8 @@ fn the_direct_way_is_proved() {
         // Debian's library claims nothing: nobody is asked.
         let never = || Err(Error::internal("asked"));
         assert_eq!(
-            comm.select_transport(PathSetting::Auto, never).unwrap().device_path(),
-            Some(DeviceTransport::Staged)
+            comm.select_transport(TransportChoice::Auto, never).unwrap().device_path(),
+            Some(DeviceTransport::HostStaged)
         );
         comm.shutdown();
         return;

@@ -77,11 +77,12 @@ fn check_operations(algorithm: Algorithm) {
     assert!(alone || size == 1 || rank == size - 1 || comm.shares_memory());
     assert!(!(alone && comm.shares_memory()));
     let got = every_operation(&comm.world()).unwrap();
-    let reference = if algorithm == Algorithm::Mpi { Algorithm::Tree } else { algorithm };
+    let reference =
+        if algorithm == Algorithm::Vendor { Algorithm::HalvingDoubling } else { algorithm };
     for (got, wanted) in got.iter().zip(on_threads(size, rank, reference)) {
         assert_eq!(got.len(), wanted.len());
         for (got, wanted) in got.iter().zip(wanted) {
-            let near = algorithm == Algorithm::Mpi && (got - wanted).abs() < 1e-3;
+            let near = algorithm == Algorithm::Vendor && (got - wanted).abs() < 1e-3;
             assert!(near || got.to_bits() == wanted.to_bits(), "{algorithm}: {got} for {wanted}");
         }
     }
@@ -162,9 +163,9 @@ macro_rules! operations {
 }
 
 operations! {
-    vendor_matches_threads: Algorithm::Mpi, [1, 2, 3, 4];
+    vendor_matches_threads: Algorithm::Vendor, [1, 2, 3, 4];
     ring_matches_threads: Algorithm::Ring, [1, 2, 3, 4];
-    tree_matches_threads: Algorithm::Tree, [1, 2, 3, 4];
+    tree_matches_threads: Algorithm::HalvingDoubling, [1, 2, 3, 4];
     hierarchical_matches_threads: Algorithm::Hierarchical, [1, 2, 3, 4, 5];
     reduce_to_one_matches_threads: Algorithm::ReduceToOne, [1, 2, 3, 4];
 }
@@ -181,13 +182,13 @@ fn more_than_two_gibibytes() {
         assert!(status.success(), "{printed}");
         return;
     }
-    let comm = start_mpi::<Cpu>(Algorithm::Tree).unwrap();
+    let comm = start_mpi::<Cpu>(Algorithm::HalvingDoubling).unwrap();
     let world = comm.world();
     let rank = comm.rank();
     let len = (1 << 29) + 6;
     let value = |rank: usize, i: usize| ((i % 1009) * (rank + 1)) as f32;
     let mut whole = Cpu::new(1).alloc(MemoryKind::Communication, len).unwrap();
-    for algorithm in [Algorithm::Tree, Algorithm::Ring, Algorithm::Mpi] {
+    for algorithm in [Algorithm::HalvingDoubling, Algorithm::Ring, Algorithm::Vendor] {
         let group = world.with_algorithms(Table::always(algorithm));
         for operation in Operation::ALL {
             whole.as_mut_slice().iter_mut().enumerate().for_each(|(i, x)| *x = value(rank, i));
@@ -227,12 +228,12 @@ fn aborts(test: &str, algorithm: Algorithm) {
 
 #[test]
 fn an_abort_ends_all_ranks() {
-    aborts("mpi::an_abort_ends_all_ranks", Algorithm::Tree);
+    aborts("mpi::an_abort_ends_all_ranks", Algorithm::HalvingDoubling);
 }
 
 #[test]
 fn an_abort_ends_a_rank_inside_the_vendors_collective() {
-    aborts("mpi::an_abort_ends_a_rank_inside_the_vendors_collective", Algorithm::Mpi);
+    aborts("mpi::an_abort_ends_a_rank_inside_the_vendors_collective", Algorithm::Vendor);
 }
 
 /// Rank 1 aborts while its own thread is stuck in a receive.
@@ -278,7 +279,7 @@ fn a_foreign_launcher_is_recognised() {
 fn different_requests_are_named() {
     const NAME: &str = "mpi::different_requests_are_named";
     if is_rank_of(NAME) {
-        let comm = start_mpi::<Cpu>(Algorithm::Tree).unwrap();
+        let comm = start_mpi::<Cpu>(Algorithm::HalvingDoubling).unwrap();
         let unit = ["wte", "h.3"][comm.rank()].into();
         let group = comm.world().with_label(&unit);
         let buf = buf(&[0.0; 6]);

@@ -35,7 +35,7 @@ impl Job {
 
     /// The same, on simulated GPUs that exchange by NCCL.
     fn start_on_gpus(ranks: usize, settings: &[&str]) -> Self {
-        let ours = ["comm.path=nccl", "device.memory_limit=128MiB"];
+        let ours = ["comm.transport=nccl", "device.memory_limit=128MiB"];
         let settings = [&ours, settings].concat();
         Self::start_as(Mpirun(ranks), &settings, |command| {
             with_simulator(command).env("CUDASIM_DEVICES", "4")
@@ -146,17 +146,17 @@ fn check_stopped(mut job: Job, ranks: usize, rank: usize) {
 
 #[test]
 fn a_rank_is_stopped() {
-    stopped(2, 1, "tree");
+    stopped(2, 1, "halving-doubling");
 }
 
 #[test]
 fn the_first_of_three_ranks_is_stopped() {
-    stopped(3, 0, "tree");
+    stopped(3, 0, "halving-doubling");
 }
 
 #[test]
 fn a_rank_is_stopped_under_the_vendors_collectives() {
-    stopped(2, 1, "mpi");
+    stopped(2, 1, "vendor");
 }
 
 /// Its peer waits for it in a collective, the stages before wait for messages: the report names the
@@ -185,7 +185,7 @@ fn a_rank_is_killed() {
 
 #[test]
 fn a_rank_is_stopped_or_killed_under_nccl() {
-    for algorithm in ["comm.algorithm=tree", "comm.algorithm=mpi"] {
+    for algorithm in ["comm.algorithm=halving-doubling", "comm.algorithm=vendor"] {
         check_stopped(Job::start_on_gpus(2, &["comm.timeout=2", algorithm]), 2, 1);
     }
     let job = Job::start_on_gpus(2, &["comm.timeout=2"]);
@@ -262,7 +262,9 @@ fn loaders(pid: &str) -> Vec<i32> {
 
 #[test]
 fn a_loader_is_stuck() {
-    for (transport, algorithm) in [(Mpirun(2), "tree"), (Mpirun(2), "mpi"), (Simulate(2), "tree")] {
+    for (transport, algorithm) in
+        [(Mpirun(2), "halving-doubling"), (Mpirun(2), "vendor"), (Simulate(2), "halving-doubling")]
+    {
         let job =
             Job::start(transport, &["comm.timeout=2", &format!("comm.algorithm={algorithm}")]);
         let thread = loaders(&job.pid(1))[0];
@@ -299,7 +301,7 @@ fn a_rank_is_stopped_at_the_end() {
     const FOLDER: &str = "HPCTRAIN_TEST_FOLDER";
     if is_rank_of(NAME) {
         hpctrain::job::name_console(None);
-        let comm = start_mpi_within::<Cpu>(Algorithm::Tree, SOON).unwrap();
+        let comm = start_mpi_within::<Cpu>(Algorithm::HalvingDoubling, SOON).unwrap();
         comm.wait_at_most(Duration::from_secs(2)).unwrap();
         let folder = std::env::var_os(FOLDER).unwrap();
         drop(comm.watch(Path::new(&folder), Duration::from_secs(2)).unwrap());

@@ -1,6 +1,6 @@
-//! Layouts that may make no difference: every row against one rank that computes the same lanes.
+//! Layouts that may make no difference: every row against one rank that computes the same virtual ranks.
 //!
-//! With fixed lanes, and on each rank and each copy of the parameters a power of two of them, sums
+//! With fixed virtual ranks, and on each rank and each copy of the parameters a power of two of them, sums
 //! are the same tree everywhere: the results have the same bits.
 
 use super::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
@@ -9,7 +9,7 @@ use super::runs::RunFiles;
 /// The computation of a run: the one-rank run of the same is its reference.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sums {
-    lanes: usize,
+    virtual_ranks: usize,
     batch: usize,
     /// Samples computed at once.
     micro: usize,
@@ -20,25 +20,25 @@ pub struct Sums {
 
 impl Sums {
     fn settings(self) -> Vec<String> {
-        let Self { lanes, batch, micro, dropout, slices } = self;
+        let Self { virtual_ranks, batch, micro, dropout, slices } = self;
         vec![
-            format!("parallel.lanes={lanes}"),
+            format!("parallel.virtual_ranks={virtual_ranks}"),
             format!("batch.global={batch}"),
             format!("batch.micro={micro}"),
             format!("model.dropout={dropout:?}"),
-            format!("parallel.tensor_lanes={slices}"),
+            format!("parallel.virtual_tensor_ranks={slices}"),
         ]
     }
 }
 
-/// Eight lanes of one sample.
-const EIGHT: Sums = Sums { lanes: 8, batch: 8, micro: 1, dropout: 0.0, slices: 1 };
+/// Eight virtual ranks of one sample.
+const EIGHT: Sums = Sums { virtual_ranks: 8, batch: 8, micro: 1, dropout: 0.0, slices: 1 };
 const DROPOUT: Sums = Sums { dropout: 0.1, ..EIGHT };
-/// Eight lanes of three samples, computed together or one after another.
-const WIDE: Sums = Sums { lanes: 8, batch: 24, micro: 3, dropout: 0.0, slices: 1 };
+/// Eight virtual ranks of three samples, computed together or one after another.
+const WIDE: Sums = Sums { virtual_ranks: 8, batch: 24, micro: 3, dropout: 0.0, slices: 1 };
 const ACCUMULATED: Sums = Sums { micro: 1, ..WIDE };
-const TWELVE: Sums = Sums { lanes: 12, batch: 12, micro: 1, dropout: 0.0, slices: 1 };
-const SIX: Sums = Sums { lanes: 6, batch: 24, micro: 2, dropout: 0.1, slices: 1 };
+const TWELVE: Sums = Sums { virtual_ranks: 12, batch: 12, micro: 1, dropout: 0.0, slices: 1 };
+const SIX: Sums = Sums { virtual_ranks: 6, batch: 24, micro: 2, dropout: 0.1, slices: 1 };
 /// Blocks cut into two slices.
 const SLICED: Sums = Sums { slices: 2, ..DROPOUT };
 const SLICED_ACCUMULATED: Sums = Sums { slices: 2, ..ACCUMULATED };
@@ -82,7 +82,7 @@ pub const SAME: [Row; 83] = [
     Row(EIGHT, Mpirun(4), "comm.algorithm=reduce-to-one parallel.zero=2"),
     Row(EIGHT, Mpirun(4), "comm.algorithm=hierarchical parallel.zero=3 parallel.replica=2"),
     Row(EIGHT, Simulate(8), "comm.algorithm=reduce-to-one parallel.zero=1"),
-    Row(EIGHT, Mpirun(2), "comm.algorithm=tree parallel.zero=1"),
+    Row(EIGHT, Mpirun(2), "comm.algorithm=halving-doubling parallel.zero=1"),
     // Dropout and blocks computed again.
     Row(DROPOUT, Mpirun(2), "parallel.zero=0 parallel.recompute=true"),
     Row(DROPOUT, Mpirun(4), "parallel.zero=3 parallel.recompute=true"),

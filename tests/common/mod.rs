@@ -61,13 +61,13 @@ pub fn distance(got: &[f32], want: &[f64]) -> f64 {
 /// The division of a step.
 #[derive(Clone, Copy)]
 pub struct Cut {
-    pub lanes: usize,
-    pub micros_per_lane: usize,
+    pub virtual_ranks: usize,
+    pub micros_per_virtual_rank: usize,
     pub recompute: bool,
 }
 
 impl Cut {
-    pub const WHOLE: Cut = Cut { lanes: 1, micros_per_lane: 1, recompute: false };
+    pub const WHOLE: Cut = Cut { virtual_ranks: 1, micros_per_virtual_rank: 1, recompute: false };
 }
 
 /// An engine on this rank of a world, initialised from seed 7.
@@ -97,8 +97,11 @@ pub fn engine_on<B: Kernels>(
     predictions: u64,
 ) -> Engine<B> {
     let groups = Groups::split(comm, &mesh, false).unwrap();
-    let lanes =
-        VirtualRanks { total: cut.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
+    let virtual_ranks = VirtualRanks {
+        total: cut.virtual_ranks,
+        ranks: groups.data.size(),
+        rank: groups.data.rank(),
+    };
     let blocks = network.blocks();
     let storage = Storage::Ranks;
     let updates = Updates {
@@ -117,7 +120,7 @@ pub fn engine_on<B: Kernels>(
         backend.clone(),
         groups,
         keep,
-        lanes,
+        virtual_ranks,
         Some(updates),
         &blocks,
         &slices,
@@ -126,7 +129,7 @@ pub fn engine_on<B: Kernels>(
     )
     .unwrap();
     let geometry = Geometry {
-        schedule: StepSchedule::alone(lanes.mine().len(), cut.micros_per_lane),
+        schedule: StepSchedule::alone(virtual_ranks.mine().len(), cut.micros_per_virtual_rank),
         // Micro-batches of a pipeline alone are known by their rows before they come.
         rows: 0,
         predictions,

@@ -20,12 +20,12 @@ pub const SMALL: [&str; 12] = [
     "model.context=16",
     "batch.global=8",
     "run.steps=6",
-    "schedule.warmup=2",
+    "lr_schedule.warmup=2",
     "optimizer.lr=0.01",
     // Eight evaluation batches, the last one short.
     "eval.samples=30",
     "eval.batch=4",
-    "log.sample=0",
+    "log.sample_tokens=0",
     "run.seed=7",
 ];
 

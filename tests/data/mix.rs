@@ -111,7 +111,12 @@ fn a_mixture_has_the_bits_of_one_rank_and_goes_on_where_it_was() {
         paths[1].display()
     );
     let run = |transport, name, settings: &[&str]| {
-        Run::new(transport, root.path(), name, &[&[&mix, "parallel.lanes=4"], settings].concat())
+        Run::new(
+            transport,
+            root.path(),
+            name,
+            &[&[&mix, "parallel.virtual_ranks=4"], settings].concat(),
+        )
     };
     let whole = run(Alone, "whole", &[]).succeeds();
     let losses = whole.numbers("metrics.jsonl", "loss");

@@ -393,7 +393,7 @@ fn run(transport: Transport, root: &Path, name: &str, data: &Path, more: &str) -
         "model.kind=layers".into(),
         "model.input=[2]".into(),
         "model.layers=[{kind='dense', units=6}, {kind='tanh'}, {kind='dense', units=3}]".into(),
-        "parallel.lanes=8".into(),
+        "parallel.virtual_ranks=8".into(),
         "eval.samples=10".into(),
         format!("data.path={}", data.display()),
     ];

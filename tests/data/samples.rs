@@ -656,10 +656,11 @@ fn channels_that_come_first_are_refused_or_moved() {
             e.contains("/inputs has rows of 3 x 2 x 4, but model.input is 2 x 4 x 3\nhint: "),
             "{e}"
         );
-        assert!(e.contains("data.axes = \"nchw\""), "{e}");
+        assert!(e.contains("data.image_layout = \"nchw\""), "{e}");
         let e = features(&reference, nchw, still).unwrap_err().to_string();
         assert!(
-            e.contains("/inputs has rows of 2 x 4 x 3") && e.contains("data.axes = \"nhwc\""),
+            e.contains("/inputs has rows of 2 x 4 x 3")
+                && e.contains("data.image_layout = \"nhwc\""),
             "{e}"
         );
     }

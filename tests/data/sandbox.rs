@@ -52,7 +52,8 @@ fn a_file_that_ends_its_reader_is_one_error_of_the_job() {
     let root = tempfile::tempdir().unwrap();
     let Some(library) = crashing(root.path()) else { return };
     let data = import(root.path());
-    let settings = [&format!("data.path={}", data.display())[..], "run.steps=2", "log.sample=0"];
+    let settings =
+        [&format!("data.path={}", data.display())[..], "run.steps=2", "log.sample_tokens=0"];
     let trained = Run::new(Alone, root.path(), "sound", &settings).succeeds();
     for transport in [Alone, Mpirun(2)] {
         let mut command = Run::new(transport, root.path(), "refused", &settings).command();
@@ -171,7 +172,7 @@ fn raw_files_elsewhere_are_read_only_where_that_is_allowed() {
         file.close().unwrap();
     }
     let path = format!("data.path={}", data.display());
-    let settings = [&path[..], "model.vocabulary=256", "run.steps=1", "log.sample=0"];
+    let settings = [&path[..], "model.vocabulary=256", "run.steps=1", "log.sample_tokens=0"];
     let refused = Run::new(Alone, root.path(), "refused", &settings).ends();
     assert_eq!(refused.code(), 2, "{refused}");
     let expected = format!(

@@ -36,9 +36,14 @@ fn ranks_read_the_copies() {
     shards(&data);
     std::fs::create_dir(&disk).unwrap();
     let at = format!("data.path={}", data.display());
-    let stage = format!("data.stage={}", disk.display());
+    let stage = format!("data.local_cache={}", disk.display());
     let run = |transport, name, settings: &[&str]| {
-        Run::new(transport, root.path(), name, &[&[&at, "parallel.lanes=4"], settings].concat())
+        Run::new(
+            transport,
+            root.path(),
+            name,
+            &[&[&at, "parallel.virtual_ranks=4"], settings].concat(),
+        )
     };
     let plain = run(Alone, "plain", &[]).succeeds();
     run(Mpirun(2), "two", &[&stage]).succeeds().same_as(&plain, 6, "two ranks");
@@ -91,14 +96,14 @@ fn shards_with_parts_in_other_files_are_refused_before_they_are_copied() {
     };
     let ways: [&dyn Fn(&hdf5::File); 3] = [&beside, &absolute, &external];
     let settings =
-        [format!("data.path={}", data.display()), format!("data.stage={}", disk.display())];
+        [format!("data.path={}", data.display()), format!("data.local_cache={}", disk.display())];
     for tokens in ways {
         write(tokens);
         let ended =
             Run { settings: settings.to_vec(), ..Run::new(Mpirun(2), root.path(), "refused", &[]) }
                 .ends();
         assert_eq!(ended.code(), 2, "{ended}");
-        let refusal = "train-0.h5: /tokens has elements in other files, which data.stage does not copy\nhint: ";
+        let refusal = "train-0.h5: /tokens has elements in other files, which data.local_cache does not copy\nhint: ";
         assert_eq!(ended.stderr.matches(refusal).count(), 1, "{ended}");
         assert_eq!(std::fs::read_dir(&disk).unwrap().count(), 0);
     }
@@ -113,14 +118,17 @@ fn a_place_that_is_not_there_is_refused_once() {
     let data = root.path().join("data");
     shards(&data);
     let settings =
-        [format!("data.path={}", data.display()), "data.stage=/nowhere/at/all".to_owned()];
+        [format!("data.path={}", data.display()), "data.local_cache=/nowhere/at/all".to_owned()];
     for transport in [Alone, Mpirun(2)] {
         let ended =
             Run { settings: settings.to_vec(), ..Run::new(transport, root.path(), "refused", &[]) }
                 .ends();
         assert_eq!(ended.code(), 2, "{ended}");
         assert_eq!(
-            ended.stderr.matches("data.stage = /nowhere/at/all is no directory\nhint: ").count(),
+            ended
+                .stderr
+                .matches("data.local_cache = /nowhere/at/all is no directory\nhint: ")
+                .count(),
             1,
             "{ended}"
         );
@@ -147,7 +155,7 @@ fn users_share_a_disk_and_trust_only_their_own_copies() {
     let program = root.path().join("hpctrain");
     std::fs::copy(hpctrain_testkit::program(), &program).unwrap();
     let settings =
-        [format!("data.path={}", data.display()), format!("data.stage={}", disk.display())];
+        [format!("data.path={}", data.display()), format!("data.local_cache={}", disk.display())];
     let settings: Vec<&str> = settings.iter().map(String::as_str).collect();
     let by = |user: u32, name: &str| {
         let home = root.path().join(user.to_string());

@@ -59,9 +59,9 @@ fn flip_within(
 const STILL: [&str; 5] = [
     "optimizer.lr=1e-38",
     "optimizer.weight_decay=0.0",
-    "schedule.warmup=0",
+    "lr_schedule.warmup=0",
     "eval.every=0",
-    "run.audit_every=2",
+    "run.sdc_check_every=2",
 ];
 
 #[test]
@@ -133,17 +133,18 @@ fn audits_that_are_rarer_than_kept_checkpoints_are_warned_of() {
                 .concat();
         Run::new(Simulate(2), root.path(), name, &settings).ends().succeeded().stderr
     };
-    let words = "run.audit_every = 7 is more than checkpoint.keep × checkpoint.every = 6: an audit may put all checkpoints in \
-                 doubt but one, which is kept for that and may be 9 steps old; hint: run.audit_every=6 or less";
-    let rare = told("rare", &["run.audit_every=7"]);
+    let words = "run.sdc_check_every = 7 is more than checkpoint.keep × checkpoint.every = 6: an audit may put all checkpoints in \
+                 doubt but one, which is kept for that and may be 9 steps old; hint: run.sdc_check_every=6 or less";
+    let rare = told("rare", &["run.sdc_check_every=7"]);
     assert_eq!(rare.matches(words).count(), 1, "{rare}");
     // As often as they are replaced; and where there is one replica, which nothing is compared
     // with.
-    for (name, more) in
-        [("often", &["run.audit_every=6"][..]), ("one", &["run.audit_every=7", "parallel.zero=3"])]
-    {
+    for (name, more) in [
+        ("often", &["run.sdc_check_every=6"][..]),
+        ("one", &["run.sdc_check_every=7", "parallel.zero=3"]),
+    ] {
         let often = told(name, more);
-        assert!(!often.contains("run.audit_every"), "{often}");
+        assert!(!often.contains("run.sdc_check_every"), "{often}");
     }
 }
 
@@ -156,7 +157,7 @@ fn audits_change_no_bit_and_doubtful_checkpoints_are_passed_over() {
         ("audited", &["parallel.zero=0"][..]),
         ("shards", &["parallel.shard=2", "parallel.zero=1"]),
     ] {
-        let audited = [&settings[..], &["run.audit_every=3"], layout].concat();
+        let audited = [&settings[..], &["run.sdc_check_every=3"], layout].concat();
         let files = Run::new(Simulate(4), root.path(), name, &audited).succeeds();
         files.same_as(&plain, 8, name);
     }

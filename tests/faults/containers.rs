@@ -54,7 +54,7 @@ fn jobs_run_without_room_in_dev_shm() {
         return;
     }
     let root = tempfile::tempdir().unwrap();
-    let settings = ["parallel.lanes=2"];
+    let settings = ["parallel.virtual_ranks=2"];
     let reference = Run::new(Simulate(2), root.path(), "reference", &settings).succeeds();
     let run = Run::new(Mpirun(2), root.path(), "little", &settings);
     let ended = with_little_shared(&run.command()).succeeded();
@@ -93,7 +93,7 @@ fn two_ranks(run: &Run, options: [&[&str]; 2], before: &[&str]) -> Ended {
 #[test]
 fn ranks_of_a_machine_agree_on_the_ranks_of_a_node() {
     let root = tempfile::tempdir().unwrap();
-    let run = |name: &str| Run::new(Alone, root.path(), name, &["parallel.lanes=2"]);
+    let run = |name: &str| Run::new(Alone, root.path(), name, &["parallel.virtual_ranks=2"]);
     let ended =
         two_ranks(&run("agreed"), [&["-x", "HPCTRAIN_RANKS_PER_NODE=1"], &[]], &[]).succeeded();
     assert!(!ended.stdout.contains("shared memory inside a node"), "{ended}");
@@ -113,8 +113,8 @@ fn ranks_that_do_not_see_each_other_exchange_by_messages() {
     }
     let root = tempfile::tempdir().unwrap();
     let reference =
-        Run::new(Simulate(2), root.path(), "reference", &["parallel.lanes=2"]).succeeds();
-    let run = Run::new(Alone, root.path(), "apart", &["parallel.lanes=2"]);
+        Run::new(Simulate(2), root.path(), "reference", &["parallel.virtual_ranks=2"]).succeeds();
+    let run = Run::new(Alone, root.path(), "apart", &["parallel.virtual_ranks=2"]);
     // MPI itself would copy from the memory of a process that it does not see.
     let no_copies = ["--mca", "btl_vader_single_copy_mechanism", "none"];
     let ended = two_ranks(&run, [&no_copies, &[]], &unshare).succeeded();
@@ -147,7 +147,7 @@ fn a_node_with_other_data_of_the_same_size_is_noticed() {
     let of = |name: &str| root.path().join(name).display().to_string();
     let train = |there: &str| {
         let path = format!("data.path={}", of("here"));
-        let run = Run::new(Alone, root.path(), there, &[&path, "parallel.lanes=2"]);
+        let run = Run::new(Alone, root.path(), there, &[&path, "parallel.virtual_ranks=2"]);
         // Each rank counts as a node.
         let bind = format!("mount --bind {} {} && exec \"$@\"", of(there), of("here"));
         let before = ["unshare", "--mount", "sh", "-c", &bind, "sh"];
@@ -191,7 +191,7 @@ fn a_limit_on_threads_ends_no_run_at_its_first_checkpoint() {
             transport,
             root.path(),
             &name,
-            &["checkpoint.every=2", "parallel.lanes=2", &threads],
+            &["checkpoint.every=2", "parallel.virtual_ranks=2", &threads],
         );
         let script = format!("ulimit -u {limit} && exec \"$@\"");
         let inner = run.command();

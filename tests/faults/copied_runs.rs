@@ -10,7 +10,7 @@ use hpctrain_testkit::launch::{finish, program};
 use hpctrain_testkit::runs::{Run, RunFiles, json};
 
 const SETTINGS: [&str; 4] =
-    ["checkpoint.every=2", "checkpoint.keep=9", "eval.every=2", "checkpoint.tolerate=600"];
+    ["checkpoint.every=2", "checkpoint.keep=9", "eval.every=2", "checkpoint.io_retry_seconds=600"];
 
 fn run(root: &Path, name: &str, steps: u64) -> Run {
     Run::new(Alone, root, name, &[&SETTINGS[..], &[&format!("run.steps={steps}")]].concat())

@@ -76,17 +76,17 @@ fn large(transport: Transport, root: &Path, name: &str, more: &[&str]) -> Run {
         "eval.every=2",
         "checkpoint.keep=1",
         "checkpoint.keep_best=0",
-        "checkpoint.tolerate=0",
+        "checkpoint.io_retry_seconds=0",
     ];
     Run::new(transport, root, name, &[&LARGE[..], &settings, more].concat())
 }
 
 /// Ways to write checkpoints in these tests.
 const WAYS: [(Transport, &[&str]); 4] = [
-    (Alone, &["checkpoint.asynchronous=true"]),
-    (Alone, &["checkpoint.asynchronous=false"]),
-    (Mpirun(2), &["checkpoint.asynchronous=true", "parallel.zero=0"]),
-    (Mpirun(2), &["checkpoint.asynchronous=false", "parallel.zero=2"]),
+    (Alone, &["checkpoint.async_save=true"]),
+    (Alone, &["checkpoint.async_save=false"]),
+    (Mpirun(2), &["checkpoint.async_save=true", "parallel.zero=0"]),
+    (Mpirun(2), &["checkpoint.async_save=false", "parallel.zero=2"]),
 ];
 
 #[test]
@@ -141,7 +141,7 @@ fn a_disk_that_is_full_for_a_while_costs_nothing() {
             transport,
             root.path(),
             &format!("x-{i}"),
-            &[way, &["checkpoint.tolerate=600"]].concat(),
+            &[way, &["checkpoint.io_retry_seconds=600"]].concat(),
         );
         let files = asked.files();
         // Records are on the disk, too: room for one checkpoint and a half.
@@ -166,7 +166,7 @@ fn a_disk_that_is_full_for_a_while_costs_nothing() {
 fn a_run_that_waits_for_room_ends_when_it_is_asked_to() {
     let root = tempfile::tempdir().unwrap();
     for (name, transport) in [("alone", Alone), ("two", Mpirun(2))] {
-        let asked = large(transport, root.path(), name, &["checkpoint.tolerate=3600"]);
+        let asked = large(transport, root.path(), name, &["checkpoint.io_retry_seconds=3600"]);
         let files = asked.files();
         let Some(_disk) = Tmpfs::mount(&files.path("checkpoints"), "14m") else { return };
         let mut job = start(&mut asked.command());
@@ -195,8 +195,8 @@ fn a_limit_on_the_size_of_files_is_an_error() {
     };
     // Not mpirun, which itself writes larger files.
     let ways = [
-        (Alone, "checkpoint.asynchronous=true"),
-        (Alone, "checkpoint.asynchronous=false"),
+        (Alone, "checkpoint.async_save=true"),
+        (Alone, "checkpoint.async_save=false"),
         (Spawn(2), "parallel.zero=1"),
     ];
     for (i, (transport, way)) in ways.into_iter().enumerate() {
@@ -237,7 +237,7 @@ fn points_wait_for_a_full_disk_and_training_does_not() {
 fn servers_wait_for_a_full_disk_too() {
     let root = tempfile::tempdir().unwrap();
     let reference = large(Alone, root.path(), "", &[]).shared();
-    let asked = large(Simulate(3), root.path(), "x", &["checkpoint.tolerate=600"]);
+    let asked = large(Simulate(3), root.path(), "x", &["checkpoint.io_retry_seconds=600"]);
     let files = asked.files();
     let Some(disk) = Tmpfs::mount(&files.0, "14m") else { return };
     let mut job = start(asked.command().args(["--servers", "1"]));
@@ -327,7 +327,7 @@ fn a_bit_that_flipped_anywhere_is_found() {
         "run.steps=9",
         "checkpoint.every=3",
         "eval.every=3",
-        "parallel.lanes=4",
+        "parallel.virtual_ranks=4",
         "parallel.zero=2",
     ];
     let run = |transport, name: &str| {
@@ -414,12 +414,17 @@ fn data_that_does_not_fit_is_not_staged() {
     // Two of the three would fit.
     let Some(mounted) = Tmpfs::mount(&disk, "1m") else { return };
     let settings =
-        [format!("data.path={}", data.display()), format!("data.stage={}", disk.display())];
+        [format!("data.path={}", data.display()), format!("data.local_cache={}", disk.display())];
     let run =
         Run::new(Mpirun(2), root.path(), "x", &settings.each_ref().map(|setting| &setting[..]));
     refused(
         &run.ends(),
-        &["data.stage = ", " has room for ", " are to be copied", "leave data.stage out"],
+        &[
+            "data.local_cache = ",
+            " has room for ",
+            " are to be copied",
+            "leave data.local_cache out",
+        ],
     );
     let copies = disk.read_dir().unwrap().next().unwrap().unwrap().path();
     let names =

@@ -25,7 +25,7 @@ const SETTINGS: [&str; 5] = [
     "run.steps=12",
     "checkpoint.every=2",
     "checkpoint.keep=20",
-    "parallel.lanes=4",
+    "parallel.virtual_ranks=4",
     "eval.samples=3000",
 ];
 

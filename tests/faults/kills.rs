@@ -16,12 +16,12 @@ const STEPS: u64 = 30;
 const LAYOUTS: [(Transport, &[&str]); 10] = [
     (Mpirun(2), &["parallel.zero=0"]),
     (Mpirun(4), &["parallel.zero=3"]),
-    (Alone, &["parallel.zero=0", "checkpoint.asynchronous=false"]),
+    (Alone, &["parallel.zero=0", "checkpoint.async_save=false"]),
     (Spawn(2), &["parallel.zero=2"]),
     (Simulate(2), &["parallel.zero=1"]),
-    (Mpirun(4), &["parallel.zero=1", "parallel.shard=2", "checkpoint.when_busy=skip"]),
+    (Mpirun(4), &["parallel.zero=1", "parallel.shard=2", "checkpoint.if_busy=skip"]),
     (Mpirun(1), &["parallel.zero=0"]),
-    (Mpirun(2), &["parallel.zero=3", "checkpoint.asynchronous=false"]),
+    (Mpirun(2), &["parallel.zero=3", "checkpoint.async_save=false"]),
     (Mpirun(4), &["parallel.pipeline=2", "parallel.zero=1", "batch.micro=2"]),
     (Mpirun(4), &["parallel.tensor=2", "parallel.sequence=true", "parallel.zero=1"]),
 ];
@@ -60,7 +60,7 @@ struct Tally {
 
 fn killed(transport: Transport, root: &std::path::Path, name: &str, settings: &[&str]) -> Run {
     // Two slices of each block, on one rank or two.
-    let steps = ["run.steps=30", "eval.every=5", "parallel.tensor_lanes=2"];
+    let steps = ["run.steps=30", "eval.every=5", "parallel.virtual_tensor_ranks=2"];
     Run::new(transport, root, name, &[&LARGE[..], &steps, settings].concat())
 }
 
@@ -68,7 +68,7 @@ fn killed(transport: Transport, root: &std::path::Path, name: &str, settings: &[
 fn killed_runs_equal_undisturbed_ones() {
     let kills = std::env::var("HPCTRAIN_FAULT_RUNS").map_or(20, |number| number.parse().unwrap());
     let root = tempfile::tempdir().unwrap();
-    let whole = killed(Alone, root.path(), "reference", &["checkpoint.when_busy=wait"]);
+    let whole = killed(Alone, root.path(), "reference", &["checkpoint.if_busy=wait"]);
     start(&mut whole.command()).finish(limit()).succeeded();
     let reference = whole.files();
     assert_eq!(reference.evaluations().len(), 6);
@@ -122,7 +122,7 @@ fn killed_runs_equal_undisturbed_ones() {
 fn a_kill_between_averages_ends_the_job() {
     let root = tempfile::tempdir().unwrap();
     let run = |name| {
-        let settings = ["parallel.average_every=4", "parallel.average_replicas=4", "run.steps=24"];
+        let settings = ["local_sgd.sync_every=4", "local_sgd.replicas=4", "run.steps=24"];
         Run::new(Mpirun(4), root.path(), name, &[&LARGE[..], &settings].concat())
     };
     let whole = run("whole").succeeds();

@@ -28,13 +28,13 @@ use hpctrain_testkit::launch::{Ended, Running, Transport, processes, rank_of, se
 use hpctrain_testkit::runs::{Run, RunFiles, json};
 
 /// A network whose checkpoint takes 9 MB, so that a save takes a while, and a step some 50 ms. Four
-/// lanes: the same bits on up to four ranks.
+/// virtual ranks: the same bits on up to four ranks.
 const LARGE: [&str; 8] = [
     "model.layers=4",
     "model.width=128",
     "model.heads=4",
     "model.dropout=0.1",
-    "parallel.lanes=4",
+    "parallel.virtual_ranks=4",
     "eval.samples=16",
     "checkpoint.keep=2",
     "checkpoint.every=2",

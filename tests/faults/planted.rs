@@ -18,7 +18,8 @@ const OTHER: u32 = 12345;
 /// The owner that a file server gives the files of root.
 const SQUASHED: u32 = 54322;
 
-const SETTINGS: [&str; 4] = ["run.steps=2", "checkpoint.every=1", "eval.every=1", "log.sample=4"];
+const SETTINGS: [&str; 4] =
+    ["run.steps=2", "checkpoint.every=1", "eval.every=1", "log.sample_tokens=4"];
 
 fn is_root() -> bool {
     let is_root = rustix::process::geteuid().is_root();

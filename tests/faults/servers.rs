@@ -25,13 +25,13 @@ use hpctrain_testkit::runs::{Run, RunFiles, json};
 /// noticed soon.
 pub const SETTINGS: [&str; 8] = [
     "model.width=64",
-    "parallel.lanes=4",
+    "parallel.virtual_ranks=4",
     "model.dropout=0.1",
     "run.steps=120",
     "eval.every=40",
     "checkpoint.every=20",
     "checkpoint.keep=9",
-    "servers.timeout=3",
+    "parameter_server.timeout=3",
 ];
 
 /// A run of processes that come and go.
@@ -64,7 +64,7 @@ impl Job {
         let arguments = run.command();
         let counts = ["--servers", &servers.to_string(), "--workers", &workers.max(1).to_string()]
             .map(String::from);
-        let mut command = program(["coordinate"]);
+        let mut command = program(["ps", "coordinator"]);
         command.args(arguments.get_args().skip(1)).args(counts);
         command
     }
@@ -72,8 +72,10 @@ impl Job {
     /// One more process of a role; its number is that in `others`.
     fn join(&mut self, role: &str) {
         let run = self.files().0;
-        let process =
-            start_beside(&self.coordinator, program([role, "--timeout", "10", "--run"]).arg(run));
+        let process = start_beside(
+            &self.coordinator,
+            program(["ps", role, "--timeout", "10", "--run"]).arg(run),
+        );
         self.others.push(process);
     }
 
@@ -187,7 +189,7 @@ fn deaths_change_no_bit() {
     job.join("worker");
 
     job.until_step(30);
-    // Its lanes go to another one; when it goes on it hears that it counts as gone, and joins
+    // Its virtual ranks go to another one; when it goes on it hears that it counts as gone, and joins
     // again.
     let stopped = job.others[2].id();
     send(stopped, libc::SIGSTOP);
@@ -214,7 +216,11 @@ fn deaths_change_no_bit() {
 #[test]
 fn workers_that_wait_for_nobody_come_and_go() {
     let root = tempfile::tempdir().unwrap();
-    let apart = ["servers.staleness='none'", "servers.lease=8", "run.steps=150"];
+    let apart = [
+        "parameter_server.staleness='none'",
+        "parameter_server.batches_per_lease=8",
+        "run.steps=150",
+    ];
     let mut job = Job::begin(root.path(), "apart", 1, 2, &apart);
     job.until_step(10);
     job.join("worker");
@@ -236,8 +242,13 @@ fn workers_that_wait_for_nobody_come_and_go() {
 fn connections_that_are_cut_are_made_again() {
     let root = tempfile::tempdir().unwrap();
     let reference = reference();
-    let mut job =
-        Job::begin(root.path(), "cut", 2, 2, &["checkpoint.every=0", "servers.timeout=20"]);
+    let mut job = Job::begin(
+        root.path(),
+        "cut",
+        2,
+        2,
+        &["checkpoint.every=0", "parameter_server.timeout=20"],
+    );
     for at in (10..110).step_by(10) {
         job.until_step(at);
         let process = job.others.get(at / 10 % 5).map_or(job.coordinator.id(), Running::id);
@@ -259,8 +270,13 @@ fn a_coordinator_that_is_started_again_goes_on_where_it_was() {
     let root = tempfile::tempdir().unwrap();
     let reference = reference();
     // There is no checkpoint to go back to.
-    let mut job =
-        Job::begin(root.path(), "restarted", 2, 2, &["checkpoint.every=0", "servers.timeout=20"]);
+    let mut job = Job::begin(
+        root.path(),
+        "restarted",
+        2,
+        2,
+        &["checkpoint.every=0", "parameter_server.timeout=20"],
+    );
     for at in [1, 37, 80] {
         job.until_step(at);
         job.restart();
@@ -289,8 +305,8 @@ fn went_on(files: &RunFiles) -> usize {
 fn workers_that_wait_for_nobody_outlive_a_coordinator() {
     let root = tempfile::tempdir().unwrap();
     let apart = [
-        "servers.staleness='none'",
-        "servers.lease=8",
+        "parameter_server.staleness='none'",
+        "parameter_server.batches_per_lease=8",
         "run.steps=150",
         "checkpoint.every=0",
         "eval.every=0",
@@ -343,7 +359,7 @@ fn strangers_do_not_disturb_a_run() {
         "visited",
         1,
         1,
-        &["servers.address='127.0.0.1'", "servers.timeout=60"],
+        &["parameter_server.address='127.0.0.1'", "parameter_server.timeout=60"],
     );
     job.until_step(5);
     // The run takes as long as the visits.
@@ -365,7 +381,8 @@ fn strangers_do_not_disturb_a_run() {
     }
     let secret = std::fs::metadata(job.files().path("servers/secret")).unwrap();
     assert_eq!(secret.permissions().mode() & 0o777, 0o600);
-    let status = job.beside(program(["status", "--json", "--run"]).arg(job.files().0)).succeeded();
+    let status =
+        job.beside(program(["ps", "status", "--json", "--run"]).arg(job.files().0)).succeeded();
     let status: serde_json::Value = serde_json::from_str(&status.stdout).unwrap();
     assert_eq!(status["workers"].as_array().map(Vec::len), Some(1), "{status}");
     assert!(status["servers"][0]["load"]["pushes"].as_u64().unwrap() > 0, "{status}");
@@ -419,7 +436,8 @@ fn connections_that_dribble_do_not_roll_a_run_back() {
     let reference = reference();
     let mut job = Job::begin(root.path(), "dribbled", 1, 2, &[]);
     job.until_step(5);
-    let status = job.beside(program(["status", "--json", "--run"]).arg(job.files().0)).succeeded();
+    let status =
+        job.beside(program(["ps", "status", "--json", "--run"]).arg(job.files().0)).succeeded();
     let status: serde_json::Value = serde_json::from_str(&status.stdout).unwrap();
     let server = status["servers"][0]["address"].as_str().unwrap().to_string();
     // The run is not over before the first connections are refused.
@@ -474,7 +492,7 @@ fn a_server_that_hangs_gives_its_place_to_the_spare_one() {
 #[test]
 fn without_the_secret_nobody_is_let_in() {
     let root = tempfile::tempdir().unwrap();
-    let mut job = Job::begin(root.path(), "picky", 1, 1, &["servers.timeout=60"]);
+    let mut job = Job::begin(root.path(), "picky", 1, 1, &["parameter_server.timeout=60"]);
     job.until_step(5);
     let worker = job.others[1].id();
     send(worker, libc::SIGSTOP);
@@ -483,21 +501,22 @@ fn without_the_secret_nobody_is_let_in() {
     let other = root.path().join("copy/servers");
     std::fs::create_dir_all(&other).unwrap();
     std::fs::copy(files.path("servers/coordinator"), other.join("coordinator")).unwrap();
-    let without =
-        job.beside(program(["worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
+    let without = job
+        .beside(program(["ps", "worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
     refused(&without, &["cannot read", "secret"]);
     std::fs::write(other.join("secret"), [7; 32]).unwrap();
-    let open =
-        job.beside(program(["worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
+    let open = job
+        .beside(program(["ps", "worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
     refused(&open, &["servers/secret has mode 644", "chmod 600"]);
     std::fs::set_permissions(other.join("secret"), Permissions::from_mode(0o600)).unwrap();
-    let wrong =
-        job.beside(program(["worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
+    let wrong = job
+        .beside(program(["ps", "worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
     assert_eq!(wrong.code(), 1, "{wrong}");
     assert!(wrong.stderr.contains("does not know this run's secret"), "{wrong}");
-    let nobody =
-        job.beside(program(["server", "--timeout", "1", "--run"]).arg(root.path().join("nothing")));
-    assert!(nobody.stderr.contains("hpctrain coordinate"), "{nobody}");
+    let nobody = job.beside(
+        program(["ps", "server", "--timeout", "1", "--run"]).arg(root.path().join("nothing")),
+    );
+    assert!(nobody.stderr.contains("hpctrain ps coordinator"), "{nobody}");
     send(worker, libc::SIGCONT);
     job.ends();
 }
@@ -516,13 +535,19 @@ fn a_worker_with_other_data_is_sent_away() {
     };
     finish(&mut import("to be or not to be")).succeeded();
     let path = format!("data.path={}", data.display());
-    let settings =
-        [path.as_str(), "servers.timeout=10", "run.steps=8", "eval.every=0", "checkpoint.every=0"];
+    let settings = [
+        path.as_str(),
+        "parameter_server.timeout=10",
+        "run.steps=8",
+        "eval.every=0",
+        "checkpoint.every=0",
+    ];
     let mut job = Job::begin(root.path(), "picky", 1, 0, &settings);
     let address = job.files().path("servers/coordinator");
     job.coordinator.until("there", || address.exists());
     job.beside(&mut import("or not to be to be")).succeeded();
-    let other = job.beside(program(["worker", "--timeout", "20", "--run"]).arg(job.files().0));
+    let other =
+        job.beside(program(["ps", "worker", "--timeout", "20", "--run"]).arg(job.files().0));
     refused(&other, &["the training data of this worker is not that of the run"]);
     job.beside(&mut import("to be or not to be")).succeeded();
     job.join("worker");
@@ -559,7 +584,7 @@ fn roles_by_variables_make_a_run() {
     ] {
         let run = Run::new(Alone, root.path(), name, &SETTINGS);
         let command = |variables: &Vec<(&str, String)>| {
-            let mut command = program(["role", "--servers", "1"]);
+            let mut command = program(["ps", "auto", "--servers", "1"]);
             command.args(run.command().get_args().skip(1)).envs(variables.iter().cloned());
             command
         };

@@ -124,7 +124,7 @@ fn a_signal_ends_an_evaluation() {
     let slow =
         ["model.layers=4", "model.width=96", "run.steps=4", "eval.every=2", "eval.samples=1200"];
     let run = |transport: Transport, name: &str| {
-        let more = ["parallel.lanes=4", "parallel.zero=3"];
+        let more = ["parallel.virtual_ranks=4", "parallel.zero=3"];
         let more = if transport == Alone { &more[..1] } else { &more };
         Run::new(transport, root.path(), name, &[&slow[..], more].concat())
     };

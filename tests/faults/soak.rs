@@ -193,10 +193,10 @@ fn supervised_runs_survive_all_kinds_of_faults() {
             "eval.every=10",
             "checkpoint.every=3",
             "checkpoint.keep=3",
-            "checkpoint.tolerate=60",
+            "checkpoint.io_retry_seconds=60",
             "optimizer.lr=0.001",
         ],
-        &["comm.timeout=4", "run.audit_every=5", "model.layers=2", "parallel.zero=0"],
+        &["comm.timeout=4", "run.sdc_check_every=5", "model.layers=2", "parallel.zero=0"],
     ]
     .concat();
     let reference = Run::new(Alone, root.path(), "reference", &settings).succeeds();

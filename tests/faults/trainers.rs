@@ -120,7 +120,7 @@ fn a_trainer_that_was_replaced_stops_and_changes_nothing() {
     for (transport, asynchronous) in
         [(Alone, true), (Mpirun(2), true), (Mpirun(2), false), (Simulate(2), true)]
     {
-        let way = format!("checkpoint.asynchronous={asynchronous}");
+        let way = format!("checkpoint.async_save={asynchronous}");
         let mut run = long(transport, root.path(), &format!("{transport:?}-{asynchronous}"));
         run.settings.push(way);
         let files = run.files();

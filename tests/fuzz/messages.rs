@@ -81,8 +81,10 @@ fn together(comm: &Comm<Cpu>) -> Result<()> {
 
 /// Rank 0 of two, that meets in `dir`.
 fn rank_0(dir: &Path) -> Result<()> {
-    let comm: Comm<Cpu> =
-        start_tcp(&TcpRendezvous { dir: dir.into(), rank: 0, ranks: 2 }, Algorithm::Tree)?;
+    let comm: Comm<Cpu> = start_tcp(
+        &TcpRendezvous { dir: dir.into(), rank: 0, ranks: 2 },
+        Algorithm::HalvingDoubling,
+    )?;
     let done = together(&comm);
     comm.shutdown();
     done
@@ -111,8 +113,10 @@ fn recorded() -> Vec<u8> {
     let dir_1 = place_1.path().to_path_buf();
     let first = std::thread::spawn(move || rank_0(&dir_0));
     let second = std::thread::spawn(move || {
-        let comm: Comm<Cpu> =
-            start_tcp(&TcpRendezvous { dir: dir_1, rank: 1, ranks: 2 }, Algorithm::Tree)?;
+        let comm: Comm<Cpu> = start_tcp(
+            &TcpRendezvous { dir: dir_1, rank: 1, ranks: 2 },
+            Algorithm::HalvingDoubling,
+        )?;
         let done = together(&comm);
         comm.shutdown();
         done
@@ -248,15 +252,21 @@ struct Served {
 impl Served {
     fn start() -> Self {
         let root = tempfile::tempdir().unwrap();
-        let settings =
-            ["model.width=16", "run.steps=1000", "parallel.lanes=2", "servers.timeout=600"];
+        let settings = [
+            "model.width=16",
+            "run.steps=1000",
+            "parallel.virtual_ranks=2",
+            "parameter_server.timeout=600",
+        ];
         let run = Run::new(Alone, root.path(), "x", &settings);
-        let mut command = program(["coordinate"]);
+        let mut command = program(["ps", "coordinator"]);
         command.args(run.command().get_args().skip(1)).args(["--servers", "1", "--workers", "1"]);
         let coordinator = start(&mut command);
         let run = run.files().0;
-        let server =
-            start_beside(&coordinator, program(["server", "--timeout", "600", "--run"]).arg(&run));
+        let server = start_beside(
+            &coordinator,
+            program(["ps", "server", "--timeout", "600", "--run"]).arg(&run),
+        );
         let told = run.join("servers/coordinator");
         let mut served = Self {
             secret: Secret::new(vec![0; 32]).unwrap(),
@@ -350,7 +360,7 @@ fn coordinators_hear_workers_and_servers() {
         json!({"Terms": {"host": "here", "process": 5}}),
         json!({"Join": {"host": "here", "process": 5, "program": program_on(&json!("CPU"))}}),
         next(json!(null)),
-        next(json!({"Lanes": {"ticket": 1, "losses": losses, "seconds": seconds}})),
+        next(json!({"VirtualRanks": {"ticket": 1, "losses": losses, "seconds": seconds}})),
         next(
             json!({"Batch": {"ticket": 1, "batch": 0, "loss": losses[0], "norm": losses[1], "staleness": 0, "seconds": seconds}}),
         ),
@@ -387,7 +397,8 @@ fn servers_hear_workers_and_coordinators() {
     let all = json!({"start": 0, "end": pieces.len()});
     let known = vec![Value::Null; pieces.len()];
     let step = served.terms["start"]["step"].clone();
-    let lanes = json!({"Lanes": {"step": step, "lanes": {"start": 0, "end": 1}}});
+    let virtual_ranks =
+        json!({"VirtualRanks": {"step": step, "virtual_ranks": {"start": 0, "end": 1}}});
     let batch = json!({"Batch": {"ticket": 1, "scale": 1.0f32.to_bits(), "versions": vec![0; pieces.len()]}});
     let hyper = json!({"lr": 0.01f32.to_bits(), "weight_decay": 0, "step": 1, "grad_scale": 1.0f32.to_bits()});
     let body: Vec<u8> = (0..elements).flat_map(|i| (i as f32 * 1e-6).to_le_bytes()).collect();
@@ -401,7 +412,7 @@ fn servers_hear_workers_and_coordinators() {
             json!({"Pull": {"generation": generation, "of": {"Cut": 1}, "pieces": all, "known": known}}),
             &[],
         ),
-        (push(&lanes), &body),
+        (push(&virtual_ranks), &body),
         (push(&batch), &body),
         (json!({"Squares": {"generation": generation, "step": step}}), &[]),
         (json!({"Norms": {"generation": generation, "hyper": hyper}}), &[]),

@@ -652,7 +652,7 @@ fn scaled_positions_travel() {
     let command =
         imported.stdout.lines().find_map(|line| line.strip_prefix("train it: hpctrain ")).unwrap();
     assert!(command.contains(" --set model.rope_scaling.rope_type=llama3"), "{command}");
-    let more = "--set run.steps=1 --set batch.global=4 --set eval.samples=4 --set log.sample=0 --set run.root=@runs";
+    let more = "--set run.steps=1 --set batch.global=4 --set eval.samples=4 --set log.sample_tokens=0 --set run.root=@runs";
     folder.ran(&format!(
         "{} {more} --set run.name=tuned",
         command.replace("DIR", &folder.at("data"))
@@ -676,7 +676,7 @@ fn what_an_import_prints_works() {
         finish(&mut program(words.split_whitespace()))
     };
     let small = "--set model.layers=1 --set model.width=16 --set model.heads=2 --set model.context=8 --set batch.global=4 \
-                 --set run.steps=2 --set log.sample=0 --set eval.samples=4 --set checkpoint.every=0";
+                 --set run.steps=2 --set log.sample_tokens=0 --set eval.samples=4 --set checkpoint.every=0";
     let runs = format!("--set run.root={}", at("runs"));
     let bytes = format!("--set data.path={}", at("bytes"));
     ran(format!("data import text FILE --tokenizer byte --out {}", at("bytes"))).succeeded();
@@ -705,7 +705,7 @@ fn what_an_import_prints_works() {
     ran(import.replace("DIR", &at("text"))).succeeded();
     let more = |name: &str| {
         format!(
-            "{runs} --set run.name={name} --set run.steps=1 --set batch.global=4 --set eval.samples=4 --set log.sample=0"
+            "{runs} --set run.name={name} --set run.steps=1 --set batch.global=4 --set eval.samples=4 --set log.sample_tokens=0"
         )
     };
     ran(format!("{} {}", train.replace("DIR", &at("text")), more("tuned"))).succeeded();
@@ -769,7 +769,7 @@ impl Folder {
     fn train(&self, name: &str, more: &str) {
         self.ran(&format!(
             "train --set model.layers=1 --set model.width=16 --set model.heads=2 --set model.context=24 --set batch.global=4 \
-             --set run.steps=3 --set log.sample=0 --set eval.samples=4 --set run.root=@runs --set run.name={name} \
+             --set run.steps=3 --set log.sample_tokens=0 --set eval.samples=4 --set run.root=@runs --set run.name={name} \
              --set data.path=@data {more}"
         ));
     }
@@ -873,7 +873,7 @@ fn samples_begin_and_end_as_the_tokenizer_says() {
     folder.ran(
         "data import text @texts --tokenizer @tokenizer.json --end-of-text <|end|> --out @data",
     );
-    folder.train("x", "--set run.steps=80 --set optimizer.lr=0.02 --set schedule.warmup=2");
+    folder.train("x", "--set run.steps=80 --set optimizer.lr=0.02 --set lr_schedule.warmup=2");
     let sampled = |words: &str| -> Value {
         let line = format!("sample --tokens 8 --temperature 0 --json --checkpoint {words}");
         serde_json::from_str(&folder.ran(&line).stdout).unwrap()

@@ -147,7 +147,7 @@ fn train<B: Kernels>(
     let targets = ids(case, "targets");
     let batch = size(case, "batch");
     let per_step = batch * network.context();
-    let per_micro = per_step / (cut.lanes * cut.micros_per_lane);
+    let per_micro = per_step / (cut.virtual_ranks * cut.micros_per_virtual_rank);
     let mut losses = vec![];
     let mut norms = vec![];
     for step in 0..10u64 {
@@ -292,9 +292,9 @@ fn ten_steps_of_adamw<B: Kernels>(b: &B, within: Within) {
         };
         let rates: Vec<f64> = (0..10).map(|step| schedule.rate(step)).collect();
         close(&rates, &numbers(&golden, "lr"), 1e-12, "learning rate");
-        // In one piece, as accumulated micro-batches, and as lanes.
-        for (lanes, micros_per_lane) in [(1, 1), (1, 5), (5, 1)] {
-            let cut = Cut { lanes, micros_per_lane, recompute: false };
+        // In one piece, as accumulated micro-batches, and as virtual_ranks.
+        for (virtual_ranks, micros_per_virtual_rank) in [(1, 1), (1, 5), (5, 1)] {
+            let cut = Cut { virtual_ranks, micros_per_virtual_rank, recompute: false };
             let decay = attribute(&golden, "weight_decay") as f32;
             let clip = attribute(&golden, "grad_clip");
             let (losses, norms, mut engine) =

@@ -1,5 +1,5 @@
-//! The head and the loss of some rows at a time (`parallel.logit_rows`): gradients, losses and
-//! memory beside those of all rows.
+//! The head and the loss of some rows at a time (`parallel.loss_chunk_tokens`): gradients, losses
+//! and memory beside those of all rows.
 
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::{Backend, MemoryKind};
@@ -31,7 +31,7 @@ struct Outcome {
 fn step(network: &Network, micros: usize, logit_rows: usize) -> Outcome {
     let mesh = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
     let rule = UpdateRule::Sgd { momentum: 0.0, nesterov: false };
-    let cut = Cut { micros_per_lane: micros, ..Cut::WHOLE };
+    let cut = Cut { micros_per_virtual_rank: micros, ..Cut::WHOLE };
     let rows = SEQUENCES * TIME;
     let engine = engine(&comm::single(), network, mesh, Zero::Zero, rule, cut, rows as u64);
     let Engine { model, geometry, host_inputs } = engine;

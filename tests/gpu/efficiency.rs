@@ -26,7 +26,7 @@ fn run(
 ) -> (Value, Vec<Value>, f64) {
     let settings = [
         "run.device=cuda",
-        "comm.path=staged",
+        "comm.transport=host-staged",
         "run.steps=4",
         "log.every=2",
         "model.width=16",

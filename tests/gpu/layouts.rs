@@ -20,10 +20,10 @@ const SMALLER: [&str; 7] = [
     "device.ranks_per_gpu=12",
 ];
 
-const F32: &str = "precision.compute=f32";
-const BF16: &str = "precision.compute=bf16";
-const STAGED: &str = "comm.path=staged";
-const DIRECT: &str = "comm.path=direct";
+const F32: &str = "precision.dtype=f32";
+const BF16: &str = "precision.dtype=bf16";
+const STAGED: &str = "comm.transport=host-staged";
+const DIRECT: &str = "comm.transport=cuda-aware";
 
 /// Rows on GPUs that compute in `precision`, each with its way of messages. Every third row has two
 /// GPUs for its ranks, the others one.

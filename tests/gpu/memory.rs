@@ -14,7 +14,7 @@ use hpctrain_testkit::simulator::{is_on_gpu, under, with_simulator};
 /// host: of their memory the estimate knows the most only.
 const BIG: [&str; 11] = [
     "run.device=cuda",
-    "comm.path=staged",
+    "comm.transport=host-staged",
     "model.layers=4",
     "model.width=192",
     "model.heads=3",
@@ -45,7 +45,7 @@ const TOLERANCE: f64 = 0.03;
 /// A small network whose logits are a good part of its memory, and their padding a good part of
 /// those: whole, and in two slices.
 const PADDED: &str = "model.vocabulary=257 model.layers=1 model.width=32 model.heads=2 model.context=128 batch.global=32 batch.micro=32";
-const PADDED_SLICES: &str = "model.vocabulary=641 model.layers=1 model.width=32 model.heads=2 model.context=128 batch.global=32 batch.micro=32 parallel.tensor_lanes=2";
+const PADDED_SLICES: &str = "model.vocabulary=641 model.layers=1 model.width=32 model.heads=2 model.context=128 batch.global=32 batch.micro=32 parallel.virtual_tensor_ranks=2";
 
 /// The workspace of matrix products in MiB: the same in every run, and so no part of what is
 /// compared.
@@ -59,16 +59,16 @@ const LARGEST: f64 = 1.71;
 
 #[test]
 fn the_banner_promises_what_a_run_takes_of_a_gpu() {
-    let in_pieces =
-        [PADDED, PADDED_SLICES].map(|settings| format!("{settings} parallel.logit_rows=512"));
+    let in_pieces = [PADDED, PADDED_SLICES]
+        .map(|settings| format!("{settings} parallel.loss_chunk_tokens=512"));
     let layouts: [(Transport, &str); 22] = [
         (Alone, "parallel.zero=0"),
-        (Alone, "parallel.zero=0 optimizer.offload=true"),
+        (Alone, "parallel.zero=0 offload.optimizer=true"),
         (Alone, "parallel.recompute=true"),
-        (Alone, "parallel.recompute=true parallel.offload_activations=true"),
+        (Alone, "parallel.recompute=true offload.activations=true"),
         (Alone, "model.kind=llama model.place.tables=host"),
-        (Alone, "parallel.lanes=2 batch.micro=1"),
-        (Alone, "precision.compute=f32 optimizer.offload=true model.dropout=0.1"),
+        (Alone, "parallel.virtual_ranks=2 batch.micro=1"),
+        (Alone, "precision.dtype=f32 offload.optimizer=true model.dropout=0.1"),
         (Alone, "eval.batch=24 eval.samples=24"),
         (Alone, PADDED),
         (Alone, PADDED_SLICES),
@@ -79,22 +79,19 @@ fn the_banner_promises_what_a_run_takes_of_a_gpu() {
         (Mpirun(2), "parallel.zero=3"),
         (
             Mpirun(2),
-            "parallel.pipeline=2 batch.micro=1 parallel.recompute=true parallel.offload_activations=true",
+            "parallel.pipeline=2 batch.micro=1 parallel.recompute=true offload.activations=true",
         ),
-        (Mpirun(2), "parallel.zero=3 optimizer.offload=true"),
+        (Mpirun(2), "parallel.zero=3 offload.optimizer=true"),
         (
             Mpirun(2),
             "parallel.zero=3 model.kind=llama model.vocabulary=2000 model.place.tables=host",
         ),
-        (
-            Alone,
-            "parallel.zero=3 optimizer.offload=true parallel.offload_shards=true batch.micro=4",
-        ),
-        (Mpirun(2), "parallel.zero=3 optimizer.offload=true parallel.offload_shards=true"),
-        (Mpirun(2), "parallel.zero=3 precision.compute=f32"),
+        (Alone, "parallel.zero=3 offload.optimizer=true offload.params=true batch.micro=4"),
+        (Mpirun(2), "parallel.zero=3 offload.optimizer=true offload.params=true"),
+        (Mpirun(2), "parallel.zero=3 precision.dtype=f32"),
         (
             Mpirun(2),
-            "parallel.zero=3 parallel.recompute=true optimizer.offload=true batch.global=8",
+            "parallel.zero=3 parallel.recompute=true offload.optimizer=true batch.global=8",
         ),
     ];
     let root = tempfile::tempdir().unwrap();
@@ -129,7 +126,7 @@ fn the_banner_promises_what_a_run_takes_of_a_gpu() {
 #[test]
 fn pools_of_every_kind_give_the_same_bits() {
     let root = tempfile::tempdir().unwrap();
-    let settings = ["parallel.lanes=2", "batch.micro=1"];
+    let settings = ["parallel.virtual_ranks=2", "batch.micro=1"];
     let with = |name: &str, memory: &str, sim: &[(&str, &str)]| {
         let memory = format!("device.memory={memory}");
         let run = Run::new(Alone, root.path(), name, &[&BIG[..], &settings, &[&memory]].concat());

@@ -1,4 +1,4 @@
-//! `optimizer.offload`, `parallel.offload_shards` and `parallel.offload_activations` on GPUs, in
+//! `offload.optimizer`, `offload.params` and `offload.activations` on GPUs, in
 //! their simulator: the place of masters, moments, parameters and inputs of blocks makes no
 //! difference to any bit.
 
@@ -15,11 +15,11 @@ const STEPS: u64 = 4;
 /// checkpoint in its middle.
 const SMALLER: [&str; 13] = [
     "run.device=cuda",
-    "comm.path=staged",
+    "comm.transport=host-staged",
     "run.steps=4",
     "model.width=16",
     "model.context=8",
-    "parallel.lanes=2",
+    "parallel.virtual_ranks=2",
     "optimizer.grad_clip=0.5",
     "optimizer.weight_decay=0.1",
     "eval.samples=8",
@@ -29,7 +29,7 @@ const SMALLER: [&str; 13] = [
     "device.ranks_per_gpu=2",
 ];
 
-const OFFLOAD: &str = "optimizer.offload=true";
+const OFFLOAD: &str = "offload.optimizer=true";
 
 fn command(transport: Transport, root: &Path, name: &str, settings: &[&str]) -> Run {
     Run::new(transport, root, name, &[&SMALLER, settings].concat())
@@ -78,12 +78,12 @@ const CHECK: (&str, &str) = ("CUDASIM_CHECK", "1");
 
 #[test]
 fn the_host_updates_as_the_device_does_in_f32() {
-    every_stage("precision.compute=f32", [&[LAZY, APART], &[CHECK], &[], &[LAZY, REVERSE]]);
+    every_stage("precision.dtype=f32", [&[LAZY, APART], &[CHECK], &[], &[LAZY, REVERSE]]);
 }
 
 #[test]
 fn the_host_updates_as_the_device_does_in_bf16() {
-    every_stage("precision.compute=bf16", [&[CHECK], &[LAZY, APART], &[LAZY, REVERSE], &[]]);
+    every_stage("precision.dtype=bf16", [&[CHECK], &[LAZY, APART], &[LAZY, REVERSE], &[]]);
 }
 
 #[test]
@@ -109,7 +109,7 @@ fn every_rule_updates_on_the_host_as_well() {
 #[test]
 fn a_run_goes_on_with_and_without() {
     let root = tempfile::tempdir().unwrap();
-    for precision in ["precision.compute=f32", "precision.compute=bf16"] {
+    for precision in ["precision.dtype=f32", "precision.dtype=bf16"] {
         let name = |what: &str| format!("{}-{what}", &precision[18..]);
         let whole = succeeds(
             &command(
@@ -121,8 +121,8 @@ fn a_run_goes_on_with_and_without() {
             &[],
         );
         for (what, transport, settings) in [
-            ("with", Mpirun(2), &["optimizer.offload=true", "parallel.zero=2"][..]),
-            ("without", Alone, &["optimizer.offload=false"]),
+            ("with", Mpirun(2), &["offload.optimizer=true", "parallel.zero=2"][..]),
+            ("without", Alone, &["offload.optimizer=false"]),
         ] {
             let run =
                 command(transport, root.path(), &name(what), &[&[precision], settings].concat());
@@ -139,10 +139,10 @@ fn a_run_goes_on_with_and_without() {
 /// the memory of the estimate.
 #[test]
 fn inputs_of_blocks_come_back_from_the_host() {
-    const AWAY: &str = "parallel.offload_activations=true";
+    const AWAY: &str = "offload.activations=true";
     let root = tempfile::tempdir().unwrap();
     let base = ["model.layers=4", "model.dropout=0.1", "batch.micro=2", "eval.batch=1"];
-    for precision in ["precision.compute=f32", "precision.compute=bf16"] {
+    for precision in ["precision.dtype=f32", "precision.dtype=bf16"] {
         let name = |what: &str| format!("{}-{what}", &precision[18..]);
         let with = |transport, what: &str, settings: &[&str], sim| {
             let settings = [&base[..], &[precision], settings].concat();
@@ -155,8 +155,8 @@ fn inputs_of_blocks_come_back_from_the_host() {
         let away = ["parallel.recompute=true", AWAY];
         for (what, transport, layout, sim) in [
             ("alone", Alone, &["parallel.zero=0"][..], &[LAZY, APART][..]),
-            ("checked", Alone, &["optimizer.offload=true"], &[CHECK]),
-            ("shards", Mpirun(2), &["parallel.zero=3", "optimizer.offload=true"], &[LAZY, REVERSE]),
+            ("checked", Alone, &["offload.optimizer=true"], &[CHECK]),
+            ("shards", Mpirun(2), &["parallel.zero=3", "offload.optimizer=true"], &[LAZY, REVERSE]),
             ("stages", Mpirun(2), &["parallel.pipeline=2"], &[LAZY, APART]),
             ("late", Mpirun(2), &["parallel.pipeline=2", "parallel.schedule=zero-bubble"], &[LAZY]),
         ] {
@@ -183,9 +183,9 @@ fn inputs_of_blocks_come_back_from_the_host() {
 /// Parameters that the host alone has, of one rank and of shards of two, in every order of turns.
 #[test]
 fn parameters_come_from_the_host_for_their_turn() {
-    const AWAY: [&str; 3] = ["parallel.zero=3", OFFLOAD, "parallel.offload_shards=true"];
+    const AWAY: [&str; 3] = ["parallel.zero=3", OFFLOAD, "offload.params=true"];
     let root = tempfile::tempdir().unwrap();
-    for precision in ["precision.compute=f32", "precision.compute=bf16"] {
+    for precision in ["precision.dtype=f32", "precision.dtype=bf16"] {
         let name = |what: &str| format!("{}-{what}", &precision[18..]);
         let base = [precision, "optimizer.ema=0.9", "batch.micro=2"];
         let with = |transport, what: &str, settings: &[&str], sim| {

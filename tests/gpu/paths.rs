@@ -1,5 +1,5 @@
-//! `comm.path = auto` on simulated GPUs: the path that processes prove to work, the faster one of
-//! two, and the reasons.
+//! `comm.transport = auto` on simulated GPUs: the path that processes prove to work, the faster one
+//! of two, and the reasons.
 
 use std::path::Path;
 use std::process::Command;
@@ -17,7 +17,7 @@ const SMALLER: [&str; 8] = [
     "model.layers=1",
     "model.width=16",
     "model.context=8",
-    "parallel.lanes=2",
+    "parallel.virtual_ranks=2",
     "eval.samples=4",
     "device.memory_limit=96MiB",
 ];

@@ -64,7 +64,7 @@ fn clicks(folder: &Path) {
 /// Networks with tables: with a row of numbers beside them, without, and of text.
 const NETWORKS: [&str; 3] = ["recommender", "categories", "llama"];
 
-/// The settings of a network: small ones, of eight samples a step in two lanes, through a
+/// The settings of a network: small ones, of eight samples a step in two virtual ranks, through a
 /// checkpoint in its middle. Without clipping no number depends on the norm.
 fn network(name: &str, root: &Path) -> Vec<String> {
     let layers = |tables: &str| {
@@ -93,9 +93,9 @@ fn network(name: &str, root: &Path) -> Vec<String> {
     };
     let ours = [
         "run.device=cuda",
-        "comm.path=staged",
+        "comm.transport=host-staged",
         "run.steps=4",
-        "parallel.lanes=2",
+        "parallel.virtual_ranks=2",
         "optimizer.grad_clip=0",
         "optimizer.weight_decay=0.1",
         "eval.samples=8",
@@ -180,14 +180,9 @@ fn every_layout(precision: &str) {
         assert_eq!(here.bytes("peak_bytes", "offloaded"), 0);
         for (what, transport, layout, sim) in [
             ("alone", Alone, &["parallel.zero=0"][..], &[LAZY, APART][..]),
-            (
-                "checked",
-                Alone,
-                &["parallel.recompute=true", "parallel.offload_activations=true"],
-                &[CHECK],
-            ),
+            ("checked", Alone, &["parallel.recompute=true", "offload.activations=true"], &[CHECK]),
             ("two", Mpirun(2), &["parallel.zero=0"], &[LAZY, REVERSE]),
-            ("one", Mpirun(2), &["parallel.zero=1", "optimizer.offload=true"], &[LAZY, APART]),
+            ("one", Mpirun(2), &["parallel.zero=1", "offload.optimizer=true"], &[LAZY, APART]),
             ("three", Mpirun(2), &["parallel.zero=3"], &[LAZY]),
         ] {
             let there = with(transport, what, &[&[HOST], layout].concat(), sim);
@@ -216,15 +211,15 @@ fn every_layout(precision: &str) {
 
 #[test]
 fn tables_on_the_host_train_as_on_the_gpu_in_f32() {
-    every_layout("precision.compute=f32");
+    every_layout("precision.dtype=f32");
 }
 
 #[test]
 fn tables_on_the_host_train_as_on_the_gpu_in_bf16() {
-    every_layout("precision.compute=bf16");
+    every_layout("precision.dtype=bf16");
 }
 
-/// Several micro-batches a lane: rows are added to the tables' gradient in another order than on
+/// Several micro-batches a virtual rank: rows are added to the tables' gradient in another order than on
 /// the GPU, and else as on one rank.
 #[test]
 fn micro_batches_and_clips_have_the_bits_of_any_ranks() {
@@ -233,7 +228,7 @@ fn micro_batches_and_clips_have_the_bits_of_any_ranks() {
     for name in NETWORKS {
         let network = network(name, root.path());
         let common = [
-            "precision.compute=f32",
+            "precision.dtype=f32",
             "batch.micro=2",
             "optimizer.grad_clip=0.05",
             "optimizer.kind=lamb",
@@ -276,7 +271,7 @@ fn checkpoints_are_of_either_place() {
     clicks(root.path());
     for name in NETWORKS {
         let network = network(name, root.path());
-        let base = ["precision.compute=f32", "optimizer.ema=0.9", "run.audit_every=1"];
+        let base = ["precision.dtype=f32", "optimizer.ema=0.9", "run.sdc_check_every=1"];
         let more = ["log.tensorboard=true", "log.histograms=1"];
         let with = |transport, what: &str, more: &[&str]| {
             run(

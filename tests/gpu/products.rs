@@ -1,5 +1,6 @@
-//! Algorithms of matrix products by their time (`device.matmul = "timed"`), in the simulator, whose
-//! cuBLASLt proposes several with other last bits each, and takes as long for each as it is told.
+//! Algorithms of matrix products by their time (`device.matmul_autotune = true`), in the simulator,
+//! whose cuBLASLt proposes several with other last bits each, and takes as long for each as it is
+//! told.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -19,10 +20,10 @@ const STEPS: u64 = 4;
 /// count.
 const MEASURED: usize = 7;
 
-const TIMED: &str = "device.matmul=timed";
+const TIMED: &str = "device.matmul_autotune=true";
 
 /// The last bits of sums show in what is trained.
-const F32: &str = "precision.compute=f32";
+const F32: &str = "precision.dtype=f32";
 
 /// One GPU that two ranks share.
 const SHARED: [&str; 2] = ["device.ranks_per_gpu=2", "device.memory=0.4"];
@@ -30,7 +31,7 @@ const SHARED: [&str; 2] = ["device.ranks_per_gpu=2", "device.memory=0.4"];
 fn run(transport: Transport, root: &Path, name: &str, settings: &[&str]) -> Run {
     let ours = [
         "run.steps=4",
-        "parallel.lanes=2",
+        "parallel.virtual_ranks=2",
         "eval.samples=8",
         "device.memory_limit=64MiB",
         "checkpoint.every=2",
@@ -162,7 +163,7 @@ fn the_fastest_algorithm_is_found_and_trains() {
     let trains = |name, matmul, algorithms| {
         trains(Alone, root.path(), name, &[F32, "eval.batch=2", matmul], &sim(algorithms))
     };
-    let (first, ended) = trains("first", "device.matmul=heuristic", "3,2,1");
+    let (first, ended) = trains("first", "device.matmul_autotune=false", "3,2,1");
     let products = computed(&ended, 0);
     assert_eq!([1, 2].map(|algorithm| computed(&ended, algorithm)), [0, 0]);
     assert!(
@@ -201,14 +202,11 @@ fn a_rehearsed_step_changes_no_bit() {
     let rows: [(Transport, &str); 5] = [
         (
             Alone,
-            "model.dropout=0.2 optimizer.ema=0.9 parallel.recompute=true batch.micro=2 precision.compute=f32",
+            "model.dropout=0.2 optimizer.ema=0.9 parallel.recompute=true batch.micro=2 precision.dtype=f32",
         ),
-        (
-            Alone,
-            "parallel.zero=3 optimizer.offload=true parallel.offload_shards=true run.audit_every=2",
-        ),
+        (Alone, "parallel.zero=3 offload.optimizer=true offload.params=true run.sdc_check_every=2"),
         (Mpirun(2), "parallel.zero=3 model.dropout=0.1 optimizer.kind=lamb"),
-        (Simulate(2), "parallel.average_every=2 parallel.outer_momentum=0.5"),
+        (Simulate(2), "local_sgd.sync_every=2 local_sgd.outer_momentum=0.5"),
         (Simulate(2), "parallel.pipeline=2 parallel.schedule=zero-bubble batch.micro=1"),
     ];
     for (number, (transport, settings)) in rows.into_iter().enumerate() {
@@ -218,7 +216,7 @@ fn a_rehearsed_step_changes_no_bit() {
             trains(transport, root.path(), &format!("{number}-{name}"), &all, &[]).0
         };
         let timed = with("timed", TIMED);
-        let first = with("first", "device.matmul=heuristic");
+        let first = with("first", "device.matmul_autotune=false");
         assert!(choices(&timed)[0].1.len() > 8 && !first.path("matmuls.json").exists());
         timed.same_as(&first, STEPS, settings);
     }
@@ -322,9 +320,9 @@ fn ranks_agree_on_algorithms() {
     let count = places(&one).len();
     assert_eq!(computed(&ended, 1), MEASURED * count);
     for (name, transport, settings) in [
-        ("processes", Mpirun(2), "comm.path=staged parallel.zero=3"),
+        ("processes", Mpirun(2), "comm.transport=host-staged parallel.zero=3"),
         ("threads", Simulate(2), "parallel.zero=0"),
-        ("stages", Mpirun(2), "comm.path=staged parallel.pipeline=2"),
+        ("stages", Mpirun(2), "comm.transport=host-staged parallel.pipeline=2"),
     ] {
         let settings: Vec<&str> = settings.split(' ').chain(SHARED).chain(OURS).collect();
         let (two, ended) = trains(transport, root.path(), name, &settings, &sim);
@@ -335,8 +333,13 @@ fn ranks_agree_on_algorithms() {
     }
     // The simulator's devices have names of their own.
     let two = [&sim[..], &[("CUDASIM_DEVICES", "2")]].concat();
-    let (kinds, ended) =
-        trains(Mpirun(2), root.path(), "kinds", &[&["comm.path=staged"], &OURS[..]].concat(), &two);
+    let (kinds, ended) = trains(
+        Mpirun(2),
+        root.path(),
+        "kinds",
+        &[&["comm.transport=host-staged"], &OURS[..]].concat(),
+        &two,
+    );
     kinds.same_as(&one, STEPS, "two kinds of devices");
     let found = choices(&kinds);
     assert_eq!(found.iter().map(|(_, chosen)| chosen).collect::<Vec<_>>(), [&chosen[0].1; 2]);
@@ -358,7 +361,7 @@ fn cpus_have_no_choice() {
             Alone,
             root.path(),
             name,
-            &["run.device=cpu", &format!("device.matmul={matmul}")],
+            &["run.device=cpu", &format!("device.matmul_autotune={matmul}")],
             &[],
         )
         .0

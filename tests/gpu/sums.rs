@@ -14,7 +14,7 @@ use hpctrain_testkit::simulator::{child, is_on_gpu, role, under};
 const SLOT: usize = 60;
 const CHUNK: usize = 8 * SLOT;
 
-const TREE: Algorithm = Algorithm::Tree;
+const TREE: Algorithm = Algorithm::HalvingDoubling;
 const HIERARCHICAL: Algorithm = Algorithm::Hierarchical;
 
 /// The counts that NCCL's stand-in keeps of a device.
@@ -112,7 +112,7 @@ fn on_ranks<T: Send>(
 }
 
 /// Groups of messages, and messages that a rank sends, of a collective of `chunks` chunks on
-/// `nodes` nodes of `per_node` ranks. Where each rank has its own part of the buffer, a lane's are
+/// `nodes` nodes of `per_node` ranks. Where each rank has its own part of the buffer, a virtual rank's are
 /// in as many pieces as there are nodes.
 fn formula(
     algorithm: Algorithm,

@@ -265,12 +265,12 @@ fn mpi_is_given_addresses_by_threads_with_a_context() {
         .arg("-ldl")
         .status();
     assert!(built.unwrap().success());
-    for (name, algorithm) in [("own", "tree"), ("library", "mpi")] {
+    for (name, algorithm) in [("own", "halving-doubling"), ("library", "vendor")] {
         let algorithm = format!("comm.algorithm={algorithm}");
         let settings = [
             "run.device=cuda",
             "run.steps=2",
-            "comm.path=direct",
+            "comm.transport=cuda-aware",
             "device.memory_limit=64MiB",
             &algorithm,
         ];

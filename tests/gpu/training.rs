@@ -21,7 +21,8 @@ fn command(
     settings: &[&str],
     sim: Settings,
 ) -> (Run, Command) {
-    let ours = ["run.steps=4", "parallel.lanes=2", "eval.samples=8", "device.memory_limit=96MiB"];
+    let ours =
+        ["run.steps=4", "parallel.virtual_ranks=2", "eval.samples=8", "device.memory_limit=96MiB"];
     let run = Run::new(transport, root, name, &[&ours, settings].concat());
     let mut command = run.command();
     with_simulator(&mut command).envs(sim.iter().copied());
@@ -81,7 +82,7 @@ fn the_curve_is_that_of_the_cpu() {
             "{told}: {log}"
         );
     }
-    let exact = trains(Alone, root.path(), "f32", &["precision.compute=f32"], &[]);
+    let exact = trains(Alone, root.path(), "f32", &["precision.dtype=f32"], &[]);
     let narrow = apart(&cpu, &narrow);
     let exact = apart(&cpu, &exact);
     assert!(exact < 1e-4, "f32 is {exact} off");
@@ -104,15 +105,15 @@ fn any_vocabulary_has_aligned_logits_and_the_curve_of_the_cpu() {
         };
         let cpu = with(Alone, "cpu", "run.device=cpu", &[]);
         for (precision, most) in [("f32", 1e-4), ("bf16", 2e-2)] {
-            let of = format!("precision.compute={precision}");
+            let of = format!("precision.dtype={precision}");
             let whole = with(Alone, precision, &of, &sim);
-            let slices = format!("{of} parallel.tensor_lanes=2");
+            let slices = format!("{of} parallel.virtual_tensor_ranks=2");
             let one = with(Alone, &format!("{precision}-slices"), &slices, &sim);
-            let apart_by_slices = format!("{slices} parallel.tensor=2 parallel.lanes=1");
+            let apart_by_slices = format!("{slices} parallel.tensor=2 parallel.virtual_ranks=1");
             let base = with(
                 Alone,
-                &format!("{precision}-lane"),
-                &format!("{slices} parallel.lanes=1"),
+                &format!("{precision}-virtual rank"),
+                &format!("{slices} parallel.virtual_ranks=1"),
                 &sim,
             );
             let two = with(Mpirun(2), &format!("{precision}-two"), &apart_by_slices, &sim);
@@ -120,7 +121,7 @@ fn any_vocabulary_has_aligned_logits_and_the_curve_of_the_cpu() {
             let pieces = with(
                 Alone,
                 &format!("{precision}-pieces"),
-                &format!("{of} parallel.logit_rows=7"),
+                &format!("{of} parallel.loss_chunk_tokens=7"),
                 &sim,
             );
             for (run, how) in
@@ -147,7 +148,7 @@ fn any_vocabulary_has_aligned_logits_and_the_curve_of_the_cpu() {
 #[test]
 fn a_sample_is_that_of_the_cpu() {
     let root = tempfile::tempdir().unwrap();
-    let trained = trains(Alone, root.path(), "trained", &["precision.compute=f32"], &[]);
+    let trained = trains(Alone, root.path(), "trained", &["precision.dtype=f32"], &[]);
     let drawn = |settings: &[&str]| {
         let checkpoint = trained.checkpoint(STEPS);
         let mut asked =
@@ -156,7 +157,7 @@ fn a_sample_is_that_of_the_cpu() {
         asked.args(settings.iter().flat_map(|setting| ["--set", setting]));
         finish(with_simulator(&mut asked)).succeeded().stdout
     };
-    let on_gpu = drawn(&["run.device=cuda", "precision.compute=f32", "device.memory_limit=64MiB"]);
+    let on_gpu = drawn(&["run.device=cuda", "precision.dtype=f32", "device.memory_limit=64MiB"]);
     assert!(on_gpu.contains("\"end\":\"length\""), "{on_gpu}");
     assert_eq!(on_gpu, drawn(&["run.device=cpu"]));
 }
@@ -169,7 +170,7 @@ fn what_changes_the_order_of_work_changes_no_curve() {
         ["model.dropout=0.2", "parallel.recompute=true", "batch.micro=2", "optimizer.kind=sgd"];
     let on_cpu = [&settings[..], &["run.device=cpu"]].concat();
     let cpu = trains(Alone, root.path(), "cpu", &on_cpu, &[]);
-    let on_gpu = [&settings[..], &["precision.compute=f32"]].concat();
+    let on_gpu = [&settings[..], &["precision.dtype=f32"]].concat();
     let gpu = trains(Alone, root.path(), "gpu", &on_gpu, &[("CUDASIM_ORDER", "reverse")]);
     let off = apart(&cpu, &gpu);
     assert!(off < 1e-4, "{off}");
@@ -178,7 +179,7 @@ fn what_changes_the_order_of_work_changes_no_curve() {
 #[test]
 fn every_layout_gives_the_same_bits() {
     let root = tempfile::tempdir().unwrap();
-    for precision in ["precision.compute=f32", "precision.compute=bf16"] {
+    for precision in ["precision.dtype=f32", "precision.dtype=bf16"] {
         let name = |row: &str| format!("{}-{row}", &precision[18..]);
         let one = trains(Alone, root.path(), &name("one"), &[precision], &[]);
         // Memory of the device is out of the reach of MPI.
@@ -186,7 +187,7 @@ fn every_layout_gives_the_same_bits() {
             [("CUDASIM_DEVICES", "2"), ("CUDASIM_HOST_ACCESS", "0"), ("CUDASIM_STREAMS", "lazy")];
         let stages = (0..4).map(|zero| format!("parallel.zero={zero}"));
         for layout in stages.chain(["parallel.storage=central".into()]) {
-            let settings = [precision, &layout, "comm.path=staged"];
+            let settings = [precision, &layout, "comm.transport=host-staged"];
             let two = trains(Mpirun(2), root.path(), &name(&layout), &settings, &apart);
             two.same_as(&one, STEPS, &format!("{precision}, {layout}, 2 ranks"));
         }
@@ -202,12 +203,20 @@ fn every_layout_gives_the_same_bits() {
 fn messages_take_the_way_they_are_told() {
     let root = tempfile::tempdir().unwrap();
     let two = ("CUDASIM_DEVICES", "2");
-    let staged =
-        trains(Mpirun(2), root.path(), "staged", &["comm.path=staged", "parallel.zero=2"], &[two]);
+    let staged = trains(
+        Mpirun(2),
+        root.path(),
+        "staged",
+        &["comm.transport=host-staged", "parallel.zero=2"],
+        &[two],
+    );
     // The simulator's memory can be read by any MPI, which is what the direct way asks for.
-    for algorithm in ["tree", "ring", "mpi"] {
-        let settings =
-            ["comm.path=direct", "parallel.zero=2", &format!("comm.algorithm={algorithm}")];
+    for algorithm in ["halving-doubling", "ring", "vendor"] {
+        let settings = [
+            "comm.transport=cuda-aware",
+            "parallel.zero=2",
+            &format!("comm.algorithm={algorithm}"),
+        ];
         let direct = trains(Mpirun(2), root.path(), algorithm, &settings, &[two]);
         direct.same_as(&staged, STEPS, algorithm);
     }
@@ -216,15 +225,15 @@ fn messages_take_the_way_they_are_told() {
         Mpirun(2),
         root.path(),
         "no",
-        &["comm.path=direct"],
+        &["comm.transport=cuda-aware"],
         &[two, ("CUDASIM_HOST_ACCESS", "0")],
     );
     let ended = finish(&mut command);
     assert_eq!(ended.code(), 2, "{ended}");
     let told = ended
         .stderr
-        .contains("comm.path = direct: the MPI library cannot exchange memory of the GPU");
-    assert!(told && ended.stderr.contains("hint: set comm.path = staged"), "{ended}");
+        .contains("comm.transport = direct: the MPI library cannot exchange memory of the GPU");
+    assert!(told && ended.stderr.contains("hint: set comm.transport = staged"), "{ended}");
 }
 
 #[test]
@@ -234,10 +243,11 @@ fn nccl_gives_the_same_bits() {
         [("CUDASIM_DEVICES", count), ("CUDASIM_HOST_ACCESS", "0"), ("CUDASIM_STREAMS", "lazy")]
     };
     let two = devices("2");
-    let one = trains(Alone, root.path(), "one", &["parallel.lanes=4"], &[]);
+    let one = trains(Alone, root.path(), "one", &["parallel.virtual_ranks=4"], &[]);
     let with = |transport, name: &str, settings: &str, sim: Settings| {
         // The terms of sums take up to 48 MiB of each of four GPUs.
-        let ours = ["parallel.lanes=4", "comm.path=nccl", "device.memory_limit=128MiB"];
+        let ours =
+            ["parallel.virtual_ranks=4", "comm.transport=nccl", "device.memory_limit=128MiB"];
         let settings: Vec<_> = ours.into_iter().chain(settings.split(' ')).collect();
         trains(transport, root.path(), name, &settings, sim)
     };
@@ -258,10 +268,11 @@ fn nccl_gives_the_same_bits() {
     with(Mpirun(4), "central", central, &devices("4")).same_as(&one, STEPS, central);
 
     // NCCL's own collectives add in an order of their own.
-    let own = with(Mpirun(4), "own", &format!("{hybrid} comm.algorithm=mpi"), &devices("4"));
+    let own = with(Mpirun(4), "own", &format!("{hybrid} comm.algorithm=vendor"), &devices("4"));
     let off = apart(&own, &one);
     assert!(off < 1e-3, "{off}");
-    let own = with(Mpirun(2), "own-central", "parallel.storage=central comm.algorithm=mpi", &two);
+    let own =
+        with(Mpirun(2), "own-central", "parallel.storage=central comm.algorithm=vendor", &two);
     let off = apart(&own, &one);
     assert!(off < 1e-3, "{off}");
 }
@@ -270,7 +281,7 @@ fn nccl_gives_the_same_bits() {
 fn nccl_is_refused_where_it_cannot_be() {
     let root = tempfile::tempdir().unwrap();
     let refused = |name: &str, settings: &[&str], sim: Settings| {
-        let settings = [&["comm.path=nccl"], settings].concat();
+        let settings = [&["comm.transport=nccl"], settings].concat();
         let (run, mut command) = command(Mpirun(2), root.path(), name, &settings, sim);
         let told = said(&finish(&mut command));
         assert!(told.contains("\nhint: ") && !run.files().0.exists(), "{told}");
@@ -278,9 +289,14 @@ fn nccl_is_refused_where_it_cannot_be() {
     };
     let shares = ["device.ranks_per_gpu=2", "device.memory=0.4"];
     let told = refused("shared", &shares, &[]);
-    assert!(told.contains("comm.path = nccl wants a GPU for every rank: ranks 0, 1 on "), "{told}");
     assert!(
-        told.contains(" share CPU simulator 0 at 0000:01:00.0\nhint: set comm.path=staged"),
+        told.contains("comm.transport = nccl wants a GPU for every rank: ranks 0, 1 on "),
+        "{told}"
+    );
+    assert!(
+        told.contains(
+            " share CPU simulator 0 at 0000:01:00.0\nhint: set comm.transport=host-staged"
+        ),
         "{told}"
     );
 
@@ -288,7 +304,7 @@ fn nccl_is_refused_where_it_cannot_be() {
     let libraries = without.path().to_str().unwrap();
     let told = refused("missing", &[], &[("CUDASIM_DEVICES", "2"), ("LD_LIBRARY_PATH", libraries)]);
     assert!(
-        told.contains("comm.path = nccl: NCCL is not there: libnccl.so.2\nhint: install NCCL"),
+        told.contains("comm.transport = nccl: NCCL is not there: libnccl.so.2\nhint: install NCCL"),
         "{told}"
     );
 }
@@ -296,7 +312,7 @@ fn nccl_is_refused_where_it_cannot_be() {
 #[test]
 fn a_run_goes_on_from_gpu_to_cpu_and_back() {
     let root = tempfile::tempdir().unwrap();
-    let settings = ["precision.compute=f32", "checkpoint.every=2", "checkpoint.keep=5"];
+    let settings = ["precision.dtype=f32", "checkpoint.every=2", "checkpoint.keep=5"];
     let whole = trains(Alone, root.path(), "whole", &settings, &[]);
     let resumed = |name: &str, settings: &[&str], sim: Settings| {
         let (run, _) = command(Alone, root.path(), name, settings, &[]);
@@ -308,7 +324,7 @@ fn a_run_goes_on_from_gpu_to_cpu_and_back() {
     };
     let here = resumed("here", &settings, &[]);
     assert_eq!(here.tensors(STEPS), whole.tensors(STEPS));
-    let on_cpu = resumed("cpu", &["run.device=cpu", "precision.compute=f32"], &[]);
+    let on_cpu = resumed("cpu", &["run.device=cpu", "precision.dtype=f32"], &[]);
     let losses = |files: &RunFiles| {
         files.numbers("metrics.jsonl", "loss").split_off(files.steps().len() - 2)
     };
@@ -371,7 +387,7 @@ fn gpus_that_cannot_are_told() {
             "run.device = cuda:7, but localhost has 4 GPUs",
         ),
         (&["run.device=gpu"], &[], "`gpu` is no device"),
-        (&[], &[("CUDASIM_CC", "75")], "precision.compute = bf16 needs compute capability 8.0"),
+        (&[], &[("CUDASIM_CC", "75")], "precision.dtype = bf16 needs compute capability 8.0"),
         (&["device.memory_limit=32900KiB"], &[], "of its GPU (parameters "),
         (&["device.memory=grow", "device.memory_limit=32900KiB"], &[], "of its GPU (parameters "),
         (&["device.memory=1.5"], &[], "device.memory = 1.5 is out of range"),
@@ -385,11 +401,7 @@ fn gpus_that_cannot_are_told() {
             &[],
             "device.memory = 2GiB: CPU simulator 0 at 0000:01:00.0 on",
         ),
-        (
-            &["run.device=cpu", "precision.compute=tf32"],
-            &[],
-            "precision.compute = tf32 is for GPUs",
-        ),
+        (&["run.device=cpu", "precision.dtype=tf32"], &[], "precision.dtype = tf32 is for GPUs"),
     ];
     for (settings, sim, text) in cases {
         let said = refused(settings, sim);
@@ -397,14 +409,14 @@ fn gpus_that_cannot_are_told() {
     }
     // One of the earlier generation does what it can.
     let root = tempfile::tempdir().unwrap();
-    trains(Alone, root.path(), "x", &["precision.compute=f32"], &[("CUDASIM_CC", "75")]);
+    trains(Alone, root.path(), "x", &["precision.dtype=f32"], &[("CUDASIM_CC", "75")]);
 }
 
 #[test]
 fn more_ranks_than_gpus_may_share_if_told_so() {
     let root = tempfile::tempdir().unwrap();
     let (_, mut asked) =
-        command(Mpirun(3), root.path(), "x", &["batch.global=6", "parallel.lanes=3"], &[]);
+        command(Mpirun(3), root.path(), "x", &["batch.global=6", "parallel.virtual_ranks=3"], &[]);
     let ended = finish(&mut asked);
     assert_eq!(ended.code(), 2, "{ended}");
     assert!(ended.stderr.contains("3 ranks on "), "{ended}");

@@ -14,7 +14,7 @@ const ENDLESS: [&str; 5] = [
     "eval.every=0",
     "checkpoint.every=0",
     "comm.timeout=8",
-    "parallel.lanes=4",
+    "parallel.virtual_ranks=4",
 ];
 
 /// All that the ranks have logged.
@@ -44,7 +44,7 @@ fn a_cut_cable_is_reported_with_its_hosts() {
     let Some(hosts) = Hosts::new(2) else { return };
     let root = tempfile::tempdir().unwrap();
     let all =
-        [&[][..], &["parallel.pipeline=2"], &["comm.algorithm=ring"], &["comm.algorithm=mpi"]];
+        [&[][..], &["parallel.pipeline=2"], &["comm.algorithm=ring"], &["comm.algorithm=vendor"]];
     for (number, settings) in all.into_iter().enumerate().take(if long() { 4 } else { 2 }) {
         let run =
             Run::new(Alone, root.path(), &format!("x{number}"), &[&ENDLESS[..], settings].concat());
@@ -65,7 +65,7 @@ fn a_cut_cable_is_reported_with_its_hosts() {
 fn a_cable_that_is_mended_in_time_changes_nothing() {
     let Some(hosts) = Hosts::new(2) else { return };
     let root = tempfile::tempdir().unwrap();
-    let settings = ["run.steps=300", "parallel.lanes=4", "comm.timeout=120"];
+    let settings = ["run.steps=300", "parallel.virtual_ranks=4", "comm.timeout=120"];
     let reference = Run::new(Alone, root.path(), "reference", &settings).succeeds();
     let run = Run::new(Alone, root.path(), "x", &settings);
     let files = run.files();

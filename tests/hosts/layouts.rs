@@ -73,7 +73,10 @@ fn hosts_with_unequal_ranks_give_the_bits_of_one_rank() {
     let Some(hosts) = Hosts::new(2) else { return };
     let root = tempfile::tempdir().unwrap();
     let settings = |more: &'static str| {
-        ["parallel.lanes=4", "batch.micro=1"].into_iter().chain(more.split(' ')).collect::<Vec<_>>()
+        ["parallel.virtual_ranks=4", "batch.micro=1"]
+            .into_iter()
+            .chain(more.split(' '))
+            .collect::<Vec<_>>()
     };
     let reference =
         Run::new(Alone, root.path(), "reference", &settings("parallel.zero=0")).succeeds();
@@ -106,7 +109,7 @@ fn hosts_with_unequal_ranks_give_the_bits_of_one_rank() {
 fn replicas_that_train_apart_on_two_hosts_give_the_bits_of_one_rank() {
     let Some(hosts) = Hosts::new(2) else { return };
     let root = tempfile::tempdir().unwrap();
-    let apart = ["parallel.average_every=2", "parallel.average_replicas=4", "parallel.lanes=8"];
+    let apart = ["local_sgd.sync_every=2", "local_sgd.replicas=4", "parallel.virtual_ranks=8"];
     let reference = Run::new(Alone, root.path(), "reference", &apart).succeeds();
     let one = Run::new(Mpirun(4), root.path(), "x", &apart);
     run(&hosts, "h0:2,h1:2", Mpirun(4), &one).same_as(&reference, STEPS, "apart");

@@ -13,7 +13,7 @@ use hpctrain_testkit::runs::{Run, json};
 fn an_evaluator_on_another_host_finds_the_same_bits() {
     let Some(hosts) = Hosts::new(2) else { return };
     let root = tempfile::tempdir().unwrap();
-    let settings = ["checkpoint.every=2", "checkpoint.keep=9", "parallel.lanes=4"];
+    let settings = ["checkpoint.every=2", "checkpoint.keep=9", "parallel.virtual_ranks=4"];
     let inline = [&settings[..], &["eval.every=2"]].concat();
     let reference = Run::new(Alone, root.path(), "reference", &inline).succeeds();
     let beside = [&settings[..], &["eval.inline=false"]].concat();
@@ -40,17 +40,17 @@ fn an_evaluator_on_another_host_finds_the_same_bits() {
 fn servers_and_workers_on_other_hosts_give_the_same_bits() {
     let Some(hosts) = Hosts::new(3) else { return };
     let root = tempfile::tempdir().unwrap();
-    let settings = ["parallel.lanes=4", "servers.timeout=30"];
+    let settings = ["parallel.virtual_ranks=4", "parameter_server.timeout=30"];
     let reference = Run::new(Simulate(2), root.path(), "reference", &settings[..1]).succeeds();
     let run = Run::new(Alone, root.path(), "x", &settings);
     let arguments = run.command();
-    let mut coordinate = program(["coordinate", "--servers", "2", "--workers", "2"]);
+    let mut coordinate = program(["ps", "coordinator", "--servers", "2", "--workers", "2"]);
     coordinate.args(arguments.get_args().skip(1));
     let coordinator = start(&mut hosts.on("h0", &coordinate));
     let folder = run.files().0;
     let others = [("h1", "server"), ("h2", "server"), ("h1", "worker"), ("h2", "worker")].map(
         |(host, role)| {
-            let mut command = program([role, "--run"]);
+            let mut command = program(["ps", role, "--run"]);
             start_beside(&coordinator, &mut hosts.on(host, command.arg(&folder)))
         },
     );
@@ -106,11 +106,11 @@ fn messages_between_hosts_are_encrypted() {
             &format!("{encrypt}"),
             &settings.each_ref().map(String::as_str),
         );
-        let mut coordinate = program(["coordinate", "--servers", "1", "--workers", "1"]);
+        let mut coordinate = program(["ps", "coordinator", "--servers", "1", "--workers", "1"]);
         coordinate.args(run.command().get_args().skip(1));
         let coordinator = start(&mut hosts.on("h0", &coordinate));
         let others = [("h0", "server"), ("h1", "worker")].map(|(host, role)| {
-            let mut command = program([role, "--run"]);
+            let mut command = program(["ps", role, "--run"]);
             start_beside(&coordinator, &mut hosts.on(host, command.arg(run.files().0)))
         });
         coordinator.finish(LIMIT).succeeded();

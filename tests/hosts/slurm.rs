@@ -27,7 +27,7 @@ const SETTINGS: [&str; 7] = [
     "model.layers=1",
     "model.width=16",
     "model.context=8",
-    "parallel.lanes=4",
+    "parallel.virtual_ranks=4",
     "eval.samples=4",
     "device.memory_limit=96MiB",
     "checkpoint.every=100",
@@ -283,10 +283,10 @@ fn a_preempted_worker_is_requeued_and_joins_again() {
     let settings = [&SETTINGS[..], &["run.steps=1000000", "run.name=x", "eval.every=0"]].concat();
     let files = slurm.files("x");
     let root = format!("run.root={}", slurm.root.path().display());
-    let mut coordinate = launch::program(["coordinate", "--servers", "1", "--set", &root]);
+    let mut coordinate = launch::program(["ps", "coordinator", "--servers", "1", "--set", &root]);
     let mut coordinator = start(&mut slurm.hosts.on("h0", coordinate.args(sets(&settings))));
     coordinator.until("waiting for servers", || files.path("servers/coordinator").exists());
-    let mut serve = launch::program(["server", "--run"]);
+    let mut serve = launch::program(["ps", "server", "--run"]);
     let _server = start_beside(&coordinator, &mut slurm.hosts.on("h0", serve.arg(&files.0)));
 
     let words = [files.0.to_str().unwrap().to_string()];

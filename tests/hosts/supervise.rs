@@ -14,10 +14,10 @@ use hpctrain_testkit::runs::{Run, RunFiles};
 const STEPS: u64 = 400;
 
 /// Steps of some milliseconds, so that a fault comes in their middle; the bits of any ranks that
-/// divide the lanes.
+/// divide the virtual ranks.
 const SETTINGS: [&str; 6] = [
     "run.steps=400",
-    "parallel.lanes=4",
+    "parallel.virtual_ranks=4",
     "comm.timeout=8",
     "checkpoint.every=20",
     "eval.every=100",

@@ -20,7 +20,7 @@ fn a_trace_of_two_hosts_is_on_one_clock() {
         Alone,
         root.path(),
         "x",
-        &["comm.algorithm=tree", "eval.every=0", "checkpoint.every=0"],
+        &["comm.algorithm=halving-doubling", "eval.every=0", "checkpoint.every=0"],
     );
     finish(&mut hosts.across("h0:2,h1:2", run.command().arg("--trace").arg(&path))).succeeded();
     let trace = json(&path);

@@ -1,4 +1,4 @@
-//! `parallel.average_every`: replicas that train apart are averaged, and any ranks that divide them
+//! `local_sgd.sync_every`: replicas that train apart are averaged, and any ranks that divide them
 //! give the same bits.
 
 use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate};
@@ -8,10 +8,10 @@ use hpctrain_testkit::simulator::with_simulator;
 
 const STEPS: u64 = 6;
 const APART: [&str; 3] =
-    ["parallel.average_every=2", "parallel.average_replicas=4", "parallel.lanes=8"];
+    ["local_sgd.sync_every=2", "local_sgd.replicas=4", "parallel.virtual_ranks=8"];
 /// All that is averaged, or is kept between averages.
 const OUTER: [&str; 3] =
-    ["parallel.outer_lr=0.7", "parallel.outer_momentum=0.9", "optimizer.ema=0.75"];
+    ["local_sgd.outer_lr=0.7", "local_sgd.outer_momentum=0.9", "optimizer.ema=0.75"];
 
 fn run(transport: Transport, root: &std::path::Path, name: &str, settings: &[&str]) -> Run {
     Run::new(transport, root, name, &[&APART[..], &["eval.every=2"], settings].concat())
@@ -60,10 +60,10 @@ fn averages_at_every_step_are_gradient_descent() {
         "optimizer.kind=sgd",
         "optimizer.momentum=0.5",
         "optimizer.grad_clip=0",
-        "parallel.lanes=4",
+        "parallel.virtual_ranks=4",
     ];
     let together = Run::new(Mpirun(4), root.path(), "together", &linear).succeeds();
-    let settings = [&linear[..], &["parallel.average_every=1"]].concat();
+    let settings = [&linear[..], &["local_sgd.sync_every=1"]].concat();
     let apart = Run::new(Mpirun(4), root.path(), "apart", &settings).succeeds();
     for (file, key) in [("metrics.jsonl", "loss"), ("eval.jsonl", "loss")] {
         let apart = apart.numbers(file, key);
@@ -89,11 +89,11 @@ fn the_outer_step_is_nesterovs() {
     let start =
         values("start", 2, 0, &["run.steps=2", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]);
     let mean = values("mean", 2, 0, &["run.steps=2"]);
-    let outer = ["run.steps=2", "parallel.outer_lr=0.7", "parallel.outer_momentum=0.9"];
+    let outer = ["run.steps=2", "local_sgd.outer_lr=0.7", "local_sgd.outer_momentum=0.9"];
     let stepped = values("outer", 2, 0, &outer);
     // AdamW has two buffers of its own.
     let momentum = values("momentum", 2, 3, &outer);
-    let without = values("without", 2, 0, &["run.steps=2", "parallel.outer_lr=0.7"]);
+    let without = values("without", 2, 0, &["run.steps=2", "local_sgd.outer_lr=0.7"]);
     assert!(start.len() == mean.len() && start.len() == momentum.len() && start != mean);
     for (i, (start, mean)) in start.iter().zip(&mean).enumerate() {
         let close = |a: f32, b: f32| (a - b).abs() <= 1e-6;
@@ -110,7 +110,7 @@ fn the_outer_step_is_nesterovs() {
 fn what_looks_at_parameters_waits_for_averages() {
     let root = tempfile::tempdir().unwrap();
     let settings =
-        ["parallel.average_every=4", "eval.every=3", "checkpoint.every=3", "checkpoint.keep=9"];
+        ["local_sgd.sync_every=4", "eval.every=3", "checkpoint.every=3", "checkpoint.keep=9"];
     let run = run(Mpirun(2), root.path(), "x", &[&settings[..], &["run.steps=14"]].concat());
     let files = run.succeeds();
     assert_eq!(files.numbers("metrics.jsonl", "step"), (1..=14).map(f64::from).collect::<Vec<_>>());
@@ -125,7 +125,7 @@ fn they_are_averaged_on_gpus_and_beside_them() {
     let root = tempfile::tempdir().unwrap();
     let gpu =
         ["run.device=cuda", "run.steps=3", "device.memory_limit=48MiB", "device.ranks_per_gpu=2"];
-    for precision in ["precision.compute=f32", "precision.compute=bf16"] {
+    for precision in ["precision.dtype=f32", "precision.dtype=bf16"] {
         let on_gpu = |transport, name: &str, settings: &[&str]| {
             let name = format!("{}-{name}", &precision[18..]);
             let run = run(
@@ -139,7 +139,7 @@ fn they_are_averaged_on_gpus_and_beside_them() {
         };
         let one = on_gpu(Alone, "one", &[]);
         on_gpu(Mpirun(2), "two", &[]).same_as(&one, 3, precision);
-        let settings = ["parallel.zero=1", "optimizer.offload=true", "parallel.shard=2"];
+        let settings = ["parallel.zero=1", "offload.optimizer=true", "parallel.shard=2"];
         on_gpu(Mpirun(2), "offloaded", &settings).same_as(&one, 3, precision);
     }
 }
@@ -148,7 +148,7 @@ fn they_are_averaged_on_gpus_and_beside_them() {
 fn an_epoch_is_so_many_steps() {
     let root = tempfile::tempdir().unwrap();
     let files =
-        run(Mpirun(4), root.path(), "epoch", &["parallel.average_every=epoch", "run.steps=2"])
+        run(Mpirun(4), root.path(), "epoch", &["local_sgd.sync_every=epoch", "run.steps=2"])
             .succeeds();
     // 62,740 samples, eight a step.
     assert!(

@@ -13,7 +13,7 @@ const EMA: &str = "optimizer.ema=0.75";
 const STEPS: u64 = 6;
 
 fn run(transport: Transport, root: &Path, name: &str, settings: &[&str]) -> Run {
-    let settings = [&["parallel.lanes=4", "eval.every=3"], settings].concat();
+    let settings = [&["parallel.virtual_ranks=4", "eval.every=3"], settings].concat();
     Run::new(transport, root, name, &settings)
 }
 
@@ -104,7 +104,7 @@ fn it_is_kept_on_gpus_and_beside_them() {
     let root = tempfile::tempdir().unwrap();
     let gpu =
         ["run.device=cuda", "run.steps=3", "device.memory_limit=48MiB", "device.ranks_per_gpu=2"];
-    for precision in ["precision.compute=f32", "precision.compute=bf16"] {
+    for precision in ["precision.dtype=f32", "precision.dtype=bf16"] {
         let on_gpu = |transport, name: &str, settings: &[&str]| {
             let name = format!("{}-{name}", &precision[18..]);
             let run = run(
@@ -120,7 +120,7 @@ fn it_is_kept_on_gpus_and_beside_them() {
         on_gpu(Mpirun(2), "sharded", &["parallel.zero=3"]).same_as(&one, 3, precision);
         on_gpu(Mpirun(2), "stages", &["parallel.pipeline=2", "batch.micro=2"])
             .same_as(&one, 3, precision);
-        on_gpu(Mpirun(2), "offloaded", &["parallel.zero=1", "optimizer.offload=true"])
+        on_gpu(Mpirun(2), "offloaded", &["parallel.zero=1", "offload.optimizer=true"])
             .same_as(&one, 3, precision);
         let peaks = json(&one.path("run.json"))["peak_bytes"].clone();
         assert!(peaks["optimizer"].as_u64().unwrap() > 0, "{peaks}");

@@ -12,7 +12,7 @@ use hpctrain_testkit::runs::{Run, RunFiles, copy, json};
 
 /// Saves and evaluates every second of six steps.
 const SETTINGS: [&str; 4] =
-    ["checkpoint.every=2", "checkpoint.keep=9", "eval.every=2", "parallel.lanes=2"];
+    ["checkpoint.every=2", "checkpoint.keep=9", "eval.every=2", "parallel.virtual_ranks=2"];
 
 fn run(root: &Path, name: &str, more: &[&str]) -> RunFiles {
     Run::new(Alone, root, name, &[&SETTINGS, more].concat()).succeeds()

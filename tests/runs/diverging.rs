@@ -12,7 +12,7 @@ const TINY: [&str; 8] = [
     "model.heads=2",
     "model.context=8",
     "eval.samples=8",
-    "log.sample=0",
+    "log.sample_tokens=0",
     "run.name=x",
     "run.threads=1",
 ];
@@ -37,7 +37,7 @@ fn a_run_that_diverges_skips_and_then_gives_up() {
         let root = tempfile::tempdir().unwrap();
         // The first update throws the weights beyond f32; nothing is finite after it.
         let settings =
-            ["run.steps=50", "run.max_skipped=4", "optimizer.lr=1e38", "schedule.warmup=0"];
+            ["run.steps=50", "run.max_skipped=4", "optimizer.lr=1e38", "lr_schedule.warmup=0"];
         let output = run(root.path(), arguments, &settings);
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{stderr}");

@@ -58,8 +58,8 @@ const SETTINGS: [&str; 9] = [
     "run.device=cpu",
     "batch.global=16",
     "optimizer.lr=0.05",
-    "schedule.warmup=2",
-    "parallel.lanes=4",
+    "lr_schedule.warmup=2",
+    "parallel.virtual_ranks=4",
     // The last chunk is short, and some are of both data sets.
     "eval.batch=7",
     "checkpoint.every=0",
@@ -286,7 +286,7 @@ fn epochs_and_classes_of_runs_on_servers() {
             "run.epochs=3",
             "eval.every_epochs=1",
             "batch.micro=4",
-            "log.sample=0",
+            "log.sample_tokens=0",
         ],
     ];
     let settings: Vec<&str> =

@@ -41,7 +41,7 @@ const SMALL: [&str; 6] = [
     "model.heads=2",
     "model.context=16",
     "batch.global=8",
-    "parallel.lanes=2",
+    "parallel.virtual_ranks=2",
 ];
 
 /// The output of an example is the same on one rank and on two.
@@ -60,7 +60,7 @@ fn training_loop() {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/training_loop.rs"),
     )
     .unwrap();
-    assert!(source.lines().count() < 60, "a loop of one's own is short");
+    assert!(source.lines().count() < 60, "a custom training loop is short");
     let printed = same_on_two("training_loop", &["run.steps=30"], "parallel.zero=3");
     let loss = |line: &str| -> f64 { line.split_whitespace().nth(3).unwrap().parse().unwrap() };
     let losses: Vec<f64> =
@@ -229,7 +229,7 @@ fn hooks() {
     let root = tempfile::tempdir().unwrap();
     let place = format!("run.root={}", root.path().display());
     let settings =
-        ["optimizer.lr=0.01", "schedule.warmup=2", "eval.samples=20", "run.device=cpu", &place];
+        ["optimizer.lr=0.01", "lr_schedule.warmup=2", "eval.samples=20", "run.device=cpu", &place];
     for (ranks, name) in [(1, "one"), (2, "two")] {
         let ended =
             run("hooks", ranks, &[&SMALL[..], &settings, &[&format!("run.name={name}")]].concat())

@@ -135,7 +135,7 @@ fn config_with(root: &Path, more: &[&str]) -> Config {
         "batch.global=4",
         "eval.every=2",
         "checkpoint.every=3",
-        "checkpoint.asynchronous=false",
+        "checkpoint.async_save=false",
         "run.device=cpu",
         &format!("run.root={}", root.display()),
     ];
@@ -240,9 +240,9 @@ fn epochs_are_told_after_their_evaluations() {
     // Several epochs of a round are told after its average, and a request to stop is heard with the
     // next.
     let apart = [
-        "parallel.average_every=4",
-        "parallel.average_replicas=2",
-        "parallel.lanes=2",
+        "local_sgd.sync_every=4",
+        "local_sgd.replicas=2",
+        "parallel.virtual_ranks=2",
         "checkpoint.every=0",
     ];
     let hook = |_| Notes { stops_at_epoch: Some(1), ..Notes::default() };

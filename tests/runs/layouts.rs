@@ -1,4 +1,4 @@
-//! One batch, one result: every layout of a run against one rank that computes the same lanes.
+//! One batch, one result: every layout of a run against one rank that computes the same virtual ranks.
 //!
 //! Sums that are the same tree everywhere give the same bits: the table is in `common/layouts.rs`.
 //! Otherwise sums are taken in another order and the results are close.
@@ -11,7 +11,7 @@ use hpctrain_testkit::runs::{Run, json};
 const STEPS: u64 = 6;
 
 #[test]
-fn layouts_with_the_same_lanes_give_the_same_bits() {
+fn layouts_with_the_same_virtual_ranks_give_the_same_bits() {
     let root = tempfile::tempdir().unwrap();
     let rows = SAME.iter().map(|row| (row, vec![]));
     give_the_same_bits(rows, STEPS, |transport, settings, name| {
@@ -26,7 +26,7 @@ fn step_of(ranks: usize, settings: &[&str]) -> (u64, u64) {
         "eval.every=0",
         "checkpoint.every=0",
         "eval.samples=2",
-        "comm.algorithm=tree",
+        "comm.algorithm=halving-doubling",
         "model.width=64",
     ];
     let batch = format!("batch.global={ranks}");
@@ -71,7 +71,7 @@ fn a_step_of_many_ranks_has_few_rounds() {
 #[test]
 fn weights_in_panels_give_the_same_bits() {
     let root = tempfile::tempdir().unwrap();
-    let settings = ["model.width=64", "batch.global=16", "parallel.lanes=2"];
+    let settings = ["model.width=64", "batch.global=16", "parallel.virtual_ranks=2"];
     let run = |transport, name| {
         let files = Run::new(transport, root.path(), name, &settings).succeeds();
         let workspace = json(&files.path("run.json"))["peak_bytes"]["workspace"].as_u64().unwrap();
@@ -84,7 +84,7 @@ fn weights_in_panels_give_the_same_bits() {
     apart.same_as(&together, STEPS, "one rank, whose weights are in panels, and two");
 }
 
-/// Layouts that add in another order than one rank, one lane.
+/// Layouts that add in another order than one rank, one virtual rank.
 const CLOSE: [(Transport, &str); 13] = [
     (Mpirun(1), ""),
     (Mpirun(2), ""),
@@ -92,9 +92,9 @@ const CLOSE: [(Transport, &str); 13] = [
     (Mpirun(4), ""),
     (Mpirun(3), "parallel.zero=3"),
     (Mpirun(4), "parallel.zero=2"),
-    (Mpirun(2), "comm.algorithm=mpi"),
-    (Mpirun(3), "comm.algorithm=mpi parallel.zero=3"),
-    (Mpirun(4), "comm.algorithm=mpi parallel.zero=1"),
+    (Mpirun(2), "comm.algorithm=vendor"),
+    (Mpirun(3), "comm.algorithm=vendor parallel.zero=3"),
+    (Mpirun(4), "comm.algorithm=vendor parallel.zero=1"),
     (Mpirun(4), "comm.algorithm=ring"),
     (Mpirun(3), "comm.algorithm=ring parallel.zero=2"),
     (Simulate(6), "comm.algorithm=ring parallel.zero=3"),

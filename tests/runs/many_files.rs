@@ -111,7 +111,7 @@ fn data_of_more_shards_than_descriptors_is_trained_on() {
         ["data", "import", "text", text, "--shards", "400", "--val-fraction", "0.1", "--out", at];
     finish(&mut program(arguments)).succeeded();
     // Every shard is read, again and again.
-    let settings = ["run.steps=150", &format!("data.path={at}")[..], "schedule.warmup=1"];
+    let settings = ["run.steps=150", &format!("data.path={at}")[..], "lr_schedule.warmup=1"];
     let run = Run::new(Alone, root.path(), "x", &settings);
     limited(&run.command()).succeeded();
 }

@@ -130,11 +130,11 @@ fn slices_take_what_is_said_of_them() {
         "parallel.tensor=2 parallel.pipeline=2 parallel.sequence=true parallel.schedule=zero-bubble",
         "parallel.tensor=2 model.kind=llama model.kv_heads=4",
         "parallel.tensor=4 parallel.sequence=true model.kind=llama model.kv_heads=4",
-        "parallel.tensor_lanes=4",
-        "parallel.tensor=2 parallel.tensor_lanes=4",
-        "model.vocabulary=2000 parallel.logit_rows=100",
-        "model.vocabulary=2000 parallel.logit_rows=100 parallel.recompute=true eval.batch=16",
-        "model.vocabulary=2000 parallel.logit_rows=7 parallel.tensor=2 parallel.pipeline=2",
+        "parallel.virtual_tensor_ranks=4",
+        "parallel.tensor=2 parallel.virtual_tensor_ranks=4",
+        "model.vocabulary=2000 parallel.loss_chunk_tokens=100",
+        "model.vocabulary=2000 parallel.loss_chunk_tokens=100 parallel.recompute=true eval.batch=16",
+        "model.vocabulary=2000 parallel.loss_chunk_tokens=7 parallel.tensor=2 parallel.pipeline=2",
     ];
     let mut wrong = Vec::new();
     for (i, case) in cases.into_iter().enumerate() {
@@ -186,21 +186,18 @@ fn off_by_a_twentieth(run: &Run, case: &str) -> Vec<String> {
 fn replicas_that_train_apart_take_what_is_said_of_them() {
     let root = tempfile::tempdir().unwrap();
     let cases = [
-        (2, "parallel.outer_lr=1"),
-        (1, "parallel.average_replicas=2"),
-        (2, "parallel.average_replicas=8 parallel.outer_momentum=0.9"),
-        (4, "parallel.zero=1 parallel.shard=2 parallel.outer_lr=0.7"),
-        (2, "parallel.zero=2 parallel.shard=2 parallel.average_replicas=4"),
-        (
-            4,
-            "parallel.zero=3 parallel.shard=2 parallel.average_replicas=4 parallel.outer_momentum=0.9",
-        ),
-        (4, "parallel.pipeline=2 parallel.average_replicas=4"),
+        (2, "local_sgd.outer_lr=1"),
+        (1, "local_sgd.replicas=2"),
+        (2, "local_sgd.replicas=8 local_sgd.outer_momentum=0.9"),
+        (4, "parallel.zero=1 parallel.shard=2 local_sgd.outer_lr=0.7"),
+        (2, "parallel.zero=2 parallel.shard=2 local_sgd.replicas=4"),
+        (4, "parallel.zero=3 parallel.shard=2 local_sgd.replicas=4 local_sgd.outer_momentum=0.9"),
+        (4, "parallel.pipeline=2 local_sgd.replicas=4"),
     ];
     let mut wrong = Vec::new();
     for (i, (ranks, case)) in cases.into_iter().enumerate() {
         let layout: Vec<&str> =
-            case.split(' ').chain(["eval.batch=1", "parallel.average_every=2"]).collect();
+            case.split(' ').chain(["eval.batch=1", "local_sgd.sync_every=2"]).collect();
         let run = Run::new(
             Transport::Simulate(ranks),
             root.path(),

@@ -30,11 +30,11 @@ const GATHERED_AHEAD: usize = 1;
 /// Measured and computed bytes may differ by this part.
 const TOLERANCE: f64 = 0.02;
 
-/// Peaks of the three categories after some steps, with one lane a rank; the largest of all ranks.
+/// Peaks of the three categories after some steps, with one virtual rank a rank; the largest of all ranks.
 fn measured(ranks: usize, zero: Zero) -> usize {
     let (shard, replica) = if zero == Zero::Zero { (1, ranks) } else { (ranks, 1) };
     let mesh = Mesh { pipeline: 1, replica, shard, tensor: 1 };
-    let cut = Cut { lanes: ranks, ..Cut::WHOLE };
+    let cut = Cut { virtual_ranks: ranks, ..Cut::WHOLE };
     let peaks = on_threads(ranks, |comm| {
         let mut engine =
             engine(comm, &Network::Gpt(GPT), mesh, zero, RULE, cut, (GPT.context * ranks) as u64);

@@ -129,11 +129,11 @@ fn networks(folder: &Path) -> Vec<Network> {
     ]
 }
 
-/// A run of a network in eight lanes.
+/// A run of a network in eight virtual ranks.
 fn run(network: &Network, transport: Transport, root: &Path, name: &str, settings: &str) -> Run {
-    let lanes = ["parallel.lanes=8", "eval.samples=10"].map(String::from).to_vec();
+    let virtual_ranks = ["parallel.virtual_ranks=8", "eval.samples=10"].map(String::from).to_vec();
     let settings = settings.split_whitespace().map(String::from).collect();
-    let settings = [lanes, network.settings.clone(), settings].concat();
+    let settings = [virtual_ranks, network.settings.clone(), settings].concat();
     Run { settings, ..Run::new(transport, root, &format!("{}-{name}", network.name), &[]) }
 }
 
@@ -198,7 +198,7 @@ fn every_network_trains_on_gpus() {
     for network in networks(root.path()) {
         let cpu = run(&network, Alone, root.path(), "cpu", "run.steps=3").succeeds();
         for (precision, bound) in [("f32", 1e-4), ("bf16", 2e-2)] {
-            let settings = format!("precision.compute={precision}");
+            let settings = format!("precision.dtype={precision}");
             let one = on_gpu(&network, Alone, root.path(), precision, &settings);
             for (file, key) in [("metrics.jsonl", "loss"), ("eval.jsonl", "loss")] {
                 let got = one.numbers(file, key);
@@ -260,11 +260,12 @@ fn ranks_share_the_statistics_of_a_batch() {
     let off = |a: &[f64], b: &[f64]| {
         a.iter().zip(b).map(|(a, b)| (a / b - 1.0).abs()).fold(0.0, f64::max)
     };
-    let one = run(&shared, Alone, root.path(), "one", "parallel.lanes=1").succeeds();
-    let two = run(&shared, Mpirun(2), root.path(), "two", "parallel.lanes=2").succeeds();
+    let one = run(&shared, Alone, root.path(), "one", "parallel.virtual_ranks=1").succeeds();
+    let two = run(&shared, Mpirun(2), root.path(), "two", "parallel.virtual_ranks=2").succeeds();
     let far = off(&losses(&one), &losses(&two));
     assert!(far < 1e-5, "{far:e}");
-    let apart = run(&network(false), Mpirun(2), root.path(), "two", "parallel.lanes=2").succeeds();
+    let apart =
+        run(&network(false), Mpirun(2), root.path(), "two", "parallel.virtual_ranks=2").succeeds();
     let far = off(&losses(&one), &losses(&apart));
     assert!(far > 1e-3, "{far:e}: statistics of a rank's own samples ought to show");
     // A sum of two in either order is the same, so other layouts have the same bits.
@@ -276,13 +277,14 @@ fn ranks_share_the_statistics_of_a_batch() {
         (4, "pipeline=2 parallel.zero=1 batch.micro=4"),
     ];
     for (i, (ranks, layout)) in layouts.into_iter().enumerate() {
-        let settings = format!("parallel.lanes=2 parallel.{layout}");
+        let settings = format!("parallel.virtual_ranks=2 parallel.{layout}");
         let files = run(&shared, Mpirun(ranks), root.path(), &i.to_string(), &settings).succeeds();
         files.same_as(&two, 6, layout);
     }
     let middle = root.path().join("shared-1/checkpoints/step-00000003").display().to_string();
-    let on =
-        run(&shared, Mpirun(2), root.path(), "on", "parallel.lanes=2").resume(&middle).succeeds();
+    let on = run(&shared, Mpirun(2), root.path(), "on", "parallel.virtual_ranks=2")
+        .resume(&middle)
+        .succeeds();
     assert_eq!(on.tensors(6), two.tensors(6));
     // On GPUs as well.
     let gpus = on_gpu(
@@ -290,7 +292,7 @@ fn ranks_share_the_statistics_of_a_batch() {
         Mpirun(2),
         root.path(),
         "gpus",
-        "parallel.lanes=2 parallel.zero=3 precision.compute=f32",
+        "parallel.virtual_ranks=2 parallel.zero=3 precision.dtype=f32",
     );
     let far = off(&gpus.numbers("metrics.jsonl", "loss"), &two.numbers("metrics.jsonl", "loss"));
     assert!(far < 1e-4, "{far:e}");
@@ -530,9 +532,9 @@ fn rows_reach_the_network_as_it_learned_them_whoever_stored_them() {
     // does one that goes on.
     let tuned = |name: &str, more: &[&str]| {
         let path = format!("data.path={} data.validation=train-*.h5", at("few-imported").display());
-        let run = run_of(name, &format!("{path} run.steps=22 parallel.lanes=1"))
+        let run = run_of(name, &format!("{path} run.steps=22 parallel.virtual_ranks=1"))
             .resume(&checkpoint.display().to_string());
-        finish(run.command().args(more).args(["--set", "parallel.lanes=1"])).succeeded()
+        finish(run.command().args(more).args(["--set", "parallel.virtual_ranks=1"])).succeeded()
     };
     for (name, more) in [("tuned", &["--weights-only"][..]), ("on", &["--allow-changed-data"])] {
         let ended = tuned(name, more);

@@ -179,8 +179,8 @@ fn what_has_no_room_on_a_gpu_is_proposed_for_its_host() {
         text.contains("  > ") && text.contains("the tables on the host are in none of these times"),
         "{text}"
     );
-    let ended = plan(&["--set", "optimizer.offload=false"]);
+    let ended = plan(&["--set", "offload.optimizer=false"]);
     assert_eq!(ended.code(), 2, "{ended}");
     assert!(ended.stderr.contains("no layout fits: of 1 ranks the smallest needs "), "{ended}");
-    assert!(ended.stderr.contains("hint: optimizer.offload=true takes "), "{ended}");
+    assert!(ended.stderr.contains("hint: offload.optimizer=true takes "), "{ended}");
 }

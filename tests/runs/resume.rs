@@ -14,13 +14,13 @@ use hpctrain_testkit::runs::{Run, RunFiles, copy, json};
 
 /// Steps of the uninterrupted run. It saves and evaluates every third.
 const STEPS: u64 = 9;
-/// Eight lanes on any number of ranks: the same bits on all.
+/// Eight virtual ranks on any number of ranks: the same bits on all.
 const SETTINGS: [&str; 8] = [
     "run.steps=9",
     "checkpoint.every=3",
     "checkpoint.keep=9",
     "eval.every=3",
-    "parallel.lanes=8",
+    "parallel.virtual_ranks=8",
     "model.dropout=0.1",
     "batch.global=16",
     // Sums are taken by micro-batches, of which a pipeline wants more.
@@ -309,7 +309,7 @@ fn a_run_needs_no_validation_data() {
         "checkpoint.keep=1",
         "checkpoint.keep_best=1",
         "optimizer.lr=0.3",
-        "schedule.warmup=0",
+        "lr_schedule.warmup=0",
     ];
     let reference = run(Mpirun(2), root.path(), "reference", &settings);
     let ended = reference.ends().succeeded();
@@ -698,14 +698,15 @@ fn a_run_that_goes_on_otherwise_says_so() {
     let told = warnings(
         "a",
         Mpirun(2),
-        &["loss.label_smoothing=0.5", "model.dropout=0.5", "parallel.lanes=4"],
+        &["loss.label_smoothing=0.5", "model.dropout=0.5", "parallel.virtual_ranks=4"],
     );
     assert_eq!(told.len(), 2, "{told:?}");
     assert!(told[0].contains(
         "another configuration: loss.label_smoothing was 0.0, is 0.5; model.dropout was 0.1"
     ));
     assert!(
-        told[1].contains("in their last bits: ") && told[1].contains("parallel.lanes was 8, is 4"),
+        told[1].contains("in their last bits: ")
+            && told[1].contains("parallel.virtual_ranks was 8, is 4"),
         "{told:?}"
     );
     // Another layout changes nothing.

@@ -132,7 +132,8 @@ fn samples_are_the_same_in_every_layout() {
     let root = tempfile::tempdir().unwrap();
     for kind in ["gpt", "llama"] {
         let kind = format!("model.kind={kind}");
-        let settings = [&kind, "run.steps=12", "parallel.lanes=2", "parallel.tensor_lanes=2"];
+        let settings =
+            [&kind, "run.steps=12", "parallel.virtual_ranks=2", "parallel.virtual_tensor_ranks=2"];
         let files = Run::new(Alone, root.path(), &kind[11..], &settings).succeeds();
         let latest = files.path("checkpoints/latest").display().to_string();
         // Some continuations end within the context of 16, others slide out of it.

@@ -10,9 +10,9 @@ use hpctrain_testkit::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
 use hpctrain_testkit::launch::{Ended, finish};
 use hpctrain_testkit::runs::{Run, RunFiles, json};
 
-/// Four lanes: the same bits on any number of workers.
+/// Four virtual ranks: the same bits on any number of workers.
 const TOGETHER: [&str; 5] = [
-    "parallel.lanes=4",
+    "parallel.virtual_ranks=4",
     "model.dropout=0.1",
     "eval.every=3",
     "checkpoint.every=3",
@@ -20,8 +20,12 @@ const TOGETHER: [&str; 5] = [
 ];
 
 /// Each worker goes on by itself.
-const APART: [&str; 4] =
-    ["servers.staleness='none'", "eval.every=3", "checkpoint.every=3", "checkpoint.keep=9"];
+const APART: [&str; 4] = [
+    "parameter_server.staleness='none'",
+    "eval.every=3",
+    "checkpoint.every=3",
+    "checkpoint.keep=9",
+];
 
 /// A run of so many workers and servers.
 #[track_caller]
@@ -44,15 +48,15 @@ fn the_bits_are_those_of_data_parallelism() {
     let runs: [(&str, Transport, usize, &[&str]); 8] = [
         ("one worker, one server", Simulate(2), 1, &[]),
         ("two workers, three servers", Simulate(5), 3, &[]),
-        ("four workers, two servers", Simulate(6), 2, &["servers.partition='fixed:3'"]),
+        ("four workers, two servers", Simulate(6), 2, &["parameter_server.partition='fixed:3'"]),
         (
-            "three workers, which do not divide the lanes",
+            "three workers, which do not divide the virtual ranks",
             Simulate(5),
             2,
-            &["servers.partition='max:4KiB'"],
+            &["parameter_server.partition='max:4KiB'"],
         ),
         ("recomputed", Simulate(4), 2, &["parallel.recompute=true"]),
-        ("one thread writes", Simulate(3), 1, &["checkpoint.asynchronous=false"]),
+        ("one thread writes", Simulate(3), 1, &["checkpoint.async_save=false"]),
         ("processes", Spawn(4), 2, &[]),
         ("processes of MPI", Mpirun(3), 1, &[]),
     ];
@@ -126,7 +130,7 @@ fn a_trace_has_workers_servers_and_the_coordinator() {
         assert_eq!(done[&("coordinator", "step")], 6, "{name}: {done:?}");
         assert_eq!(done[&("worker", "pull")], done[&("server", "pull")] / 2, "{name}: {done:?}");
         assert_eq!(done[&("worker", "push")], done[&("server", "push")] / 2, "{name}: {done:?}");
-        // Two workers' batches a step, or a step's lanes in groups.
+        // Two workers' batches a step, or a step's virtual ranks in groups.
         let pushes = done[&("worker", "push")];
         assert!(if name == "apart" { pushes == 12 } else { pushes >= 6 }, "{name}: {done:?}");
         assert!(
@@ -147,7 +151,8 @@ fn several_connections_carry_the_same_bits() {
         Simulate(3),
         root.path(),
         "served",
-        &[&wide[..], &["servers.connections=3", "servers.partition='fixed:4'"]].concat(),
+        &[&wide[..], &["parameter_server.connections=3", "parameter_server.partition='fixed:4'"]]
+            .concat(),
     );
     finish(run.command().args(["--servers", "1", "--trace"]).arg(&path)).succeeded();
     run.files().same_as(&reference, 3, "several connections");
@@ -227,10 +232,15 @@ fn checkpoints_go_from_ranks_to_servers_and_back() {
 fn workers_that_wait_for_nobody_see_every_sample() {
     let root = tempfile::tempdir().unwrap();
     let runs: [(&str, Transport, usize, &[&str]); 4] = [
-        ("threads", Simulate(5), 2, &["servers.lease=2"]),
-        ("processes", Spawn(3), 1, &["servers.partition='fixed:2'"]),
-        ("bound", Simulate(4), 1, &["servers.staleness=1", "servers.stale_lr='inverse'"]),
-        ("bf16", Simulate(4), 2, &["servers.wire='bf16'", "batch.worker=2"]),
+        ("threads", Simulate(5), 2, &["parameter_server.batches_per_lease=2"]),
+        ("processes", Spawn(3), 1, &["parameter_server.partition='fixed:2'"]),
+        (
+            "bound",
+            Simulate(4),
+            1,
+            &["parameter_server.staleness=1", "parameter_server.stale_lr='inverse'"],
+        ),
+        ("bf16", Simulate(4), 2, &["parameter_server.wire='bf16'", "batch.worker=2"]),
     ];
     for (name, transport, servers, settings) in runs {
         let settings = [&APART[..], &["run.steps=30", "eval.every=10"], settings].concat();
@@ -258,7 +268,7 @@ fn one_worker_alone_is_never_late() {
     let settings = ["eval.every=0", "checkpoint.every=0"];
     let reference = Run::new(Alone, root.path(), "one rank", &settings).succeeds();
     // Its batches are those of a rank, and no update comes between pull and push.
-    let settings = [&settings[..], &["servers.staleness='none'"]].concat();
+    let settings = [&settings[..], &["parameter_server.staleness='none'"]].concat();
     let (ended, files) = served(Simulate(3), 2, root.path(), "one worker", &settings);
     assert!(ended.stdout.contains("0.00 updates in the mean (0: 100.0 %)"), "{ended}");
     files.same_as(&reference, 6, "one worker");

@@ -21,9 +21,9 @@ const SETTINGS: [&str; 14] = [
     "run.steps=6",
     "checkpoint.every=3",
     "checkpoint.keep=9",
-    "parallel.lanes=2",
+    "parallel.virtual_ranks=2",
     "batch.micro=1",
-    "parallel.tensor_lanes=4",
+    "parallel.virtual_tensor_ranks=4",
 ];
 
 fn run(transport: Transport, root: &Path, name: &str, layout: &str) -> Run {
@@ -101,7 +101,7 @@ fn trained_networks_are_used_in_any_layout() {
     for (slices, layouts) in [
         ("", [(2, ""), (2, "parallel.pipeline=2"), (2, "parallel.zero=0")]),
         (
-            " parallel.tensor_lanes=2",
+            " parallel.virtual_tensor_ranks=2",
             [
                 (2, "parallel.tensor=2"),
                 (2, "parallel.tensor=2 parallel.sequence=true"),

@@ -12,13 +12,13 @@ use hpctrain_testkit::launch::{LIMIT, finish, send, start};
 use hpctrain_testkit::peers::events;
 use hpctrain_testkit::runs::{Run, RunFiles};
 
-/// Four lanes on any number of ranks: the same bits on all.
+/// Four virtual ranks on any number of ranks: the same bits on all.
 const SETTINGS: [&str; 9] = [
     "log.tensorboard=true",
     "log.histograms=3",
-    "log.sample=12",
+    "log.sample_tokens=12",
     "log.straggler_window=2",
-    "parallel.lanes=4",
+    "parallel.virtual_ranks=4",
     "batch.micro=1",
     "checkpoint.every=2",
     "checkpoint.keep=9",
@@ -120,7 +120,7 @@ fn histograms_are_the_same_in_every_layout() {
         let files = run(transport, root.path(), name, more).succeeds();
         events(&files.0).map(|found| found["histograms"].clone())
     };
-    let slices = ["parallel.tensor_lanes=2"];
+    let slices = ["parallel.virtual_tensor_ranks=2"];
     let Some(reference) = histograms(Alone, "reference", &slices) else { return };
     assert!(reference.as_object().unwrap().len() >= 30);
     for (at, (transport, more)) in [
@@ -147,7 +147,7 @@ fn histograms_are_the_same_in_every_layout() {
 #[test]
 fn replicas_that_train_apart_have_histograms() {
     let root = tempfile::tempdir().unwrap();
-    let apart = ["parallel.average_every=3", "parallel.replica=2", "checkpoint.every=3"];
+    let apart = ["local_sgd.sync_every=3", "parallel.replica=2", "checkpoint.every=3"];
     let files = run(Simulate(2), root.path(), "x", &apart).succeeds();
     let Some(found) = events(&files.0) else { return };
     let of_tensor = &found["histograms"]["gradients/h.0.attn.c_attn.weight"];
@@ -187,7 +187,7 @@ fn a_run_that_goes_on_has_no_point_twice() {
 #[test]
 fn runs_on_servers_tell_staleness() {
     let root = tempfile::tempdir().unwrap();
-    let more = ["servers.staleness=none", "log.histograms=0"];
+    let more = ["parameter_server.staleness=none", "log.histograms=0"];
     let asked =
         Run::new(Simulate(3), root.path(), "x", &["log.tensorboard=true", more[0], more[1]]);
     let files = asked.files();

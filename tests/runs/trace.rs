@@ -155,7 +155,8 @@ fn check_messages(spans: &[Span], ranks: u64, algorithm: &str) {
 
 #[test]
 fn a_trace_has_all_ranks_on_one_clock() {
-    for (transport, algorithm) in [(Mpirun(2), "ring"), (Mpirun(2), "tree"), (Simulate(2), "tree")]
+    for (transport, algorithm) in
+        [(Mpirun(2), "ring"), (Mpirun(2), "halving-doubling"), (Simulate(2), "halving-doubling")]
     {
         let spans = trace(transport, &[&format!("comm.algorithm={algorithm}")]);
         check_work(&spans, 2);
@@ -179,14 +180,13 @@ fn replicas_that_train_apart_do_not_meet_between_averages() {
     let hybrid = [
         "parallel.zero=1",
         "parallel.shard=2",
-        "comm.algorithm=tree",
+        "comm.algorithm=halving-doubling",
         "checkpoint.every=6",
         "eval.every=6",
     ];
     let (reduced, told) = of_replicas(&hybrid);
     assert_eq!(reduced, 6 * 4);
-    let (averaged, told_apart) =
-        of_replicas(&[&hybrid[..], &["parallel.average_every=3"]].concat());
+    let (averaged, told_apart) = of_replicas(&[&hybrid[..], &["local_sgd.sync_every=3"]].concat());
     assert_eq!((averaged, told - told_apart), (reduced / 3, 6 - 2), "two averages of four units");
 }
 

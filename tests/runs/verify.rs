@@ -12,7 +12,7 @@ const TINY: [&str; 9] = [
     "model.context=16",
     "model.dropout=0.1",
     "batch.global=8",
-    "schedule.warmup=2",
+    "lr_schedule.warmup=2",
     "optimizer.lr=0.01",
     "run.seed=7",
 ];
@@ -43,7 +43,7 @@ fn lines<'a>(ended: &'a Ended, word: &str) -> Vec<&'a str> {
 
 #[test]
 fn every_layout_gives_the_same_bits() {
-    let ended = verify(&["parallel.lanes=8"], &["--steps", "5"]).succeeded();
+    let ended = verify(&["parallel.virtual_ranks=8"], &["--steps", "5"]).succeeded();
     assert_eq!(ended.stderr, "");
     let table = lines(&ended, "equal       equal       equal");
     assert_eq!(table.len(), 25, "{ended}");
@@ -53,7 +53,10 @@ fn every_layout_gives_the_same_bits() {
         let row = format!("{ranks:>5}  {layout:<35}  {zero:>4}  ");
         assert!(table.iter().any(|line| line.starts_with(&row)), "{row}: {ended}");
     }
-    assert!(ended.stdout.contains("expected     the same bits: parallel.lanes = 8"), "{ended}");
+    assert!(
+        ended.stdout.contains("expected     the same bits: parallel.virtual_ranks = 8"),
+        "{ended}"
+    );
     assert!(ended.stdout.ends_with("\n25 rows, 5 steps: 0 differing bits\n"), "{ended}");
 }
 
@@ -61,8 +64,12 @@ fn every_layout_gives_the_same_bits() {
 /// layouts have in common.
 #[test]
 fn pieces_of_logits_give_the_same_bits() {
-    let settings =
-        ["parallel.lanes=4", "batch.global=16", "parallel.logit_rows=5", "parallel.tensor_lanes=2"];
+    let settings = [
+        "parallel.virtual_ranks=4",
+        "batch.global=16",
+        "parallel.loss_chunk_tokens=5",
+        "parallel.virtual_tensor_ranks=2",
+    ];
     let args = [
         "--pipeline",
         "1,2",
@@ -83,7 +90,8 @@ fn pieces_of_logits_give_the_same_bits() {
 #[test]
 fn processes_of_mpirun_give_the_same_bits() {
     let ended =
-        verify(&["parallel.lanes=8"], &["--mpi", "--ranks", "2,4", "--zero", "0,3"]).succeeded();
+        verify(&["parallel.virtual_ranks=8"], &["--mpi", "--ranks", "2,4", "--zero", "0,3"])
+            .succeeded();
     assert!(ended.stdout.contains("processes of mpirun"), "{ended}");
     assert!(ended.stdout.ends_with("\n5 rows, 20 steps: 0 differing bits\n"), "{ended}");
 }
@@ -93,7 +101,7 @@ fn processes_of_mpirun_give_the_same_bits() {
 #[test]
 fn stages_of_a_pipeline_give_the_same_bits() {
     let args = ["--pipeline", "1,2,4", "--ranks", "1,4,8", "--zero", "0,1,3", "--steps", "4"];
-    let ended = verify(&["parallel.lanes=4", "batch.global=16"], &args).succeeded();
+    let ended = verify(&["parallel.virtual_ranks=4", "batch.global=16"], &args).succeeded();
     assert_eq!(lines(&ended, "equal       equal       equal").len(), 22, "{ended}");
     assert!(
         lines(&ended, &format!("    8  {:<35}     3  ", "4 × 1 × 2 × 1")).len() == 1,
@@ -101,25 +109,25 @@ fn stages_of_a_pipeline_give_the_same_bits() {
     );
     assert_eq!(lines(&ended, "skipped: pipeline(").len(), 2, "{ended}");
     assert_eq!(
-        lines(&ended, "skipped: parallel.lanes = 4 does not divide over 8").len(),
+        lines(&ended, "skipped: parallel.virtual_ranks = 4 does not divide over 8").len(),
         7,
         "{ended}"
     );
     let args = ["--pipeline", "2", "--ranks", "2,4", "--zero", "0,2", "--mpi", "--steps", "4"];
-    let ended = verify(&["parallel.lanes=4", "batch.global=16"], &args).succeeded();
+    let ended = verify(&["parallel.virtual_ranks=4", "batch.global=16"], &args).succeeded();
     assert!(ended.stdout.ends_with("\n4 rows, 4 steps: 0 differing bits\n"), "{ended}");
 }
 
 /// Blocks cut into two slices, on one rank or two, with stages of a pipeline and of ZeRO.
 #[test]
 fn slices_of_blocks_give_the_same_bits() {
-    let sliced = ["parallel.lanes=4", "parallel.tensor_lanes=2", "batch.global=16"];
+    let sliced = ["parallel.virtual_ranks=4", "parallel.virtual_tensor_ranks=2", "batch.global=16"];
     let args =
         ["--pipeline", "1,2", "--tensor", "1,2", "--ranks", "2,8", "--zero", "0,3", "--steps", "4"];
     for more in [&[][..], &["parallel.sequence=true", "model.kind=llama", "model.hidden=25"]] {
         let ended = verify(&[&sliced[..], more].concat(), &args).succeeded();
         assert!(
-            ended.stdout.contains("and tensor_lanes = 2 fix the order of additions"),
+            ended.stdout.contains("and virtual_tensor_ranks = 2 fix the order of additions"),
             "{ended}"
         );
         assert!(ended.stdout.ends_with(" 4 steps: 0 differing bits\n"), "{ended}");
@@ -133,9 +141,13 @@ fn slices_of_blocks_give_the_same_bits() {
     let ended = verify(&sliced, &args).succeeded();
     assert!(ended.stdout.ends_with("\n4 rows, 4 steps: 0 differing bits\n"), "{ended}");
     // With as many slices as ranks sums follow the ranks.
-    let ended = verify(&["parallel.lanes=4"], &["--tensor", "2", "--ranks", "2", "--zero", "0"])
-        .succeeded();
-    assert!(ended.stdout.contains("parallel.tensor_lanes fixes their order too"), "{ended}");
+    let ended =
+        verify(&["parallel.virtual_ranks=4"], &["--tensor", "2", "--ranks", "2", "--zero", "0"])
+            .succeeded();
+    assert!(
+        ended.stdout.contains("parallel.virtual_tensor_ranks fixes their order too"),
+        "{ended}"
+    );
     assert_eq!(lines(&ended, "close       close       close").len(), 1, "{ended}");
 }
 
@@ -167,7 +179,7 @@ fn pipelines(pictures: &Path) -> Vec<Vec<String>> {
         text(&[&llama[..], &["model.tied=false"]].concat()),
         of_layers.collect(),
     ];
-    let common = ["parallel.lanes=8", "batch.global=32", "batch.micro=1"].map(String::from);
+    let common = ["parallel.virtual_ranks=8", "batch.global=32", "batch.micro=1"].map(String::from);
     let mut cases = Vec::new();
     for (i, network) in networks.into_iter().enumerate() {
         for recompute in [false, true] {
@@ -223,18 +235,20 @@ fn slices_of_every_network_give_the_same_bits(width: usize, take: impl Fn(usize)
     let llama = ["model.kind=llama", "model.kv_heads=4"];
     let grouped = ["model.kind=llama", "model.kv_heads=2", "model.tied=true"];
     let width = format!("model.width={width}");
-    let common = [&width, "model.heads=4", "parallel.lanes=2", "batch.global=8", "batch.micro=2"];
+    let common =
+        [&width, "model.heads=4", "parallel.virtual_ranks=2", "batch.global=8", "batch.micro=2"];
     let mut cases = Vec::new();
-    for (network, lanes) in [(&["model.bias=true"][..], 4usize), (&llama, 4), (&grouped, 2)] {
+    for (network, virtual_ranks) in [(&["model.bias=true"][..], 4usize), (&llama, 4), (&grouped, 2)]
+    {
         for (sequence, recompute) in [(false, false), (true, true), (true, false), (false, true)] {
-            cases.push((network, lanes, sequence, recompute));
+            cases.push((network, virtual_ranks, sequence, recompute));
         }
     }
-    for (_, (network, lanes, sequence, recompute)) in
+    for (_, (network, virtual_ranks, sequence, recompute)) in
         cases.into_iter().enumerate().filter(|(i, _)| take(*i))
     {
         let layout = [
-            format!("parallel.tensor_lanes={lanes}"),
+            format!("parallel.virtual_tensor_ranks={virtual_ranks}"),
             format!("parallel.sequence={sequence}"),
             format!("parallel.recompute={recompute}"),
         ];
@@ -255,7 +269,7 @@ fn slices_of_every_network_give_the_same_bits(width: usize, take: impl Fn(usize)
         println!("{network:?}, {layout:?}\n{ended}");
         // One and two stages of one, two and four ranks that share blocks, alone or twice, in four
         // stages of ZeRO.
-        let rows = 2 * (lanes.ilog2() as usize + 1) * 2 * 4;
+        let rows = 2 * (virtual_ranks.ilog2() as usize + 1) * 2 * 4;
         assert_eq!(lines(&ended, "equal       equal       equal").len(), rows, "{ended}");
         assert!(ended.stdout.contains(&format!("\n{rows} rows, ")), "{ended}");
         assert!(ended.stdout.ends_with(" skipped, 3 steps: 0 differing bits\n"), "{ended}");
@@ -278,7 +292,7 @@ fn slices_of_all_networks_give_the_same_bits() {
 #[test]
 fn a_difference_is_named() {
     for more in [&["--ranks", "4", "--zero", "0"][..], &["--ranks", "4", "--zero", "0", "--mpi"]] {
-        let ended = verify(&["parallel.lanes=8", "comm.algorithm=ring"], more);
+        let ended = verify(&["parallel.virtual_ranks=8", "comm.algorithm=ring"], more);
         assert_eq!(ended.code(), 1, "{ended}");
         assert_eq!(lines(&ended, "DIFFER      DIFFER      DIFFER").len(), 1, "{ended}");
         let said = lines(&ended, "first difference at step 1: ");
@@ -305,15 +319,18 @@ fn a_difference_is_named() {
 }
 
 #[test]
-fn without_lanes_results_are_close() {
+fn without_virtual_ranks_results_are_close() {
     let ended = verify(&[], &["--ranks", "2,3", "--zero", "0,2"]).succeeded();
-    assert!(ended.stdout.contains("expected     close results: without parallel.lanes"), "{ended}");
+    assert!(
+        ended.stdout.contains("expected     close results: without parallel.virtual_ranks"),
+        "{ended}"
+    );
     assert!(
         ended.stdout.contains("bounds       in the first 6 steps: loss within 1e-5, norm and "),
         "{ended}"
     );
     assert_eq!(lines(&ended, "close       close       close").len(), 2, "{ended}");
-    let skipped = lines(&ended, "  skipped: batch.global = 8 does not divide into 3 lanes");
+    let skipped = lines(&ended, "  skipped: batch.global = 8 does not divide into 3 virtual ranks");
     assert_eq!(skipped.len(), 2, "{ended}");
     assert!(
         ended
@@ -321,8 +338,8 @@ fn without_lanes_results_are_close() {
             .ends_with("\n2 rows, 2 skipped, 6 steps: all agree, 2 of them within bounds\n"),
         "{ended}"
     );
-    // One rank of its own must still give its own bits, and a copy of three lanes another tree.
-    let twelve = ["parallel.lanes=12", "batch.global=12", "optimizer.kind=sgd"];
+    // One rank of its own must still give its own bits, and a copy of three virtual ranks another tree.
+    let twelve = ["parallel.virtual_ranks=12", "batch.global=12", "optimizer.kind=sgd"];
     let ended = verify(&twelve, &["--ranks", "1,6", "--zero", "1"]).succeeded();
     assert_eq!(lines(&ended, "equal       equal       equal").len(), 3, "{ended}");
     assert_eq!(lines(&ended, "close       close       close").len(), 1, "{ended}");
@@ -332,13 +349,17 @@ fn without_lanes_results_are_close() {
 fn what_cannot_be_verified_is_refused() {
     let cases: [(&[&str], &[&str], &[&str]); 5] = [
         (&["run.stps=5"], &[], &["unknown key `stps`"]),
-        (&["parallel.lanes=3"], &[], &["batch.global = 8 does not divide into 3 lanes"]),
-        (&[], &["--ranks", "3"], &["no row of the matrix can run", "--ranks"]),
-        (&["comm.algorithm=mpi"], &[], &["comm.algorithm = mpi needs MPI", "--mpi"]),
         (
-            &["parallel.tensor_lanes=3"],
+            &["parallel.virtual_ranks=3"],
             &[],
-            &["parallel.tensor_lanes = 3 does not divide model.heads = 2"],
+            &["batch.global = 8 does not divide into 3 virtual ranks"],
+        ),
+        (&[], &["--ranks", "3"], &["no row of the matrix can run", "--ranks"]),
+        (&["comm.algorithm=vendor"], &[], &["comm.algorithm = mpi needs MPI", "--mpi"]),
+        (
+            &["parallel.virtual_tensor_ranks=3"],
+            &[],
+            &["parallel.virtual_tensor_ranks = 3 does not divide model.heads = 2"],
         ),
     ];
     for (settings, args, words) in cases {

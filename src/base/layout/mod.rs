@@ -32,9 +32,9 @@ pub struct Tensor {
     /// Not trained, but an average: each step moves it by this part of the way to the values in its
     /// gradient.
     pub average: Option<f32>,
-    /// Whether the first backward of a lane overwrites its gradient: it need not be zeroed before.
+    /// Whether the first backward of a virtual rank overwrites its gradient: it need not be zeroed before.
     pub overwritten: bool,
-    /// Its division among tensor lanes; none where every lane has all of it.
+    /// Its division among virtual tensor ranks; none where every virtual rank has all of it.
     pub cut: Option<Cut>,
 }
 
@@ -61,7 +61,7 @@ impl Tensor {
         Self { overwritten: true, ..self }
     }
 
-    /// The same, divided among tensor lanes.
+    /// The same, divided among virtual tensor ranks.
     pub fn cut(self, cut: Cut) -> Self {
         Self { cut: Some(cut), ..self }
     }
@@ -97,10 +97,10 @@ pub fn trained(tensors: &[Tensor]) -> usize {
     tensors.iter().filter(|tensor| tensor.average.is_none()).map(Tensor::len).sum()
 }
 
-/// The flat storage of one block's parameters on a rank: a section for each tensor lane that it
+/// The flat storage of one block's parameters on a rank: a section for each virtual tensor rank that it
 /// holds.
 ///
-/// In a section the lane's parts of cut tensors come first, then a copy of every whole tensor, then
+/// In a section the virtual rank's parts of cut tensors come first, then a copy of every whole tensor, then
 /// padding; among each, decayed tensors come first and averages last. Without tensor parallelism
 /// there is one section, with everything.
 #[derive(Debug, Clone, PartialEq)]
@@ -113,7 +113,7 @@ pub struct UnitLayout {
     pub section: usize,
     /// Elements stored.
     pub padded: usize,
-    /// The lanes of the sections.
+    /// The virtual ranks of the sections.
     slices: TensorShards,
     places: Vec<Place>,
     sections: Vec<Section>,
@@ -125,7 +125,7 @@ struct Place {
     tensor: usize,
     slab: ShardSlab,
     range: Range<usize>,
-    /// Whether another lane's section answers for the tensor.
+    /// Whether another virtual rank's section answers for the tensor.
     is_copy: bool,
 }
 
@@ -147,7 +147,7 @@ impl UnitLayout {
         Self::sliced(name, tensors, parts, &TensorShards::whole())
     }
 
-    /// Lays out the part of `tensors` of some tensor lanes, so that each section can be cut into
+    /// Lays out the part of `tensors` of some virtual tensor ranks, so that each section can be cut into
     /// `parts` equal parts.
     pub fn sliced(
         name: impl Into<Arc<str>>,
@@ -164,10 +164,10 @@ impl UnitLayout {
             tensors.iter().is_sorted_by_key(|tensor| !is_cut(tensor)),
             "cut tensors come first"
         );
-        let len = |tensor: &Tensor, lane| {
-            tensor.slabs(slices, lane).iter().map(|slab| slab.range.len()).sum::<usize>()
+        let len = |tensor: &Tensor, virtual_rank| {
+            tensor.slabs(slices, virtual_rank).iter().map(|slab| slab.range.len()).sum::<usize>()
         };
-        // The first lane has most.
+        // The first virtual rank has most.
         let section = tensors
             .iter()
             .map(|tensor| len(tensor, 0))
@@ -175,20 +175,20 @@ impl UnitLayout {
             .next_multiple_of(parts * ALIGN);
         let mut places = Vec::new();
         let mut sections = Vec::new();
-        for (number, lane) in slices.held.clone().enumerate() {
+        for (number, virtual_rank) in slices.held.clone().enumerate() {
             let start = number * section;
             let mut end = start;
             let mut cut_end = start;
             let mut trained_end = start;
             for (index, tensor) in tensors.iter().enumerate() {
-                for slab in tensor.slabs(slices, lane) {
+                for slab in tensor.slabs(slices, virtual_rank) {
                     let range = end..end + slab.range.len();
                     end = range.end;
                     places.push(Place {
                         tensor: index,
                         slab,
                         range,
-                        is_copy: !is_cut(tensor) && lane > 0,
+                        is_copy: !is_cut(tensor) && virtual_rank > 0,
                     });
                 }
                 if is_cut(tensor) {
@@ -198,7 +198,7 @@ impl UnitLayout {
                     trained_end = end;
                 }
             }
-            let counted = match lane {
+            let counted = match virtual_rank {
                 // Padding has no gradient, and sums are fastest over whole parts.
                 0 if trained_end == end => start + section,
                 0 => trained_end,
@@ -218,7 +218,7 @@ impl UnitLayout {
         }
     }
 
-    /// The tensor lanes of the sections.
+    /// The virtual tensor ranks of the sections.
     pub fn slices(&self) -> &TensorShards {
         &self.slices
     }
@@ -245,7 +245,7 @@ impl UnitLayout {
     }
 
     /// The elements of `range`, which is within one section, whose gradients count: not those of
-    /// averages, and those of whole tensors in one lane only.
+    /// averages, and those of whole tensors in one virtual rank only.
     pub fn counted(&self, range: Range<usize>) -> Range<usize> {
         let end = self.sections[range.start / self.section].counted.end;
         range.start.min(end)..range.end.min(end)
@@ -257,7 +257,7 @@ impl UnitLayout {
         self.tensors[tensor].cut.is_none() && self.slices.held.start + at / self.section > 0
     }
 
-    /// The elements of whole tensors, of which every section has a copy; none with one lane.
+    /// The elements of whole tensors, of which every section has a copy; none with one virtual rank.
     pub fn copies(&self) -> impl Iterator<Item = Range<usize>> {
         let is_cut = self.slices.total > 1;
         self.sections.iter().filter(move |_| is_cut).map(|section| section.whole.clone())
@@ -275,7 +275,7 @@ impl UnitLayout {
     }
 
     /// The parts of tensors that lie in `owned` and that the unit answers for: every element of a
-    /// tensor is a piece of one lane.
+    /// tensor is a piece of one virtual rank.
     pub fn pieces(&self, owned: Range<usize>) -> impl Iterator<Item = Piece<'_>> {
         self.select(owned, false)
     }

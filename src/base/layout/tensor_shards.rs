@@ -1,18 +1,18 @@
-//! The division of blocks into lanes along the tensor axis. Integers in, integers out.
+//! The division of blocks into virtual ranks along the tensor axis. Integers in, integers out.
 //!
-//! A network is cut into a fixed number of tensor lanes, each with some heads, some columns of the
-//! hidden layers and some rows of the vocabulary. A rank holds consecutive lanes and computes one
-//! after the other: a product has the same shape whichever rank computes it, and sums over lanes
+//! A network is cut into a fixed number of virtual tensor ranks, each with some heads, some columns of the
+//! hidden layers and some rows of the vocabulary. A rank holds consecutive virtual ranks and computes one
+//! after the other: a product has the same shape whichever rank computes it, and sums over virtual ranks
 //! are added in one tree, so that every number of ranks gives the same bits.
 
 use std::ops::Range;
 
 use super::{Tensor, part};
 
-/// The division of a tensor among tensor lanes. A tensor without one is whole in every lane.
+/// The division of a tensor among virtual tensor ranks. A tensor without one is whole in every virtual rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cut {
-    /// By rows. So many equal segments lie one after the other, and a lane has its share of each.
+    /// By rows. So many equal segments lie one after the other, and a virtual rank has its share of each.
     Rows {
         /// Segments.
         segments: usize,
@@ -21,10 +21,10 @@ pub enum Cut {
     Columns,
 }
 
-/// The tensor lanes that a rank holds.
+/// The virtual tensor ranks that a rank holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorShards {
-    /// Lanes in all.
+    /// Virtual ranks in all.
     pub total: usize,
     /// Those of this rank.
     pub held: Range<usize>,
@@ -33,40 +33,40 @@ pub struct TensorShards {
 }
 
 impl TensorShards {
-    /// One lane, which is everything.
+    /// One virtual rank, which is everything.
     pub fn whole() -> Self {
         Self { total: 1, held: 0..1, sequence: false }
     }
 
-    /// The lanes of rank `rank` of `ranks`, which divide `total`.
+    /// The virtual ranks of rank `rank` of `ranks`, which divide `total`.
     pub fn of_rank(total: usize, rank: usize, ranks: usize, sequence: bool) -> Self {
         Self { total, held: part(total, rank, ranks), sequence }
     }
 
-    /// Ranks that divide the lanes among themselves.
+    /// Ranks that divide the virtual ranks among themselves.
     pub fn ranks(&self) -> usize {
         self.total / self.held.len()
     }
 
-    /// The elements of each lane of this rank, in a buffer with the rows of one lane's
+    /// The elements of each virtual rank of this rank, in a buffer with the rows of one virtual rank's
     /// [share](TensorShards::share) of `len` columns after those of another's; from a row of so
     /// many columns to the next it is `stride` elements.
-    pub fn of_lanes(
+    pub fn of_virtual_ranks(
         &self,
         rows: usize,
         len: usize,
         stride: impl Fn(usize) -> usize,
     ) -> Vec<Range<usize>> {
-        let ends = self.held.clone().scan(0, |end, lane| {
+        let ends = self.held.clone().scan(0, |end, virtual_rank| {
             let start = *end;
-            *end += rows * stride(self.share(len, lane).len());
+            *end += rows * stride(self.share(len, virtual_rank).len());
             Some(start..*end)
         });
         ends.collect()
     }
 
     /// Of so many rows of the stream, those of this rank. Ranks do not divide them where they are
-    /// no multiple of the lanes, which happens outside training only.
+    /// no multiple of the virtual ranks, which happens outside training only.
     pub fn rows(&self, rows: usize) -> Range<usize> {
         if !self.divides(rows) {
             return 0..rows;
@@ -79,15 +79,15 @@ impl TensorShards {
         self.sequence && self.ranks() > 1 && rows.is_multiple_of(self.total)
     }
 
-    /// Of `len` things in a row, those of a lane: equally many, but fewer in the last lanes where
+    /// Of `len` things in a row, those of a virtual rank: equally many, but fewer in the last virtual ranks where
     /// they do not divide.
-    pub fn share(&self, len: usize, lane: usize) -> Range<usize> {
+    pub fn share(&self, len: usize, virtual_rank: usize) -> Range<usize> {
         let most = len.div_ceil(self.total);
-        (lane * most).min(len)..((lane + 1) * most).min(len)
+        (virtual_rank * most).min(len)..((virtual_rank + 1) * most).min(len)
     }
 
-    /// Elements of a row that live at once while `len` elements are summed over lanes: the partial
-    /// sums of a tree, and all rows of an operand where ranks divide them. None without lanes,
+    /// Elements of a row that live at once while `len` elements are summed over virtual ranks: the partial
+    /// sums of a tree, and all rows of an operand where ranks divide them. None without virtual ranks,
     /// where a product needs no memory but its result's.
     pub fn sums(&self, len: usize) -> usize {
         match self.total {
@@ -118,15 +118,15 @@ pub struct ShardSlab {
 }
 
 impl Tensor {
-    /// The parts of the tensor that a lane has, in the order of its storage.
-    pub fn slabs(&self, slices: &TensorShards, lane: usize) -> Vec<ShardSlab> {
+    /// The parts of the tensor that a virtual rank has, in the order of its storage.
+    pub fn slabs(&self, slices: &TensorShards, virtual_rank: usize) -> Vec<ShardSlab> {
         let rows = self.shape.first().copied().unwrap_or(1);
         let columns = self.len() / rows.max(1);
         match self.cut.filter(|_| slices.total > 1) {
             None => vec![ShardSlab { columns: None, range: 0..self.len() }],
             Some(Cut::Rows { segments }) => {
                 let of_segment = rows / segments;
-                let share = slices.share(of_segment, lane);
+                let share = slices.share(of_segment, virtual_rank);
                 let slab = |segment: usize| {
                     let first = segment * of_segment;
                     ShardSlab {
@@ -137,7 +137,7 @@ impl Tensor {
                 (0..segments).map(slab).collect()
             }
             Some(Cut::Columns) => {
-                let share = slices.share(columns, lane);
+                let share = slices.share(columns, virtual_rank);
                 vec![ShardSlab { range: 0..rows * share.len(), columns: Some(share) }]
             }
         }
@@ -150,10 +150,10 @@ mod tests {
     use crate::layout::Init;
 
     #[test]
-    fn lanes_share_rows_segments_and_columns() {
+    fn virtual_ranks_share_rows_segments_and_columns() {
         let slices = TensorShards::of_rank(2, 0, 2, false);
-        let of = |shape: &[usize], cut, lane| {
-            let slabs = Tensor::new("w", shape, Init::Zeros).cut(cut).slabs(&slices, lane);
+        let of = |shape: &[usize], cut, virtual_rank| {
+            let slabs = Tensor::new("w", shape, Init::Zeros).cut(cut).slabs(&slices, virtual_rank);
             slabs.into_iter().map(|slab| (slab.columns, slab.range)).collect::<Vec<_>>()
         };
         // A vocabulary of five: three rows, then two.
@@ -172,18 +172,18 @@ mod tests {
     }
 
     #[test]
-    fn ranks_hold_consecutive_lanes() {
+    fn ranks_hold_consecutive_virtual_ranks() {
         let slices = TensorShards::of_rank(8, 1, 4, true);
         assert_eq!((slices.held.clone(), slices.ranks(), slices.own(64)), (2..4, 4, 16));
         assert_eq!((slices.rows(64), slices.rows(7)), (16..32, 0..7));
-        // Of 23 columns a lane has three, the last two.
-        assert_eq!(slices.of_lanes(10, 23, |columns| columns), [0..30, 30..60]);
+        // Of 23 columns a virtual rank has three, the last two.
+        assert_eq!(slices.of_virtual_ranks(10, 23, |columns| columns), [0..30, 30..60]);
         assert_eq!(
-            TensorShards::of_rank(8, 3, 4, true).of_lanes(10, 23, |columns| columns),
+            TensorShards::of_rank(8, 3, 4, true).of_virtual_ranks(10, 23, |columns| columns),
             [0..30, 30..50]
         );
         assert_eq!(
-            TensorShards::of_rank(8, 3, 4, true).of_lanes(10, 23, |columns| columns + 5),
+            TensorShards::of_rank(8, 3, 4, true).of_virtual_ranks(10, 23, |columns| columns + 5),
             [0..80, 80..150]
         );
         assert_eq!(TensorShards::whole().own(64), 64);

@@ -26,21 +26,18 @@ enum Decides {
 /// The effect of a key of the resolved configuration.
 fn decides(section: &str, key: &str) -> Decides {
     match (section, key) {
-        ("run", "steps" | "epochs") | ("schedule", "decay") => Decides::Length,
+        ("run", "steps" | "epochs") | ("lr_schedule", "decay") => Decides::Length,
         ("model", "place") => Decides::Layout,
         ("run", "seed")
         | ("batch", "global")
-        | ("model" | "loss" | "schedule" | "precision", _) => Decides::Curve,
-        ("data", "prefetch" | "stage" | "verify") => Decides::Else,
-        ("optimizer", "offload") => Decides::Layout,
+        | ("model" | "loss" | "lr_schedule" | "precision" | "local_sgd", _) => Decides::Curve,
+        ("data", "prefetch" | "local_cache" | "verify") => Decides::Else,
+        ("offload", _) => Decides::Layout,
         ("data" | "optimizer", _) => Decides::Curve,
-        ("parallel", "lanes" | "tensor_lanes")
+        ("parallel", "virtual_ranks" | "virtual_tensor_ranks")
         | ("batch", "micro")
-        | ("comm", "algorithm" | "reproducible") => Decides::Rounding,
-        ("device", "matmul") => Decides::Rounding,
-        ("parallel", "average_every" | "average_replicas" | "outer_lr" | "outer_momentum") => {
-            Decides::Curve
-        }
+        | ("comm", "algorithm" | "deterministic") => Decides::Rounding,
+        ("device", "matmul_autotune") => Decides::Rounding,
         ("parallel", _) => Decides::Layout,
         _ => Decides::Else,
     }
@@ -169,7 +166,7 @@ mod tests {
         // The same run, longer or on other machines.
         let (changes, of_run) = changed(|now| {
             now.run.steps = 7;
-            now.precision.compute = hpctrain_config::Compute::Bf16;
+            now.precision.dtype = hpctrain_config::Compute::Bf16;
         });
         assert!(changes.curve.len() == 2 && of_run.is_empty(), "{changes:?}");
     }
@@ -177,21 +174,21 @@ mod tests {
     #[test]
     fn layouts_and_orders_of_sums_are_told_apart() {
         let (changes, of_run) = changed(|now| {
-            now.parallel.lanes = Some(8);
-            now.device.matmul = hpctrain_config::MatmulChoice::Timed;
+            now.parallel.virtual_ranks = Some(8);
+            now.device.matmul_autotune = true;
             now.device.ranks_per_gpu = 2;
             now.parallel.zero = hpctrain_parallel::Zero::Three;
-            now.optimizer.offload = true;
+            now.offload.optimizer = true;
             now.model.place.tables = hpctrain_config::EmbeddingPlacement::Host;
             now.checkpoint.keep = 9;
-            now.data.stage = Some("/tmp".into());
+            now.data.local_cache = Some("/tmp".into());
         });
-        let matmul = "device.matmul was \"heuristic\", is \"timed\"";
-        assert_eq!(changes.rounding, [matmul, "parallel.lanes was left out, is 8"]);
+        let matmul = "device.matmul_autotune was \"heuristic\", is \"timed\"";
+        assert_eq!(changes.rounding, [matmul, "parallel.virtual_ranks was left out, is 8"]);
         let place = "model.place was { tables = \"device\" }, is { tables = \"host\" }";
         assert_eq!(
             changes.layout,
-            [place, "optimizer.offload was false, is true", "parallel.zero was 0, is 3"]
+            [place, "offload.optimizer was false, is true", "parallel.zero was 0, is 3"]
         );
         assert!(changes.curve.is_empty() && of_run.is_empty(), "{changes:?}");
     }

@@ -129,7 +129,7 @@ pub fn table(comm: &Comm<Cpu>, args: &PaceArgs, view: View) -> Result<()> {
     let (config, network) = world.all_ok(args.sources.load())?;
     let backend = |plan: &ResolvedConfig| match args.onednn {
         true => Cpu::new(plan.threads)
-            .with_products(Products::onednn(plan.config.precision.compute == Compute::Bf16)),
+            .with_products(Products::onednn(plan.config.precision.dtype == Compute::Bf16)),
         false => cpu(plan),
     };
     let mut pace = SyntheticTrainer::new(comm, config, args.samples, backend)?;

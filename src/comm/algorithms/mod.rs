@@ -37,12 +37,12 @@ pub use partition::Shares;
 pub enum Algorithm {
     /// The library's own: MPI's, or NCCL's where that carries messages. The order of additions is
     /// unspecified.
-    Mpi,
+    Vendor,
     /// Around a ring. Each element is added in another order, which depends on the number of ranks.
     Ring,
-    /// Halving and doubling. Every element is summed by one fixed binary tree, independent of its
-    /// position.
-    Tree,
+    /// Recursive halving, then doubling (Rabenseifner, 2004). Every element is summed by one fixed
+    /// binary tree, independent of its position.
+    HalvingDoubling,
     /// Inside each node first, then between the nodes.
     Hierarchical,
     /// Everything through one rank.
@@ -68,9 +68,9 @@ pub enum Operation {
 impl Algorithm {
     /// Every algorithm.
     pub const ALL: [Algorithm; 5] = [
-        Algorithm::Mpi,
+        Algorithm::Vendor,
         Algorithm::Ring,
-        Algorithm::Tree,
+        Algorithm::HalvingDoubling,
         Algorithm::Hierarchical,
         Algorithm::ReduceToOne,
     ];
@@ -78,9 +78,9 @@ impl Algorithm {
     /// Its name in configurations.
     pub fn name(self) -> &'static str {
         match self {
-            Algorithm::Mpi => "mpi",
+            Algorithm::Vendor => "vendor",
             Algorithm::Ring => "ring",
-            Algorithm::Tree => "tree",
+            Algorithm::HalvingDoubling => "halving-doubling",
             Algorithm::Hierarchical => "hierarchical",
             Algorithm::ReduceToOne => "reduce-to-one",
         }
@@ -88,14 +88,14 @@ impl Algorithm {
 
     /// Whether no rank sends more bytes of a long buffer than it must.
     pub(super) fn moves_least(self) -> bool {
-        matches!(self, Algorithm::Ring | Algorithm::Tree | Algorithm::Hierarchical)
+        matches!(self, Algorithm::Ring | Algorithm::HalvingDoubling | Algorithm::Hierarchical)
     }
 
-    /// Whether sums over `group` have the bits of [`Algorithm::Tree`].
+    /// Whether sums over `group` have the bits of [`Algorithm::HalvingDoubling`].
     pub(super) fn is_exact(self, group: &GroupRanks) -> bool {
         match self {
-            Algorithm::Mpi | Algorithm::Ring => false,
-            Algorithm::Tree | Algorithm::ReduceToOne => true,
+            Algorithm::Vendor | Algorithm::Ring => false,
+            Algorithm::HalvingDoubling | Algorithm::ReduceToOne => true,
             Algorithm::Hierarchical => hierarchical::is_exact(group),
         }
     }
@@ -223,9 +223,9 @@ impl Algorithm {
             };
         }
         match self {
-            Algorithm::Mpi => None,
+            Algorithm::Vendor => None,
             Algorithm::Ring => steps!(ring),
-            Algorithm::Tree => steps!(halving_doubling),
+            Algorithm::HalvingDoubling => steps!(halving_doubling),
             Algorithm::Hierarchical => steps!(hierarchical),
             Algorithm::ReduceToOne => steps!(root_reduce),
         }
@@ -363,6 +363,9 @@ mod tests {
             assert_eq!(serde_json::to_string(&operation).unwrap(), format!("\"{operation}\""));
         }
         let error = "nccl".parse::<Algorithm>().unwrap_err().to_string();
-        assert!(error.contains("mpi, ring, tree, hierarchical, reduce-to-one"), "{error}");
+        assert!(
+            error.contains("vendor, ring, halving-doubling, hierarchical, reduce-to-one"),
+            "{error}"
+        );
     }
 }

@@ -17,12 +17,14 @@ use hpctrain_device::{Backend, MemoryKind};
 pub enum Choice {
     /// The fastest for each operation and size.
     Auto,
-    /// [`Algorithm::Mpi`]
-    Mpi,
+    /// [`Algorithm::Vendor`]
+    #[serde(alias = "mpi")]
+    Vendor,
     /// [`Algorithm::Ring`]
     Ring,
-    /// [`Algorithm::Tree`]
-    Tree,
+    /// [`Algorithm::HalvingDoubling`]
+    #[serde(alias = "tree")]
+    HalvingDoubling,
     /// [`Algorithm::Hierarchical`]
     Hierarchical,
     /// [`Algorithm::ReduceToOne`]
@@ -34,9 +36,9 @@ impl Choice {
     pub fn fixed(self) -> Option<Algorithm> {
         match self {
             Choice::Auto => None,
-            Choice::Mpi => Some(Algorithm::Mpi),
+            Choice::Vendor => Some(Algorithm::Vendor),
             Choice::Ring => Some(Algorithm::Ring),
-            Choice::Tree => Some(Algorithm::Tree),
+            Choice::HalvingDoubling => Some(Algorithm::HalvingDoubling),
             Choice::Hierarchical => Some(Algorithm::Hierarchical),
             Choice::ReduceToOne => Some(Algorithm::ReduceToOne),
         }
@@ -67,7 +69,7 @@ const GAIN_OF_VENDOR: f64 = 0.6;
 
 /// Collective over `world`, of which every rank is in a group: the fastest algorithms of `group`
 /// for `operations` on buffers of up to `largest` bytes. With `exact`, sums keep the order of
-/// [`Algorithm::Tree`].
+/// [`Algorithm::HalvingDoubling`].
 ///
 /// # Errors
 /// A message failed, or memory for it is lacking.
@@ -79,7 +81,7 @@ pub fn measure<B: Backend>(
     largest: usize,
     exact: bool,
 ) -> Result<Table> {
-    let mut table = Table::always(Algorithm::Tree);
+    let mut table = Table::always(Algorithm::HalvingDoubling);
     if world.size() == 1 {
         return Ok(table);
     }
@@ -135,7 +137,7 @@ fn choose(table: &mut Table, operation: Operation, measured: &[(usize, Vec<f64>)
     let beyond = match measured.last() {
         // There was no time for more, and a latency says nothing of bandwidth.
         Some((size, times)) if *size < largest => best(times, Algorithm::moves_least),
-        _ => fastest.last().map_or(Algorithm::Tree, |(_, algorithm)| *algorithm),
+        _ => fastest.last().map_or(Algorithm::HalvingDoubling, |(_, algorithm)| *algorithm),
     };
     table.set(operation, &fastest, beyond);
 }
@@ -144,14 +146,14 @@ fn choose(table: &mut Table, operation: Operation, measured: &[(usize, Vec<f64>)
 fn best(times: &[f64], among: impl Fn(Algorithm) -> bool) -> Algorithm {
     let of_tree = Algorithm::ALL
         .iter()
-        .position(|&one| one == Algorithm::Tree)
+        .position(|&one| one == Algorithm::HalvingDoubling)
         .map_or(f64::INFINITY, |i| times[i]);
     let all = Algorithm::ALL.iter().zip(times).filter(|(algorithm, _)| among(**algorithm));
     let gain =
-        |algorithm: Algorithm| if algorithm == Algorithm::Mpi { GAIN_OF_VENDOR } else { GAIN };
+        |algorithm: Algorithm| if algorithm == Algorithm::Vendor { GAIN_OF_VENDOR } else { GAIN };
     let faster = all.filter(|(algorithm, time)| **time < gain(**algorithm) * of_tree);
     let faster = faster.min_by(|a, b| a.1.total_cmp(b.1));
-    faster.map_or(Algorithm::Tree, |(algorithm, _)| *algorithm)
+    faster.map_or(Algorithm::HalvingDoubling, |(algorithm, _)| *algorithm)
 }
 
 /// Seconds of one collective.
@@ -213,8 +215,14 @@ mod tests {
     #[test]
     fn the_tree_is_left_for_a_gain_only() {
         let pick = |mpi, ring| best(&[mpi, ring, 1.0, 2.0, 3.0], |_| true);
-        assert_eq!((pick(9.0, 0.95), pick(9.0, 0.5)), (Algorithm::Tree, Algorithm::Ring));
-        assert_eq!((pick(0.7, 0.95), pick(0.5, 0.95)), (Algorithm::Tree, Algorithm::Mpi));
+        assert_eq!(
+            (pick(9.0, 0.95), pick(9.0, 0.5)),
+            (Algorithm::HalvingDoubling, Algorithm::Ring)
+        );
+        assert_eq!(
+            (pick(0.7, 0.95), pick(0.5, 0.95)),
+            (Algorithm::HalvingDoubling, Algorithm::Vendor)
+        );
     }
 
     #[test]
@@ -235,7 +243,7 @@ mod tests {
         let hierarchical = f64::INFINITY;
         let start = (16 << 10, vec![mpi, ring, tree, hierarchical, 5e-4]);
         let pick = |measured: &[(usize, Vec<f64>)], largest, bytes| {
-            let mut table = Table::always(Algorithm::Tree);
+            let mut table = Table::always(Algorithm::HalvingDoubling);
             choose(&mut table, Operation::AllReduce, measured, largest);
             table.pick(Operation::AllReduce, bytes)
         };
@@ -246,19 +254,19 @@ mod tests {
         for bytes in [small + 1, 1 << 20, large, 1 << 40] {
             assert_eq!(
                 pick(std::slice::from_ref(&start), large, bytes),
-                Algorithm::Tree,
+                Algorithm::HalvingDoubling,
                 "{bytes}"
             );
         }
         // The library's own is not extrapolated either, and one that moves the least bytes is.
         let library = (16 << 10, vec![1e-4, ring, tree, hierarchical, 5e-4]);
-        assert_eq!(pick(&[library], large, large), Algorithm::Tree);
+        assert_eq!(pick(&[library], large, large), Algorithm::HalvingDoubling);
         let nodes = (16 << 10, vec![1e-4, 8e-4, tree, 7e-4, 5e-4]);
         assert_eq!(pick(&[nodes], large, large), Algorithm::Hierarchical);
         // All was measured: the winner at the largest size wins.
         let end = (large, vec![mpi, ring, 4.0, hierarchical, 3.0]);
         assert_eq!(pick(&[start.clone(), end.clone()], large, large), Algorithm::ReduceToOne);
-        assert_eq!(pick(&[start, end], large + 4, 1 << 40), Algorithm::Tree);
+        assert_eq!(pick(&[start, end], large + 4, 1 << 40), Algorithm::HalvingDoubling);
         // The only buffers are small ones.
         let only = (4 << 10, vec![mpi, ring, tree, hierarchical, 5e-4]);
         assert_eq!(pick(&[only], 4 << 10, 4 << 10), Algorithm::ReduceToOne);
@@ -282,7 +290,7 @@ mod tests {
             for bytes in [0, 1 << 14, 1 << 18, 1 << 30] {
                 let picked = measured[0].pick(operation, bytes);
                 assert!(
-                    ![Algorithm::Ring, Algorithm::Mpi].contains(&picked),
+                    ![Algorithm::Ring, Algorithm::Vendor].contains(&picked),
                     "{operation:?} of {bytes}: {picked}"
                 );
             }

@@ -6,7 +6,7 @@
 //! taken: a small buffer tells latencies, not bandwidth. The tree is kept unless an algorithm takes
 //! less than 0.9 of its time, and the library's own must take less than 0.6, because the library
 //! keeps the core while it waits. For sums only algorithms with the tree's order take part, unless
-//! `comm.reproducible` is false, so no measurement changes a bit. The choice is printed, kept in
+//! `comm.deterministic` is false, so no measurement changes a bit. The choice is printed, kept in
 //! `collectives.json`, and used again by a resumed run.
 
 pub(super) mod choice;

@@ -28,7 +28,7 @@ impl Table {
     pub fn pick(&self, operation: Operation, bytes: usize) -> Algorithm {
         let covers =
             |row: &&Row| row.operation == operation && row.up_to.is_none_or(|most| bytes <= most);
-        self.0.iter().find(covers).map_or(Algorithm::Tree, |row| row.algorithm)
+        self.0.iter().find(covers).map_or(Algorithm::HalvingDoubling, |row| row.algorithm)
     }
 
     /// Sets an operation's rows from the fastest algorithms at some sizes in ascending order: each
@@ -54,8 +54,8 @@ impl Table {
 }
 
 impl Table {
-    /// For people: `all_reduce by tree, all_gather by ring to 128 KiB then tree`. Operations alike
-    /// in everything share a phrase.
+    /// For people: `all_reduce by halving-doubling, all_gather by ring to 128 KiB then vendor`.
+    /// Operations alike in everything share a phrase.
     pub fn describe(&self, operations: &[Operation]) -> String {
         let told = |operation: Operation| {
             let rows = self.0.iter().filter(|row| row.operation == operation);
@@ -85,22 +85,25 @@ mod tests {
 
     #[test]
     fn sizes_find_their_rows() {
-        let mut table = Table::always(Algorithm::Tree);
-        assert_eq!(table.describe(&Operation::ALL[1..3]), "reduce and reduce_scatter by tree");
+        let mut table = Table::always(Algorithm::HalvingDoubling);
+        assert_eq!(
+            table.describe(&Operation::ALL[1..3]),
+            "reduce and reduce_scatter by halving-doubling"
+        );
         table.set(
             Operation::AllGather,
-            &[(1 << 14, Algorithm::Ring), (1 << 16, Algorithm::Ring), (1 << 20, Algorithm::Mpi)],
-            Algorithm::Mpi,
+            &[(1 << 14, Algorithm::Ring), (1 << 16, Algorithm::Ring), (1 << 20, Algorithm::Vendor)],
+            Algorithm::Vendor,
         );
         let pick = |bytes| table.pick(Operation::AllGather, bytes);
         assert_eq!(
             (pick(0), pick(1 << 18), pick((1 << 18) + 1)),
-            (Algorithm::Ring, Algorithm::Ring, Algorithm::Mpi)
+            (Algorithm::Ring, Algorithm::Ring, Algorithm::Vendor)
         );
-        assert_eq!(table.pick(Operation::Broadcast, 1), Algorithm::Tree);
+        assert_eq!(table.pick(Operation::Broadcast, 1), Algorithm::HalvingDoubling);
         assert_eq!(
             table.describe(&Operation::ALL),
-            "all_reduce and reduce and reduce_scatter and broadcast by tree, all_gather by ring to 256 KiB then mpi"
+            "all_reduce and reduce and reduce_scatter and broadcast by halving-doubling, all_gather by ring to 256 KiB then vendor"
         );
         let text = serde_json::to_string(&table).unwrap();
         assert_eq!(serde_json::from_str::<Table>(&text).unwrap(), table);

@@ -1,10 +1,10 @@
 //! The order in which chunks of a collective go through messages of all ranks at once.
 //!
-//! A sum has **levels**, of one after the other: all ranks for [`Algorithm::Tree`]; the ranks of a
-//! node, then those of a lane for [`Algorithm::Hierarchical`]. On each level a rank receives terms
-//! of what it owns there and adds them; afterwards the sums go back through the levels. Each of
-//! these exchanges of a chunk is a **stage**, and a group of messages carries stages of several
-//! chunks.
+//! A sum has **levels**, of one after the other: all ranks for [`Algorithm::HalvingDoubling`]; the
+//! ranks of a node, then those of a lane for [`Algorithm::Hierarchical`]. On each level a rank
+//! receives terms of what it owns there and adds them; afterwards the sums go back through the
+//! levels. Each of these exchanges of a chunk is a **stage**, and a group of messages carries
+//! stages of several chunks.
 
 use std::ops::Range;
 
@@ -50,7 +50,7 @@ pub fn levels(algorithm: Algorithm, group: &GroupRanks) -> Option<Vec<Level>> {
     let size = group.size();
     let place = |ranks: &[usize]| ranks.iter().position(|&rank| rank == me);
     let levels = match algorithm {
-        Algorithm::Tree => {
+        Algorithm::HalvingDoubling => {
             vec![Level {
                 ranks: (0..size).collect(),
                 mine: me,
@@ -70,7 +70,7 @@ pub fn levels(algorithm: Algorithm, group: &GroupRanks) -> Option<Vec<Level>> {
             let owned = lane(local).into_iter().map(|rank| vec![rank]).collect();
             vec![inside, Level { ranks: lane(local), mine: node, owned }]
         }
-        Algorithm::Mpi | Algorithm::Ring | Algorithm::ReduceToOne => return None,
+        Algorithm::Vendor | Algorithm::Ring | Algorithm::ReduceToOne => return None,
     };
     let levels: Vec<_> = levels.into_iter().filter(|level| level.ranks.len() > 1).collect();
     (!levels.is_empty() && levels.iter().all(|level| level.ranks.len() <= FOLDED)).then_some(levels)
@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     fn levels_are_those_of_the_algorithms() {
-        let tree = of(Algorithm::Tree, &[0, 0, 1], 2);
+        let tree = of(Algorithm::HalvingDoubling, &[0, 0, 1], 2);
         assert_eq!(
             tree,
             [Level { ranks: vec![0, 1, 2], mine: 2, owned: vec![vec![0], vec![1], vec![2]] }]
@@ -163,7 +163,10 @@ mod tests {
         assert_eq!(of(Algorithm::Hierarchical, &[0, 0, 1, 1], 3), [inside, between]);
         // One node, or one rank a node: the tree.
         for nodes in [[0; 3], [0, 1, 2]] {
-            assert_eq!(of(Algorithm::Hierarchical, &nodes, 2), of(Algorithm::Tree, &nodes, 2));
+            assert_eq!(
+                of(Algorithm::Hierarchical, &nodes, 2),
+                of(Algorithm::HalvingDoubling, &nodes, 2)
+            );
         }
         assert_eq!(
             levels(Algorithm::Hierarchical, &group(&[0, 0, 1], 0)),
@@ -171,11 +174,14 @@ mod tests {
             "nodes of other sizes"
         );
         assert_eq!(
-            (levels(Algorithm::Ring, &group(&[0; 2], 0)), levels(Algorithm::Tree, &group(&[0], 0))),
+            (
+                levels(Algorithm::Ring, &group(&[0; 2], 0)),
+                levels(Algorithm::HalvingDoubling, &group(&[0], 0))
+            ),
             (None, None)
         );
-        assert!(levels(Algorithm::Tree, &group(&vec![0; FOLDED], 0)).is_some());
-        assert_eq!(levels(Algorithm::Tree, &group(&vec![0; FOLDED + 1], 0)), None);
+        assert!(levels(Algorithm::HalvingDoubling, &group(&vec![0; FOLDED], 0)).is_some());
+        assert_eq!(levels(Algorithm::HalvingDoubling, &group(&vec![0; FOLDED + 1], 0)), None);
         let two_of_many: Vec<usize> = (0..2 * FOLDED).map(|rank| rank / 2).collect();
         assert!(levels(Algorithm::Hierarchical, &group(&two_of_many, 5)).is_some());
     }

@@ -298,11 +298,11 @@ mod tests {
 
     #[test]
     fn chunks_keep_every_rank_its_part() {
-        let gather = call(Operation::AllGather, Algorithm::Tree);
+        let gather = call(Operation::AllGather, Algorithm::HalvingDoubling);
         assert_eq!(chunks(gather, 10, 2, 7), [vec![0..3, 5..8], vec![3..5, 8..10]]);
         let ring = call(Operation::AllReduce, Algorithm::Ring);
         assert_eq!(chunks(ring, 8, 3, 6), [vec![0..2, 3..5, 6..8], vec![2..3, 5..6, 8..8]]);
-        let tree = call(Operation::AllReduce, Algorithm::Tree);
+        let tree = call(Operation::AllReduce, Algorithm::HalvingDoubling);
         assert_eq!(chunks(tree, 10, 2, 6).concat(), [0..6, 6..10]);
         assert!(chunks(tree, 0, 2, 6).is_empty() && chunks(gather, 0, 2, 6).is_empty());
     }

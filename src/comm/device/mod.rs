@@ -6,7 +6,7 @@
 //! over. The thread waits for the event and answers only when its own work on the device is done,
 //! so any stream may use the buffer that `Pending::wait` returns.
 //!
-//! | `comm.path` | messages | sums |
+//! | `comm.transport` | messages | sums |
 //! |---|---|---|
 //! | `staged` | through page-locked slots of 4 MiB, by the host's wire | the host's |
 //! | `direct` | MPI is given device addresses | on the device, in the host's order |
@@ -15,8 +15,8 @@
 //! `auto` chooses among them (`select.rs`); processes that may crash prove before that a library
 //! works here (`trial.rs`, and `transport/mpi/cuda_probe.rs` for MPI's).
 //!
-//! With `comm.algorithm = "mpi"` the collectives are the library's own, MPI's or NCCL's, with its
-//! order of additions.
+//! With `comm.algorithm = "vendor"` the collectives are the library's own, MPI's or NCCL's, with
+//! its order of additions.
 
 mod chunk_pipeline;
 pub(super) mod comms;

@@ -3,10 +3,10 @@
 //!
 //! Of each chunk of the buffer a rank owns an even share. It receives the share's terms from all
 //! other ranks in one group of messages, adds them by one kernel in the order of
-//! [`Algorithm::Tree`](crate::algorithms::Algorithm), and sends the sum to all others in a later
-//! group, which also carries the terms of another chunk. `hierarchical` does so twice, inside the
-//! node and between the nodes ([`stages`]). Each rank sends 2·(n−1)/n of the buffer, the least
-//! possible.
+//! [`Algorithm::HalvingDoubling`](crate::algorithms::Algorithm), and sends the sum to all others in
+//! a later group, which also carries the terms of another chunk. `hierarchical` does so twice,
+//! inside the node and between the nodes ([`stages`]). Each rank sends 2·(n−1)/n of the buffer, the
+//! least possible.
 //!
 //! The kernels have a stream of their own: while one adds the terms of a chunk, the next group of
 //! messages is under way, whose terms have another place. So k chunks take k + 1 groups, or k + 3
@@ -204,8 +204,11 @@ mod tests {
                 }
             }
         }
-        let broadcast =
-            Call { operation: Operation::Broadcast, algorithm: Algorithm::Tree, root: 0 };
+        let broadcast = Call {
+            operation: Operation::Broadcast,
+            algorithm: Algorithm::HalvingDoubling,
+            root: 0,
+        };
         assert_eq!(takes(broadcast, &GroupRanks::world(0, [0, 0].into())), None);
     }
 }

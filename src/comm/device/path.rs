@@ -4,28 +4,30 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// `comm.path`: the path of messages to the memory of GPUs.
+/// `comm.transport`: the path of messages to the memory of GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum PathSetting {
-    /// The faster one of those that prove to work here: NCCL where every rank has a device of its
-    /// own, direct where the MPI library says that it can; else staged.
+pub enum TransportChoice {
+    /// The faster of those that pass a probe: NCCL where every rank has its own device, CUDA-aware
+    /// MPI where the library says that it is; else host-staged.
     Auto,
-    /// [`DeviceTransport::Direct`]
-    Direct,
-    /// [`DeviceTransport::Staged`]
-    Staged,
+    /// [`DeviceTransport::CudaAware`]
+    #[serde(alias = "direct")]
+    CudaAware,
+    /// [`DeviceTransport::HostStaged`]
+    #[serde(alias = "staged")]
+    HostStaged,
     /// [`DeviceTransport::Nccl`]
     Nccl,
 }
 
-impl fmt::Display for PathSetting {
+impl fmt::Display for TransportChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
-            PathSetting::Auto => "auto",
-            PathSetting::Direct => "direct",
-            PathSetting::Staged => "staged",
-            PathSetting::Nccl => "nccl",
+            TransportChoice::Auto => "auto",
+            TransportChoice::CudaAware => "cuda-aware",
+            TransportChoice::HostStaged => "host-staged",
+            TransportChoice::Nccl => "nccl",
         })
     }
 }
@@ -34,10 +36,10 @@ impl fmt::Display for PathSetting {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeviceTransport {
-    /// The MPI library is given addresses of the device.
-    Direct,
-    /// Through page-locked memory of the host.
-    Staged,
+    /// The MPI library gets device pointers.
+    CudaAware,
+    /// Through pinned host memory.
+    HostStaged,
     /// NCCL carries them; every rank has a GPU of its own.
     Nccl,
 }
@@ -46,8 +48,8 @@ impl DeviceTransport {
     /// For people.
     pub fn describe(self) -> &'static str {
         match self {
-            DeviceTransport::Direct => "straight from device memory",
-            DeviceTransport::Staged => "device memory staged through the host",
+            DeviceTransport::CudaAware => "straight from device memory",
+            DeviceTransport::HostStaged => "device memory staged through the host",
             DeviceTransport::Nccl => "device memory by NCCL",
         }
     }
@@ -56,6 +58,6 @@ impl DeviceTransport {
     /// behind it until the receiver takes it, so two neighbours that send to each other before they
     /// receive would wait for ever.
     pub(crate) fn stages_messages(self) -> bool {
-        self != DeviceTransport::Direct
+        self != DeviceTransport::CudaAware
     }
 }

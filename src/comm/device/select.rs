@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::nccl_probe;
-use super::path::{DeviceTransport, PathSetting};
+use super::path::{DeviceTransport, TransportChoice};
 use crate::communicator::Comm;
 use crate::transport::mpi;
 use hpctrain_base::error::{Error, Result};
@@ -37,33 +37,35 @@ impl<B: Backend> Comm<B> {
     /// The way that is wanted does not work, or there is no device memory to reach.
     pub fn select_transport(
         &self,
-        setting: PathSetting,
+        setting: TransportChoice,
         prove: impl FnOnce() -> Result<()>,
     ) -> Result<Self> {
         if B::ON_HOST {
             return match setting {
-                PathSetting::Auto => Ok(self.clone()),
-                PathSetting::Direct | PathSetting::Staged | PathSetting::Nccl => {
-                    Err(Error::input(format!("comm.path = {setting} is for GPUs"))
+                TransportChoice::Auto => Ok(self.clone()),
+                TransportChoice::CudaAware
+                | TransportChoice::HostStaged
+                | TransportChoice::Nccl => {
+                    Err(Error::input(format!("comm.transport = {setting} is for GPUs"))
                         .hint("leave it out: messages take host memory as it is")
                         .shared())
                 }
             };
         }
         match setting {
-            PathSetting::Staged => Ok(self.with_transport(DeviceTransport::Staged)),
-            PathSetting::Nccl => self.on_library(),
-            PathSetting::Direct => {
+            TransportChoice::HostStaged => Ok(self.with_transport(DeviceTransport::HostStaged)),
+            TransportChoice::Nccl => self.on_library(),
+            TransportChoice::CudaAware => {
                 let proved = self.direct_works(setting, prove);
                 proved.map_err(|error| {
-                    error.at("comm.path = direct").hint("set comm.path = staged")
+                    error.at("comm.transport = cuda-aware").hint("set comm.transport = host-staged")
                 })?;
-                Ok(self.with_transport(DeviceTransport::Direct))
+                Ok(self.with_transport(DeviceTransport::CudaAware))
             }
-            PathSetting::Auto if self.size() == 1 => {
-                Ok(self.with_transport(DeviceTransport::Direct))
+            TransportChoice::Auto if self.size() == 1 => {
+                Ok(self.with_transport(DeviceTransport::CudaAware))
             }
-            PathSetting::Auto => {
+            TransportChoice::Auto => {
                 let before = self.device.as_ref().and_then(|device| device.chosen.get());
                 let (path, why) = match before {
                     Some(before) => before.clone(),
@@ -80,15 +82,15 @@ impl<B: Backend> Comm<B> {
     /// The path of `auto`, with the reasons.
     fn choose(&self, prove: impl FnOnce() -> Result<()>) -> Result<(DeviceTransport, Arc<str>)> {
         let together = self.library_works();
-        let direct = self.direct_works(PathSetting::Auto, prove);
+        let direct = self.direct_works(TransportChoice::Auto, prove);
         let (path, why) = match (together, direct) {
             (Ok(library), Ok(())) => {
                 let [by_library, by_mpi] =
-                    self.compare([DeviceTransport::Nccl, DeviceTransport::Direct])?;
+                    self.compare([DeviceTransport::Nccl, DeviceTransport::CudaAware])?;
                 let path = if by_library <= by_mpi {
                     DeviceTransport::Nccl
                 } else {
-                    DeviceTransport::Direct
+                    DeviceTransport::CudaAware
                 };
                 let size = readable(WORDS * size_of::<f32>());
                 let [by_library, by_mpi] = [by_library, by_mpi].map(|seconds| 1e3 * seconds);
@@ -103,11 +105,11 @@ impl<B: Backend> Comm<B> {
                 (DeviceTransport::Nccl, format!("{library} works here; {}", error.message()))
             }
             (Err(error), Ok(())) => (
-                DeviceTransport::Direct,
+                DeviceTransport::CudaAware,
                 format!("MPI has shown it; not by NCCL: {}", error.message()),
             ),
             (Err(library), Err(mpi)) => (
-                DeviceTransport::Staged,
+                DeviceTransport::HostStaged,
                 format!("not by NCCL: {}; not straight: {}", library.message(), mpi.message()),
             ),
         };
@@ -118,7 +120,11 @@ impl<B: Backend> Comm<B> {
     }
 
     /// Whether MPI takes addresses of the device, as `prove` shows on each node.
-    fn direct_works(&self, setting: PathSetting, prove: impl FnOnce() -> Result<()>) -> Result<()> {
+    fn direct_works(
+        &self,
+        setting: TransportChoice,
+        prove: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         let world = &self.inner.world;
         let tries = self.home.by_node().iter().any(|node| node[0] == self.home.rank);
         let mine = match setting {
@@ -126,11 +132,11 @@ impl<B: Backend> Comm<B> {
             _ if !world.vendor => {
                 Err(Error::input(format!("{} cannot take addresses of a GPU", world.library)))
             }
-            PathSetting::Auto if !world.claims_devices => {
+            TransportChoice::Auto if !world.claims_devices => {
                 Err(Error::input(format!("{} does not claim to know CUDA", world.library)))
             }
             // The processes that prove it would see the devices of one rank.
-            PathSetting::Auto if self.device.as_ref().is_some_and(|device| device.is_apart) => {
+            TransportChoice::Auto if self.device.as_ref().is_some_and(|device| device.is_apart) => {
                 Err(Error::input(
                     "ranks of a node see different GPUs, and a driver may not open the memory of one that is hidden",
                 ))
@@ -202,7 +208,7 @@ impl<B: Backend> Comm<B> {
     /// A handle for [`DeviceTransport::Nccl`]. Alone a rank needs no library.
     fn on_library(&self) -> Result<Self> {
         let mine = if self.size() > 1 { B::device_comm_library().map(Some) } else { Ok(None) };
-        let found = self.world().all_ok(mine).map_err(|error| error.at("comm.path = nccl"))?;
+        let found = self.world().all_ok(mine).map_err(|error| error.at("comm.transport = nccl"))?;
         if let Some(library) = found.filter(|_| self.rank() == 0) {
             log::info!("messages of GPUs go by {library}");
         }

@@ -151,7 +151,7 @@ mod tests {
             group: "world",
             unit: Some("block0".into()),
             size: Size::Same(8),
-            algorithm: "tree",
+            algorithm: "halving-doubling",
             root: None,
         };
         let nodes: Arc<[usize]> = [0; 4].into();

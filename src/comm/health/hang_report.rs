@@ -149,17 +149,16 @@ impl<'a> Progress<'a> {
             return crossed;
         }
         // Of exchanges inside the library nothing is known.
-        pairs(
-            &|rank| match self.inside(rank).filter(|told| told.algorithm == Algorithm::Mpi.name()) {
-                Some(told) => {
-                    let others = told.members.iter().copied();
-                    others
-                        .filter(|&other| together(other, told) || self.is_past(other, told))
-                        .collect()
-                }
-                None => vec![],
-            },
-        )
+        pairs(&|rank| match self
+            .inside(rank)
+            .filter(|told| told.algorithm == Algorithm::Vendor.name())
+        {
+            Some(told) => {
+                let others = told.members.iter().copied();
+                others.filter(|&other| together(other, told) || self.is_past(other, told)).collect()
+            }
+            None => vec![],
+        })
     }
 
     /// Whether two ranks answer, from different hosts.
@@ -362,7 +361,7 @@ mod tests {
             members: vec![0, 1, 2],
             in_group: number,
             bytes: 8,
-            algorithm: "tree".into(),
+            algorithm: "halving-doubling".into(),
             root: None,
             started: 70.0,
             ended: ended.then_some(71.0),
@@ -507,7 +506,7 @@ mod tests {
         let vendor = |host: &str, rank| {
             let mut sighting = on(host, rank, 9, &[], 0);
             let told = sighting.heartbeat.as_mut().and_then(|heartbeat| heartbeat.current.as_mut());
-            told.unwrap().algorithm = "mpi".into();
+            told.unwrap().algorithm = "vendor".into();
             sighting
         };
         let text = report(

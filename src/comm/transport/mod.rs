@@ -264,12 +264,12 @@ pub fn least_sent(group: &GroupRanks, call: DeviceCollective, words: usize) -> u
 
 /// Wires other than MPI copy memory that the host can read.
 fn no_addresses() -> Error {
-    Error::input("comm.path = direct needs MPI").hint("use staged or auto")
+    Error::input("comm.transport = direct needs MPI").hint("use staged or auto")
 }
 
 /// Wires other than MPI have no collectives of a library.
 fn no_library() -> Error {
-    Error::input("comm.algorithm = mpi needs MPI").hint("use ring or tree")
+    Error::input("comm.algorithm = vendor requires MPI").hint("use ring or halving-doubling")
 }
 
 /// Whether a message had the length that the receiver knew it would have.

@@ -60,7 +60,7 @@ pub struct RunCard {
     /// Path of messages to the memory of GPUs, where ranks have some.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_path: Option<DeviceTransport>,
-    /// The reasons for that path, where `comm.path` left the choice.
+    /// The reasons for that path, where `comm.transport` left the choice.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_path_reason: Option<String>,
     /// Ranks.

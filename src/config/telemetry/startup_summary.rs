@@ -181,7 +181,7 @@ pub fn banner(plan: &ResolvedConfig, facts: &Facts<'_>) -> String {
             mesh.shard,
             mesh.tensor,
             u8::from(plan.config.parallel.zero),
-            plural(plan.lanes, "lane"),
+            plural(plan.virtual_ranks, "virtual_rank"),
         ),
     );
     if plan.config.parallel.storage == Storage::Central {
@@ -234,10 +234,10 @@ pub fn banner(plan: &ResolvedConfig, facts: &Facts<'_>) -> String {
     line(
         "batch",
         format!(
-            "{} samples = {} × {} × {} (lanes × micro-batches × samples){}",
+            "{} samples = {} × {} × {} (virtual ranks × micro-batches × samples){}",
             plan.config.batch.global,
-            plan.lanes,
-            plan.micros_per_lane(),
+            plan.virtual_ranks,
+            plan.micros_per_virtual_rank(),
             plan.micro,
             match plan.network.is_language() {
                 true => format!(", {} tokens a step", grouped(plan.tokens_per_step())),

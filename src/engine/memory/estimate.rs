@@ -36,7 +36,7 @@ impl Held {
     /// Memory of this process, which sends its messages by `comm` and reads these data sets.
     pub fn now<B: Backend>(comm: &Comm<B>, data: &[&dyn Source]) -> Self {
         let messages_on_device =
-            matches!(comm.device_path(), Some(DeviceTransport::Direct | DeviceTransport::Nccl));
+            matches!(comm.device_path(), Some(DeviceTransport::CudaAware | DeviceTransport::Nccl));
         let cache = data.iter().map(|dataset| dataset.cache_limit()).sum();
         Self { messages: comm.staging(), messages_on_device, resident: resident().0, cache }
     }
@@ -79,14 +79,14 @@ pub fn worst<B: Kernels>(plan: &ResolvedConfig, held: Held) -> Estimate {
 /// own peak.
 pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> Estimate {
     let Held { messages, messages_on_device, resident, cache } = held;
-    let size = plan.config.precision.compute.size(B::ON_HOST);
+    let size = plan.config.precision.dtype.size(B::ON_HOST);
     let slices = plan.slices(0);
     let mut blocks = plan.network.sliced::<B>(&slices);
     let schedule = plan.step_schedule(stage);
     let stage = plan.stage(stage, &loans(&blocks));
     let of_unit = |unit: usize| {
         let block = &blocks[unit];
-        UnitLayout::sliced(block.name(), block.tensors(), plan.lanes, &slices).padded
+        UnitLayout::sliced(block.name(), block.tensors(), plan.virtual_ranks, &slices).padded
     };
     let tables =
         stage.takes_rows().then(|| Tables::of(plan, of_unit(0), blocks[1].input_per_row()));
@@ -97,7 +97,7 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> 
     blocks.drain(..stage.units.start);
     let all: usize = padded.iter().sum();
     let owned = all / plan.mesh.shard;
-    let offloads = plan.config.optimizer.offload;
+    let offloads = plan.config.offload.optimizer;
     let are_masters_apart = !offloads && (plan.residency().params == Lifetime::Use || size < F32);
     let masters = if are_masters_apart { owned * F32 } else { 0 };
     let outer = plan.averaging.and_then(|averaging| averaging.outer);
@@ -151,7 +151,7 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> 
         host[MemoryKind::Offloaded as usize] +=
             averaged * padded.iter().max().unwrap_or(&0) / plan.mesh.shard * F32;
     }
-    if plan.config.parallel.offload_activations {
+    if plan.config.offload.activations {
         let keep = plan.residency();
         let shards = plan.mesh.shard;
         let timeline = MemoryTimeline { stage: &stage, sizes: &slots, shards, keep, schedule };
@@ -171,7 +171,7 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> 
     host[MemoryKind::Data as usize] =
         cache + (plan.config.data.prefetch + 2) * plan.micro as usize * of_host;
     device[MemoryKind::Data as usize] = plan.micro.max(plan.config.eval.batch) as usize * of_device;
-    if plan.config.checkpoint.asynchronous {
+    if plan.config.checkpoint.async_save {
         // Ranks divide parameters and state among themselves, copies of them too, but where they
         // have owners.
         let copies =
@@ -194,7 +194,7 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> 
 /// Whether the input of block `block` of a stage's `blocks` goes to the host until its backward,
 /// which does not begin at once.
 fn leaves(plan: &ResolvedConfig, stage: &Stage, blocks: usize, block: usize) -> bool {
-    plan.config.parallel.offload_activations && !(stage.is_last() && block + 1 == blocks)
+    plan.config.offload.activations && !(stage.is_last() && block + 1 == blocks)
 }
 
 /// Bytes of the host for the inputs of all micro-batches that are under way at once.
@@ -209,7 +209,7 @@ fn inputs_on_host<B: Kernels>(
         .enumerate()
         .filter(|(block, _)| leaves(plan, timeline.stage, blocks.len(), *block));
     let rows = plan.micro as usize * plan.network.context();
-    let size = plan.config.precision.compute.size(B::ON_HOST);
+    let size = plan.config.precision.dtype.size(B::ON_HOST);
     let words = |elements: usize| (elements * size).next_multiple_of(F32);
     let of_micro: usize =
         leaving.map(|(_, block)| words(rows * slices.own(block.input_per_row()))).sum();
@@ -228,7 +228,7 @@ fn moments<B: Kernels>(
     slots: &[usize],
     next: Option<usize>,
 ) -> Vec<Alive> {
-    let size = plan.config.precision.compute.size(B::ON_HOST);
+    let size = plan.config.precision.dtype.size(B::ON_HOST);
     let timeline = MemoryTimeline {
         stage,
         sizes: slots,
@@ -258,8 +258,9 @@ fn moments<B: Kernels>(
     // The logits with the padding of their rows, and their losses.
     let is_padded = blocks.last().is_some_and(|block| block.pads_output());
     let in_memory = |columns: usize| if is_padded { B::row_stride(columns) } else { columns };
-    let of_lane = |lane: usize| in_memory(slices.share(plan.network.outputs(), lane).len());
-    let outputs: usize = slices.held.clone().map(of_lane).sum();
+    let of_virtual_rank =
+        |virtual_rank: usize| in_memory(slices.share(plan.network.outputs(), virtual_rank).len());
+    let outputs: usize = slices.held.clone().map(of_virtual_rank).sum();
     let of_stage = next.map_or(outputs * size + F32, |next| next * size);
     let output = |block: usize| input.get(block + 1).copied().unwrap_or(of_stage);
     let recompute = plan.config.parallel.recompute;
@@ -348,7 +349,7 @@ fn moments<B: Kernels>(
 /// unit are added here while the sum of the one before travels. Gradients that live always lie
 /// idle.
 fn average(plan: &ResolvedConfig, on_host: bool, padded: &[usize], slots: &[usize]) -> Alive {
-    let size = plan.config.precision.compute.size(on_host);
+    let size = plan.config.precision.dtype.size(on_host);
     let buffers = 1 + parallel::state_names(Some(plan.rule), plan.average, None).len();
     let share = |unit: usize| buffers * padded[unit] / plan.mesh.shard * F32;
     let added_here = plan.replicas_here().ilog2() as usize + 1;

@@ -267,15 +267,14 @@ impl Variant {
     fn settings(&self) -> String {
         let zero = self.zero.map(|zero| format!("parallel.zero={}", u8::from(zero)));
         let recompute = self.recompute.then(|| "parallel.recompute=true".to_string());
-        let offload = self.offload.map(|offload| format!("optimizer.offload={offload}"));
-        let inputs_away =
-            self.inputs_away.map(|away| format!("parallel.offload_activations={away}"));
-        let shards_away = self.shards_away.map(|away| format!("parallel.offload_shards={away}"));
+        let offload = self.offload.map(|offload| format!("offload.optimizer={offload}"));
+        let inputs_away = self.inputs_away.map(|away| format!("offload.activations={away}"));
+        let shards_away = self.shards_away.map(|away| format!("offload.params={away}"));
         let tables_away = self.tables_away.then(|| "model.place.tables=host".to_string());
         let pipeline = self.pipeline.map(|pipeline| format!("parallel.pipeline={pipeline}"));
         let schedule = self.one_forward_one_backward.then(|| "parallel.schedule=1f1b".to_string());
         let micro = self.micro.map(|micro| format!("batch.micro={micro}"));
-        let through = self.through.then(|| "checkpoint.asynchronous=false".to_string());
+        let through = self.through.then(|| "checkpoint.async_save=false".to_string());
         let settings = [
             zero,
             recompute,
@@ -300,9 +299,9 @@ fn variants(plan: &ResolvedConfig, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     let now = plan.config.parallel.zero;
     let recompute = plan.config.parallel.recompute;
     let micro = plan.micro;
-    let offloads = plan.config.optimizer.offload;
-    let inputs_are_away = plan.config.parallel.offload_activations;
-    let shards_are_away = plan.config.parallel.offload_shards;
+    let offloads = plan.config.offload.optimizer;
+    let inputs_are_away = plan.config.offload.activations;
+    let shards_are_away = plan.config.offload.params;
     let has_tables =
         on_gpu && !plan.has_tables_on_host() && plan.network.with_tables_apart().is_ok();
     let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three]
@@ -324,8 +323,11 @@ fn variants(plan: &ResolvedConfig, ranks: usize, on_gpu: bool) -> Vec<Variant> {
             {
                 let mut config: Config = plan.config.clone();
                 if ranks != plan.mesh.ranks() {
-                    (config.parallel.shard, config.parallel.replica, config.parallel.lanes) =
-                        (None, None, None);
+                    (
+                        config.parallel.shard,
+                        config.parallel.replica,
+                        config.parallel.virtual_ranks,
+                    ) = (None, None, None);
                 }
                 if pipeline != depth {
                     (config.parallel.shard, config.parallel.replica, config.parallel.stages) =
@@ -341,14 +343,14 @@ fn variants(plan: &ResolvedConfig, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                 if at_once {
                     config.parallel.schedule = PipelineSchedule::OneForwardOneBackward;
                 }
-                config.optimizer.offload ^= elsewhere;
-                config.parallel.offload_activations ^= inputs;
-                config.parallel.offload_shards ^= shards;
+                config.offload.optimizer ^= elsewhere;
+                config.offload.activations ^= inputs;
+                config.offload.params ^= shards;
                 if tables {
                     config.model.place.tables = EmbeddingPlacement::Host;
                 }
                 config.batch.micro = Some(smaller);
-                let through = !copy && std::mem::take(&mut config.checkpoint.asynchronous);
+                let through = !copy && std::mem::take(&mut config.checkpoint.async_save);
                 let facts = Environment {
                     ranks,
                     threads: plan.threads,
@@ -445,12 +447,12 @@ mod tests {
         );
         assert!(
             error.ends_with(
-                "hint: batch.micro=4 with checkpoint.asynchronous=false takes 185.5 MiB a rank"
+                "hint: batch.micro=4 with checkpoint.async_save=false takes 185.5 MiB a rank"
             ),
             "{error}"
         );
         let error = refusal(1, &[], 270);
-        assert!(error.contains("hint: checkpoint.asynchronous=false takes "), "{error}");
+        assert!(error.contains("hint: checkpoint.async_save=false takes "), "{error}");
         // Activations are small beside the optimizer's state.
         let error = refusal(4, &["batch.micro=1"], 80);
         assert!(
@@ -459,7 +461,7 @@ mod tests {
         );
         let error = refusal(2, &["batch.global=32"], 116);
         // A stage that keeps whole gradients is enough with half the micro-batch.
-        let hint = "hint: parallel.zero=1 with batch.micro=2 with checkpoint.asynchronous=false takes 145.5 MiB a rank";
+        let hint = "hint: parallel.zero=1 with batch.micro=2 with checkpoint.async_save=false takes 145.5 MiB a rank";
         assert!(error.ends_with(hint), "{error}");
     }
 
@@ -507,7 +509,7 @@ mod tests {
             "batch.micro=1",
             "parallel.stages=[1,2,3,4]",
             "eval.batch=1",
-            "checkpoint.asynchronous=false",
+            "checkpoint.async_save=false",
         ];
         // Most operands wait in the last stage, which is the largest here.
         let need = |settings: &[&str]| {
@@ -535,7 +537,7 @@ mod tests {
         let overrides = ["model.layers=8", "model.width=256", "batch.global=1"].map(String::from);
         let (mut config, _) =
             load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
-        config.optimizer.offload = offload;
+        config.offload.optimizer = offload;
         resolve(config, &Environment { ranks: 1, threads: 1, vocabulary: Some(65), on_gpu: true })
             .unwrap()
     }
@@ -570,7 +572,7 @@ mod tests {
             let mut config = Config::default();
             config.model.layers = hpctrain_config::LayerList::Count(8);
             (config.batch.global, config.batch.micro, config.eval.batch) = (8, Some(2), 1);
-            (config.parallel.recompute, config.parallel.offload_activations) = (true, away);
+            (config.parallel.recompute, config.offload.activations) = (true, away);
             config.parallel.pipeline = ranks;
             resolve(config, &Environment { ranks, threads: 1, vocabulary: Some(65), on_gpu: true })
                 .unwrap()
@@ -595,7 +597,7 @@ mod tests {
             config.model.layers = hpctrain_config::LayerList::Count(12);
             (config.model.heads, config.model.width, config.model.context) = (12, 768, 1024);
             (config.batch.global, config.batch.micro, config.eval.batch) = (32, Some(32), 32);
-            config.parallel.logit_rows = rows;
+            config.parallel.loss_chunk_tokens = rows;
             let plan = resolve(
                 config,
                 &Environment { ranks: 1, threads: 1, vocabulary: Some(50_257), on_gpu: true },
@@ -628,11 +630,11 @@ mod tests {
             readable(here.gpu()),
             readable(here.host())
         );
-        assert!(error.ends_with(&format!("hint: optimizer.offload=true takes {both}")), "{error}");
+        assert!(error.ends_with(&format!("hint: offload.optimizer=true takes {both}")), "{error}");
         // It takes a little more with checkpoints that need no copy of their own, and nothing
         // without that.
         let error = refused(&on_gpu(false), here.gpu(), here.host() - 1);
-        let less = "hint: optimizer.offload=true with checkpoint.asynchronous=false takes ";
+        let less = "hint: offload.optimizer=true with checkpoint.async_save=false takes ";
         assert!(error.contains(less), "{error}");
         let error = refused(&on_gpu(false), here.gpu(), there.host());
         assert!(
@@ -642,7 +644,7 @@ mod tests {
         // And the other way round.
         let error = refused(&on_gpu(true), there.gpu(), there.host());
         assert!(
-            error.starts_with("1 × ") && error.contains("hint: optimizer.offload=false takes "),
+            error.starts_with("1 × ") && error.contains("hint: offload.optimizer=false takes "),
             "{error}"
         );
     }
@@ -652,7 +654,7 @@ mod tests {
         let with = |shards: bool| {
             let mut plan = on_gpu(true);
             plan.config.parallel.zero = Zero::Three;
-            plan.config.parallel.offload_shards = shards;
+            plan.config.offload.params = shards;
             resolve(
                 plan.config,
                 &Environment { ranks: 1, threads: 1, vocabulary: Some(65), on_gpu: true },
@@ -666,15 +668,12 @@ mod tests {
             readable(away.gpu()),
             readable(away.host())
         );
-        let settings =
-            "parallel.zero=3 with optimizer.offload=true with parallel.offload_shards=true";
+        let settings = "parallel.zero=3 with offload.optimizer=true with offload.params=true";
         assert!(error.ends_with(&format!("hint: {settings} takes {both}")), "{error}");
         // And back, where the host has no room for the slot of the copies.
         let error = refused(&with(true), need(&on_gpu(false)).gpu(), need(&on_gpu(false)).host());
         assert!(
-            error.contains(
-                "hint: optimizer.offload=false with parallel.offload_shards=false takes "
-            ),
+            error.contains("hint: offload.optimizer=false with offload.params=false takes "),
             "{error}"
         );
         // CPUs have nowhere to move them.
@@ -703,11 +702,8 @@ mod tests {
 
     #[test]
     fn evaluations_may_take_fewer_samples_at_a_time() {
-        let error = refusal(
-            1,
-            &["eval.batch=4096", "batch.global=1", "checkpoint.asynchronous=false"],
-            200,
-        );
+        let error =
+            refusal(1, &["eval.batch=4096", "batch.global=1", "checkpoint.async_save=false"], 200);
         assert!(error.contains("hint: eval.batch=1 takes "), "{error}");
     }
 

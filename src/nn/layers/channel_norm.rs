@@ -3,7 +3,7 @@
 //!
 //! Batch normalisation is the exception to bits that do not depend on the ranks, since its samples
 //! see each other. Synchronised, ranks exchange its sums through `Training::ranks` within a block,
-//! with one lane a rank; otherwise a micro-batch is a batch by itself. Running statistics are
+//! with one virtual rank a rank; otherwise a micro-batch is a batch by itself. Running statistics are
 //! tensors at the end of their unit (`Tensor::average`). Their gradient is the mean of the step's
 //! batches, so reductions, sharding and checkpoints need no special case; the norm leaves them out,
 //! and the update moves them.

@@ -1,4 +1,4 @@
-//! From the gradients of lanes to one reduced gradient, and the loss and norm of the step.
+//! From the gradients of virtual ranks to one reduced gradient, and the loss and norm of the step.
 
 use std::ops::Range;
 
@@ -16,7 +16,7 @@ use hpctrain_device::{Kernels, MemoryKind};
 /// Results of a step's reductions, the same on all ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReducedStep {
-    /// Sum of the lanes' losses.
+    /// Sum of the virtual ranks' losses.
     pub loss: f64,
     /// Global norm of the gradient, before clipping.
     pub norm: f64,
@@ -37,12 +37,12 @@ pub struct Reduced<'a, B: Kernels> {
 }
 
 impl<B: Kernels> Sharded<B> {
-    /// The last backward of a lane begins: gets ready for the gradients that other stages have of
+    /// The last backward of a virtual rank begins: gets ready for the gradients that other stages have of
     /// this stage's units.
     ///
     /// # Errors
     /// Out of memory.
-    pub fn lane_ends(&mut self) -> Result<()> {
+    pub fn virtual_rank_ends(&mut self) -> Result<()> {
         for lent in &self.stage.lent {
             let buf = self.backend.alloc(MemoryKind::Gradients, lent.len)?;
             let name = &self.units[lent.slot].layout.name;
@@ -51,12 +51,12 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// The unit's gradient of one lane is final. After the rank's last lane its sum can be
+    /// The unit's gradient of one virtual rank is final. After the rank's last virtual rank its sum can be
     /// [reduced](Sharded::start_reductions).
     ///
     /// # Errors
     /// A message between stages failed.
-    pub fn lane_done(&mut self, unit: usize, last: bool) -> Result<()> {
+    pub fn virtual_rank_done(&mut self, unit: usize, last: bool) -> Result<()> {
         if let (Some(loan), Some(part)) =
             (self.stage.borrowed[unit], self.units[unit].borrowed.take())
         {
@@ -78,14 +78,14 @@ impl<B: Kernels> Sharded<B> {
             self.units[unit].returned.push(part.wait()?);
         }
         self.units[unit].add_copies(&self.backend, &self.groups.tensor)?;
-        self.units[unit].lane_done(&self.backend, last)?;
+        self.units[unit].virtual_rank_done(&self.backend, last)?;
         if last {
             self.ended.push(unit);
         }
         Ok(())
     }
 
-    /// Starts to reduce the gradients of units whose lanes have all ended.
+    /// Starts to reduce the gradients of units whose virtual ranks have all ended.
     ///
     /// # Errors
     /// A reduction failed.
@@ -94,7 +94,7 @@ impl<B: Kernels> Sharded<B> {
             let range = self.shard_of(unit);
             let state = &mut self.units[unit];
             let Some(Reduction::Ended(sum)) = state.reduction.take() else {
-                return Err(Error::internal("no sum of lanes to reduce"));
+                return Err(Error::internal("no sum of virtual ranks to reduce"));
             };
             let scattered = self.groups.shard.with_label(&state.layout.name).reduce_scatter(sum);
             let replicas = self.groups.step.replica.with_label(&state.layout.name);
@@ -124,9 +124,9 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Waits for all reductions and agrees on the sum of the lanes' losses and the global gradient
+    /// Waits for all reductions and agrees on the sum of the virtual ranks' losses and the global gradient
     /// norm: with all ranks, or where replicas train apart, with those of its own. `losses` are
-    /// those of this rank's lanes, in order, where it tells them: the last stage does, the first of
+    /// those of this rank's virtual ranks, in order, where it tells them: the last stage does, the first of
     /// each tensor group; `compute` is the seconds it has computed in this step. All ranks receive
     /// the `flags` of each.
     ///
@@ -138,7 +138,7 @@ impl<B: Kernels> Sharded<B> {
         compute: f64,
         flags: ControlFlags,
     ) -> Result<ReducedStep> {
-        // Every rank gets every lane's loss and the squares of every unit's virtual shards, and
+        // Every rank gets every virtual rank's loss and the squares of every unit's virtual shards, and
         // adds them in the same order.
         let squares = self.squares()?;
         let mine = StepSummary { compute, flags, losses: losses.to_vec(), squares };
@@ -149,7 +149,7 @@ impl<B: Kernels> Sharded<B> {
         let squares = sum_of_squares(
             told.iter().map(|one| &one.squares),
             self.network.len(),
-            self.slices.total * self.lanes.total,
+            self.slices.total * self.virtual_ranks.total,
         )?;
         Ok(ReducedStep {
             loss: tree_sum(&losses),
@@ -249,14 +249,14 @@ impl<B: Kernels> Sharded<B> {
     }
 
     /// Virtual shards of this rank's part of a unit: [`VirtualRanks::total`](crate::VirtualRanks)
-    /// for each tensor lane.
+    /// for each virtual tensor rank.
     pub(super) fn parts(&self) -> usize {
-        self.slices.held.len() * self.lanes.total
+        self.slices.held.len() * self.virtual_ranks.total
     }
 
     /// The number of the first of them, counted over the ranks of the tensor axis.
     pub(super) fn first_virtual_shard(&self) -> usize {
-        self.slices.held.start * self.lanes.total
+        self.slices.held.start * self.virtual_ranks.total
     }
 
     /// Those that lie in this rank's owned range and fall to it, where the ranks of `copies`, which

@@ -1,14 +1,14 @@
 //! Storage of a stage's units over its shard × replica mesh: DDP, ZeRO-1, -2, -3 and hybrid
 //! sharding are one mesh shape and one [`ShardingPolicy`] each.
 //!
-//! A gradient's journey: blocks add into a unit's flat buffer; at the end of a lane the buffer
-//! joins the rank's tree of lanes; after the last lane the sum moves to the communication thread,
+//! A gradient's journey: blocks add into a unit's flat buffer; at the end of a virtual rank the buffer
+//! joins the rank's tree of virtual ranks; after the last virtual rank the sum moves to the communication thread,
 //! which reduces it while the next block computes; [`Sharded::reduce`] waits for all and agrees on
 //! loss and norm; [`Sharded::update`] lets each [`OptimizerShard`] update its range and gathers the
 //! parameters again.
 //!
 //! A block that borrows another block's parameters adds its gradient into a buffer of its own. At
-//! the end of a lane it is added to the lender's, so that the order of additions does not depend on
+//! the end of a virtual rank it is added to the lender's, so that the order of additions does not depend on
 //! the place of the two blocks: in one stage of the pipeline, or in two, between which the buffer
 //! is sent.
 //!
@@ -64,8 +64,8 @@ pub struct Sharded<B: Kernels> {
     groups: Groups<B>,
     storage: Storage,
     keep: ShardingPolicy,
-    lanes: VirtualRanks,
-    /// The tensor lanes of every unit.
+    virtual_ranks: VirtualRanks,
+    /// The virtual tensor ranks of every unit.
     slices: TensorShards,
     /// None where nothing is trained.
     rule: Option<UpdateRule>,
@@ -87,9 +87,9 @@ pub struct Sharded<B: Kernels> {
     units: Vec<Unit<B>>,
     /// Units of other stages that blocks of this one borrow.
     guests: Vec<TiedReplica<B>>,
-    /// Gradients of lent units that other stages are to send, by unit, for the end of the lane.
+    /// Gradients of lent units that other stages are to send, by unit, for the end of the virtual rank.
     expected: Vec<(usize, Pending<B::Buf>)>,
-    /// Units whose lanes have all ended, in order.
+    /// Units whose virtual ranks have all ended, in order.
     ended: Vec<usize>,
     /// Units whose reduction is under way, in order.
     started: Vec<usize>,
@@ -113,7 +113,7 @@ impl<B: Kernels> Sharded<B> {
         backend: B,
         groups: Groups<B>,
         keep: ShardingPolicy,
-        lanes: VirtualRanks,
+        virtual_ranks: VirtualRanks,
         updates: Option<Updates>,
         blocks: &Blocks<B>,
         slices: &TensorShards,
@@ -132,7 +132,9 @@ impl<B: Kernels> Sharded<B> {
         let groups_of = updates.as_ref().map_or(&[][..], |updates| &updates.groups);
         let network: Vec<UnitLayout> = blocks
             .iter()
-            .map(|block| UnitLayout::sliced(block.name(), block.tensors(), lanes.total, slices))
+            .map(|block| {
+                UnitLayout::sliced(block.name(), block.tensors(), virtual_ranks.total, slices)
+            })
             .collect();
         let mut units = Vec::with_capacity(stage.units.len());
         for layout in &network[stage.units.clone()] {
@@ -173,7 +175,7 @@ impl<B: Kernels> Sharded<B> {
                 grads_open: false,
                 borrowed: None,
                 returned: Vec::new(),
-                lanes: Tree::default(),
+                virtual_ranks: Tree::default(),
                 reduction: None,
             });
         }
@@ -194,7 +196,7 @@ impl<B: Kernels> Sharded<B> {
             groups,
             storage,
             keep,
-            lanes,
+            virtual_ranks,
             slices: slices.clone(),
             rule,
             average,
@@ -358,7 +360,7 @@ impl<B: Kernels> Sharded<B> {
         ))
     }
 
-    /// The gradients of a unit that a backward of this lane has begun; `first` if overwritten ones
+    /// The gradients of a unit that a backward of this virtual rank has begun; `first` if overwritten ones
     /// hold nothing yet.
     ///
     /// # Errors

@@ -56,7 +56,7 @@ impl<B: Kernels> Sharded<B> {
             norms.set(shard, tensor, [norm.read(&self.backend)?, compared.read(&self.backend)?]);
         }
         let messages = self.groups.step.stage.gather_bytes(norms.encode()).wait()?;
-        let all = self.slices.total * self.lanes.total;
+        let all = self.slices.total * self.virtual_ranks.total;
         let mut squares = norms::whole(&messages, all, first)?.into_iter();
         let of_unit = |unit: &Unit<B>| {
             let decays = unit.tensors.iter().map(|part| part.decay(hyper.weight_decay));

@@ -54,7 +54,7 @@ impl Session<'_> {
     pub(super) fn save(&mut self) -> Result<(), SessionError> {
         let step = self.progress.step;
         if self.saving.is_some() {
-            if self.plan.config.checkpoint.when_busy == WhenBusy::Skip {
+            if self.plan.config.checkpoint.if_busy == WhenBusy::Skip {
                 log::warn!("step {step}: not saved: an earlier checkpoint is still being written");
                 return Ok(());
             }
@@ -72,7 +72,7 @@ impl Session<'_> {
         ));
         (self.saved, self.save_now) = (Some(step), false);
         self.stop_requests.save_begun();
-        if !self.plan.config.checkpoint.asynchronous {
+        if !self.plan.config.checkpoint.async_save {
             self.await_saving()?;
         }
         Ok(())

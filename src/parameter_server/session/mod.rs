@@ -161,11 +161,12 @@ impl<'a> Session<'a> {
             .map(|validation| Evaluator::counting(&**validation, of_eval, chunk));
         let evaluator =
             evaluator.map(|evaluator| evaluator.naming(Mix::names(&plan.config.data.mix)));
-        let outages = IoFailureTolerance::new(plan.config.checkpoint.tolerate, progress.step > 0);
+        let outages =
+            IoFailureTolerance::new(plan.config.checkpoint.io_retry_seconds, progress.step > 0);
         let first_ticket = (unix_time() * 1e3) as u64;
         let mut pool = WorkScheduler::new(
-            plan.config.servers.staleness,
-            plan.config.servers.lease,
+            plan.config.parameter_server.staleness,
+            plan.config.parameter_server.batches_per_lease,
             first_ticket,
         );
         if !terms.is_synchronous() {
@@ -234,19 +235,19 @@ impl<'a> Session<'a> {
     fn banner(&self, from: StartPoint<'_>) {
         let RunSpec { workers, addresses, pieces, .. } = &self.terms;
         let ranges: usize = pieces.iter().map(Vec::len).sum();
-        let staleness = &self.plan.config.servers.staleness;
+        let staleness = &self.plan.config.parameter_server.staleness;
         say(format_args!("run        {}", self.directory.path().display()));
         say(format_args!(
             "servers    {}, {ranges} ranges, on {}",
             addresses.len(),
             addresses.join(", ")
         ));
-        let lanes = if self.terms.is_synchronous() {
-            format!(", {} lanes a step", self.plan.lanes)
+        let virtual_ranks = if self.terms.is_synchronous() {
+            format!(", {} virtual ranks a step", self.plan.virtual_ranks)
         } else {
             String::new()
         };
-        say(format_args!("workers    {workers}, staleness {staleness}{lanes}"));
+        say(format_args!("workers    {workers}, staleness {staleness}{virtual_ranks}"));
         let step = self.progress.step;
         match from {
             StartPoint::Seed => {}
@@ -315,8 +316,8 @@ impl<'a> Session<'a> {
     /// A step that all workers take together; none if the run is to end before.
     fn sync_step(&mut self) -> Result<Option<CommittedStep>, SessionError> {
         let step = self.progress.step;
-        let lanes = self.plan.lanes;
-        self.hub.with(|state| state.pool.begin_step(step, lanes));
+        let virtual_ranks = self.plan.virtual_ranks;
+        self.hub.with(|state| state.pool.begin_step(step, virtual_ranks));
         let stop_requests = &self.stop_requests;
         let done = self.hub.wait(|state| match state.pool.step_result() {
             Some(result) => Some(Some(result)),
@@ -342,17 +343,17 @@ impl<'a> Session<'a> {
         Ok(Some(CommittedStep { loss, norm, lr, skipped, compute, seconds: 0.0, position, update }))
     }
 
-    /// The norm of the gradient of a step, whose lanes have all come.
+    /// The norm of the gradient of a step, whose virtual ranks have all come.
     fn norm(&mut self, step: u64) -> Result<f64, SessionError> {
         let generation = self.terms.generation;
         let answers = self.fleet.all(|_| ServerRequest::Squares { generation, step })?;
-        let lanes = self.plan.lanes;
+        let virtual_ranks = self.plan.virtual_ranks;
         let layouts = layouts(&self.plan);
         let mut told = Vec::new();
         for (pieces, answer) in self.terms.pieces.iter().zip(answers) {
             let ServerResponse::Squares(squares) = answer else { return Err(unexpected(&answer)) };
             for (piece, bits) in pieces.iter().zip(squares) {
-                let size = layouts[piece.unit].padded / lanes;
+                let size = layouts[piece.unit].padded / virtual_ranks;
                 let values: Vec<f64> = bits.into_iter().map(f64::from_bits).collect();
                 let first_unit = piece.unit;
                 let first_shard = piece.range.start / size;
@@ -360,26 +361,26 @@ impl<'a> Session<'a> {
                 told.push(Squares { first_unit, first_shard, shards, values });
             }
         }
-        Ok(sum_of_squares(told.iter(), layouts.len(), lanes)?.sqrt())
+        Ok(sum_of_squares(told.iter(), layouts.len(), virtual_ranks)?.sqrt())
     }
 
     /// The factor on the step of every tensor of every unit, where the rule scales them by norms:
     /// bits.
     fn trust(&mut self, hyper: Hyper) -> Result<Vec<Vec<u32>>, SessionError> {
         let generation = self.terms.generation;
-        let lanes = self.plan.lanes;
+        let virtual_ranks = self.plan.virtual_ranks;
         let answers =
             self.fleet.all(|_| ServerRequest::Norms { generation, hyper: hyper.into() })?;
         let layouts = layouts(&self.plan);
         let tensors: usize = layouts.iter().map(|layout| layout.tensors.len()).sum();
-        let mut norms = Norms::new(0..lanes, tensors);
+        let mut norms = Norms::new(0..virtual_ranks, tensors);
         for answer in answers {
             let ServerResponse::Norms(of_server) = answer else { return Err(unexpected(&answer)) };
             for (shard, tensor, squares) in of_server {
                 norms.set(shard, tensor, squares.map(f64::from_bits));
             }
         }
-        let mut squares = whole_norms(&[norms.encode()], lanes, tensors)?.into_iter();
+        let mut squares = whole_norms(&[norms.encode()], virtual_ranks, tensors)?.into_iter();
         let groups = &self.plan.config.optimizer.groups;
         let mut factor = |tensor: &Tensor| {
             let part = Part::of(tensor, groups);
@@ -511,7 +512,7 @@ impl<'a> Session<'a> {
             let message =
                 format!("step {step}: {} steps in a row were not finite", self.skipped_in_a_row);
             return Err(Error::numeric(message).hint(
-                "lower optimizer.lr, lengthen schedule.warmup, or lower optimizer.grad_clip",
+                "lower optimizer.lr, lengthen lr_schedule.warmup, or lower optimizer.grad_clip",
             ));
         }
         self.directory.check_often()?;

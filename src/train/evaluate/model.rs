@@ -71,8 +71,11 @@ pub fn plan(
 /// Out of memory, or a message between ranks failed.
 pub fn build<B: Kernels>(comm: &Comm<B>, plan: &ResolvedConfig, backend: B) -> Result<Model<B>> {
     let groups = Groups::split(comm, &plan.mesh, false)?;
-    let lanes =
-        VirtualRanks { total: plan.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
+    let virtual_ranks = VirtualRanks {
+        total: plan.virtual_ranks,
+        ranks: groups.data.size(),
+        rank: groups.data.rank(),
+    };
     let slices = plan.slices(comm.rank());
     let blocks = plan.network.sliced(&slices);
     let stage = plan.stage(plan.mesh.stage(comm.rank()), &loans(&blocks));
@@ -80,7 +83,7 @@ pub fn build<B: Kernels>(comm: &Comm<B>, plan: &ResolvedConfig, backend: B) -> R
         backend.clone(),
         groups,
         plan.residency(),
-        lanes,
+        virtual_ranks,
         None,
         &blocks,
         &slices,

@@ -34,12 +34,12 @@ pub fn check(manifest: &Manifest, config: &Config) -> Result<()> {
 
 /// The keys that determine the measured samples, besides the path.
 fn set(config: &Config) -> Data {
-    let Data { shuffle, prefetch, stage, augment, weights, verify, .. } = Data::default();
+    let Data { shuffle, prefetch, local_cache, augment, weights, verify, .. } = Data::default();
     Data {
         path: String::new(),
         shuffle,
         prefetch,
-        stage,
+        local_cache,
         augment,
         weights,
         verify,

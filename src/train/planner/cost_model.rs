@@ -84,7 +84,7 @@ pub fn step_times(
 ) -> Result<StepTimes> {
     let mesh = &plan.mesh;
     let slices = plan.slices(0);
-    let size = plan.config.precision.compute.size(on_host);
+    let size = plan.config.precision.dtype.size(on_host);
     let blocks = plan.network.cpu_blocks(&slices);
     let loans = loans(&blocks);
     let passes = rates.passes(plan)?;
@@ -105,7 +105,8 @@ pub fn step_times(
         let of_unit = |unit: usize| {
             let block = &blocks[unit];
             let padded =
-                UnitLayout::sliced(block.name(), block.tensors(), plan.lanes, &slices).padded;
+                UnitLayout::sliced(block.name(), block.tensors(), plan.virtual_ranks, &slices)
+                    .padded;
             let owned = padded / mesh.shard;
             let Passes { forward, backward, weights } = passes[unit];
             // The last block's backward begins at once: nothing of it is computed again.

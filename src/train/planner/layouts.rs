@@ -79,7 +79,7 @@ impl Keys {
     /// 3, which divides nothing there. The configuration may still refuse some.
     pub(super) fn with_more_on_host(&self, base: &Config, may_recompute: bool) -> Vec<Self> {
         let is_given = |key: &str| base.parallel.given.contains(key);
-        let whole = self.shard * self.replica == 1 && !is_given("zero");
+        let whole = self.shard * self.replica == 1 && !is_given("parallel.zero");
         let again =
             if may_recompute && !self.recompute { vec![false, true] } else { vec![self.recompute] };
         let now = self.host;
@@ -89,9 +89,9 @@ impl Keys {
         {
             // Nothing that the configuration moves comes back.
             let changes = [
-                (now.optimizer, optimizer, "offload"),
-                (now.shards, shards, "offload_shards"),
-                (now.activations, activations, "offload_activations"),
+                (now.optimizer, optimizer, "offload.optimizer"),
+                (now.shards, shards, "offload.params"),
+                (now.activations, activations, "offload.activations"),
             ];
             let may_change = changes
                 .iter()
@@ -247,7 +247,7 @@ pub fn layouts(
 /// All keys but the micro-batch, which is the configuration's, if it has one.
 fn shapes(config: &Config, ranks: usize, per_node: usize) -> Vec<Keys> {
     let parallel = &config.parallel;
-    let is_given = |key: &str| parallel.given.contains(key);
+    let is_given = |key: &str| parallel.given.contains(&format!("parallel.{key}"));
     let one_or =
         |key: &str, given: usize, all: Vec<usize>| if is_given(key) { vec![given] } else { all };
     let switch =
@@ -300,7 +300,7 @@ fn shapes(config: &Config, ranks: usize, per_node: usize) -> Vec<Keys> {
 /// node.
 fn shards(config: &Config, data: usize, of_node: usize) -> Vec<(Zero, usize, usize)> {
     let parallel = &config.parallel;
-    let is_given = |key: &str| parallel.given.contains(key);
+    let is_given = |key: &str| parallel.given.contains(&format!("parallel.{key}"));
     let stages = match is_given("zero") {
         true => vec![parallel.zero],
         false => vec![Zero::Zero, Zero::One, Zero::Two, Zero::Three],
@@ -331,12 +331,12 @@ fn shards(config: &Config, data: usize, of_node: usize) -> Vec<(Zero, usize, usi
 
 /// Sizes of the micro-batch.
 fn micros(config: &Config, plan: &ResolvedConfig) -> Vec<u64> {
-    if config.parallel.given.contains("micro") {
+    if config.parallel.given.contains("batch.micro") {
         return vec![plan.micro];
     }
     let most = (MOST_TOKENS / plan.network.context() as u64).max(plan.micro);
-    let divides = |micro: &u64| plan.lane_samples.is_multiple_of(*micro);
-    (1..=most.min(plan.lane_samples)).rev().filter(divides).take(MICROS).collect()
+    let divides = |micro: &u64| plan.virtual_rank_samples.is_multiple_of(*micro);
+    (1..=most.min(plan.virtual_rank_samples)).rev().filter(divides).take(MICROS).collect()
 }
 
 fn divisors(number: usize) -> Vec<usize> {

@@ -198,7 +198,7 @@ impl Machine {
     }
 
     fn flops(&self, plan: &ResolvedConfig) -> f64 {
-        match plan.config.precision.compute {
+        match plan.config.precision.dtype {
             Compute::Bf16 => self.flops.bf16,
             Compute::Tf32 => self.flops.tf32.unwrap_or(self.flops.f32),
             Compute::Auto | Compute::F32 => self.flops.f32,
@@ -225,7 +225,7 @@ impl Rates for Machine {
         let slices = plan.slices(0);
         let blocks = plan.network.cpu_blocks(&slices);
         let work = plan.network.blocks_summary();
-        let size = plan.config.precision.compute.size(!self.gpu);
+        let size = plan.config.precision.dtype.size(!self.gpu);
         let samples = plan.micro as f64;
         let rows = plan.micro as usize * plan.network.context();
         let share = 1.0 / plan.mesh.tensor as f64;
@@ -293,7 +293,7 @@ impl Rates for Machine {
 
     fn micro(&self, plan: &ResolvedConfig) -> Result<f64> {
         // Logits are read twice, and their gradient is written.
-        let size = plan.config.precision.compute.size(!self.gpu);
+        let size = plan.config.precision.dtype.size(!self.gpu);
         let logits = plan.network.outputs().div_ceil(plan.mesh.tensor)
             * plan.micro as usize
             * plan.network.context();

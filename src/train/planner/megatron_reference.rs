@@ -99,7 +99,7 @@ fn predicted(point: &Point) -> f64 {
         "model.context=2048".into(),
         "model.vocabulary=51200".into(),
         "model.dropout=0.1".into(),
-        "precision.compute=bf16".into(),
+        "precision.dtype=bf16".into(),
         format!("batch.global={batch}"),
         format!("parallel.tensor={tensor}"),
         format!("parallel.pipeline={pipeline}"),

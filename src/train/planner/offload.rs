@@ -7,11 +7,11 @@ use hpctrain_config::Config;
 /// The keys that move something from a GPU to its host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct OnHost {
-    /// `optimizer.offload`: masters and optimizer state.
+    /// `offload.optimizer`: masters and optimizer state.
     pub optimizer: bool,
-    /// `parallel.offload_shards`: parameters and reduced gradients as well.
+    /// `offload.params`: parameters and reduced gradients as well.
     pub shards: bool,
-    /// `parallel.offload_activations`: inputs that blocks are computed again from.
+    /// `offload.activations`: inputs that blocks are computed again from.
     pub activations: bool,
 }
 
@@ -19,9 +19,9 @@ impl OnHost {
     /// As a configuration has it.
     pub fn of(config: &Config) -> Self {
         Self {
-            optimizer: config.optimizer.offload,
-            shards: config.parallel.offload_shards,
-            activations: config.parallel.offload_activations,
+            optimizer: config.offload.optimizer,
+            shards: config.offload.params,
+            activations: config.offload.activations,
         }
     }
 
@@ -37,9 +37,9 @@ impl OnHost {
 
     /// Sets the keys of a configuration.
     pub fn set(&self, config: &mut Config) {
-        config.optimizer.offload = self.optimizer;
-        config.parallel.offload_shards = self.shards;
-        config.parallel.offload_activations = self.activations;
+        config.offload.optimizer = self.optimizer;
+        config.offload.params = self.shards;
+        config.offload.activations = self.activations;
     }
 }
 
@@ -48,7 +48,7 @@ impl fmt::Display for OnHost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parts = [
             ("optimizer", self.optimizer),
-            ("shards", self.shards),
+            ("params", self.shards),
             ("activations", self.activations),
         ];
         let parts: Vec<&str> =

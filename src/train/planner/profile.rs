@@ -154,7 +154,7 @@ pub fn measure<B: Kernels>(
         }
         let Some((first, _)) = of_exchanges.values().next() else { continue };
         let backend = world.all_ok(backend(first))?;
-        let on_path = comm.select_transport(first.config.comm.path, hpctrain_comm::prove)?;
+        let on_path = comm.select_transport(first.config.comm.transport, hpctrain_comm::prove)?;
         for (&key, (plan, axes)) in &of_exchanges {
             let found = time_exchange(&on_path, &plan.mesh, axes, key.0, plan, &backend)?;
             let before = exchanges.entry(key).or_insert_with(|| found.clone());
@@ -354,7 +354,7 @@ fn apart(plan: &ResolvedConfig, key: Key, on_gpu: bool) -> Result<ResolvedConfig
     parallel.layout = LayoutMode::Given;
     (parallel.pipeline, parallel.schedule, parallel.stages) =
         (1, PipelineSchedule::default(), None);
-    (parallel.zero, parallel.shard, parallel.replica, parallel.lanes) =
+    (parallel.zero, parallel.shard, parallel.replica, parallel.virtual_ranks) =
         (Zero::Zero, None, None, None);
     parallel.recompute = false;
     OnHost::default().set(&mut config);
@@ -379,7 +379,7 @@ fn with_few_blocks(
 ) -> Result<ResolvedConfig> {
     let mut config = plan.config.clone();
     OnHost::default().set(&mut config);
-    (config.parallel.zero, config.parallel.lanes, config.batch.micro) =
+    (config.parallel.zero, config.parallel.virtual_ranks, config.batch.micro) =
         (zero, None, Some(plan.micro));
     config.batch.global = plan.micro * plan.mesh.data() as u64 * Key::of(plan).micros;
     few_blocks(&mut config, plan);
@@ -466,7 +466,7 @@ fn time_exchange<B: Kernels>(
 ) -> Result<Vec<f64>> {
     let world = comm.world();
     let group = comm.split(&mesh.colors(axes))?;
-    let algorithm = plan.config.comm.algorithm.fixed().unwrap_or(Algorithm::Tree);
+    let algorithm = plan.config.comm.algorithm.fixed().unwrap_or(Algorithm::HalvingDoubling);
     let group = group.with_algorithms(Table::always(algorithm));
     let mut times = Vec::with_capacity(SIZES.len());
     for bytes in SIZES {

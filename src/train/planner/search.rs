@@ -88,8 +88,8 @@ pub fn choose<R: Rates>(
     rates: impl FnOnce(&[&ResolvedConfig]) -> Result<R>,
 ) -> Result<Choice> {
     let Place { room, held, per_node } = *place;
-    if config.parallel.average_every != Interval::Steps(0) {
-        let message = "parallel.average_every is set, but layouts have other numbers of replicas, which train otherwise apart";
+    if config.local_sgd.sync_every != Interval::Steps(0) {
+        let message = "local_sgd.sync_every is set, but layouts have other numbers of replicas, which train otherwise apart";
         return Err(Error::input(message)
             .hint("choose a layout without it, and set it beside the keys of that"));
     }
@@ -111,7 +111,7 @@ pub fn choose<R: Rates>(
         return Err(none_legal(&refused));
     }
     let mut left_out = refused;
-    let may_recompute = !config.parallel.given.contains("recompute");
+    let may_recompute = !config.parallel.given.contains("parallel.recompute");
     let mut fitting = Vec::new();
     let mut smallest = None::<(usize, ResolvedConfig, Estimate)>;
     for (keys, plan) in legal {
@@ -191,7 +191,7 @@ fn on_host(
     room: &MemoryBudget,
     need: impl Fn(&ResolvedConfig) -> Estimate,
 ) -> Option<(Keys, ResolvedConfig, Estimate)> {
-    let may_recompute = !config.parallel.given.contains("recompute");
+    let may_recompute = !config.parallel.given.contains("parallel.recompute");
     let legal = |keys: Keys| {
         let plan = resolve(keys.config(config), facts).ok()?;
         let memory = need(&plan);
@@ -489,7 +489,7 @@ mod tests {
             format!("model.heads={heads}"),
             "batch.global=2".into(),
             "batch.micro=1".into(),
-            "checkpoint.asynchronous=false".into(),
+            "checkpoint.async_save=false".into(),
         ]
     }
 
@@ -534,11 +534,9 @@ mod tests {
             best.keys.toml()
         );
         // Keys that are given stay.
-        for given in [
-            &["optimizer.offload=false"][..],
-            &["parallel.zero=2"],
-            &["parallel.offload_shards=false"],
-        ] {
+        for given in
+            [&["offload.optimizer=false"][..], &["parallel.zero=2"], &["offload.params=false"]]
+        {
             let error = of(44, 5120, given).unwrap_err().to_string();
             assert!(error.starts_with("no layout fits: of 1 ranks "), "{given:?}: {error}");
         }
@@ -558,7 +556,7 @@ mod tests {
         let choice = chosen(&[&wide[..], &["optimizer.kind=sgd"]].concat(), 1, "a100x8").unwrap();
         let keys = choice.proposals[0].keys;
         assert!(keys.recompute && keys.host.activations && !keys.host.shards, "{keys}");
-        let given = ["parallel.offload_activations=false", "optimizer.kind=sgd"];
+        let given = ["offload.activations=false", "optimizer.kind=sgd"];
         let others = chosen(&[&wide[..], &given].concat(), 1, "a100x8");
         assert!(others.is_err(), "{}", others.unwrap().proposals[0].keys);
     }

@@ -223,7 +223,7 @@ impl StepTimes {
                     self.turn(times, rank);
                     rank.now += times.units[unit].backward;
                     self.release(rank);
-                    self.lane_ends(times, rank, unit, k);
+                    self.virtual_rank_ends(times, rank, unit, k);
                 }
             }
             Action::BackwardInput(_) => {
@@ -236,7 +236,7 @@ impl StepTimes {
             Action::BackwardWeight(k) => {
                 for unit in units.rev() {
                     rank.now += times.units[unit].weights;
-                    self.lane_ends(times, rank, unit, k);
+                    self.virtual_rank_ends(times, rank, unit, k);
                 }
             }
         }
@@ -268,9 +268,9 @@ impl StepTimes {
         }
     }
 
-    /// The gradient of a unit is reduced when the rank's last lane ends.
-    fn lane_ends(&self, times: &StageTimes, rank: &mut Rank, unit: usize, k: usize) {
-        if self.schedule.lane_end(k) == Some(true) {
+    /// The gradient of a unit is reduced when the rank's last virtual rank ends.
+    fn virtual_rank_ends(&self, times: &StageTimes, rank: &mut Rank, unit: usize, k: usize) {
+        if self.schedule.virtual_rank_end(k) == Some(true) {
             rank.request(times.units[unit].reduce, self.beside);
         }
     }

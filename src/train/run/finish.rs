@@ -182,7 +182,7 @@ impl<B: Kernels> Run<'_, B> {
     /// Text from the trained model. Every rank computes it, because gathers of parameters are
     /// collective.
     fn sample(&mut self) -> Result<Option<String>> {
-        let tokens = self.plan.config.log.sample;
+        let tokens = self.plan.config.log.sample_tokens;
         let Some(tokenizer) = self.tokenizer.as_ref().filter(|_| tokens > 0) else {
             return Ok(None);
         };

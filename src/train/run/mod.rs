@@ -263,7 +263,9 @@ impl<'h, B: Kernels> Run<'h, B> {
         if let Some((step, skipped)) = gives_up {
             let message = format!("step {step}: {skipped} steps in a row were not finite");
             return Err(Error::numeric(message)
-                .hint("lower optimizer.lr, lengthen schedule.warmup, or lower optimizer.grad_clip")
+                .hint(
+                    "lower optimizer.lr, lengthen lr_schedule.warmup, or lower optimizer.grad_clip",
+                )
                 .shared());
         }
         Ok(())

@@ -77,7 +77,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             || micro_batches::no_validation("eval.patience cannot tell when to stop", &plan.config);
         world.all_ok(if without { Err(refused()) } else { Ok(()) })?;
         // From here on messages may reach the device.
-        let comm = comm.select_transport(plan.config.comm.path, comm::prove)?;
+        let comm = comm.select_transport(plan.config.comm.transport, comm::prove)?;
         let world = comm.world();
         // Nobody allocates before all have looked.
         let room = request.gpu.as_ref().map(|gpu| gpu.memory);
@@ -104,6 +104,9 @@ impl<'h, B: Kernels> Run<'h, B> {
             plan.config.log.level.into(),
         ))?;
         log::info!("rank {} of {} on {}", world.rank(), world.size(), topology.here().host);
+        if world.rank() == 0 {
+            plan.config.log_aliases();
+        }
         let watch = match plan.config.comm.timeout {
             0 => None,
             timeout => comm.watch(&directory.logs_path(), Duration::from_secs(timeout))?,
@@ -228,7 +231,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             records: vec![directory.metrics_path()],
             state: engine.model.sharded.state_names(),
         };
-        let asynchronous = plan.config.checkpoint.asynchronous;
+        let asynchronous = plan.config.checkpoint.async_save;
         let saver = Saver::new(
             job,
             world.clone(),
@@ -236,8 +239,10 @@ impl<'h, B: Kernels> Run<'h, B> {
             &mut engine.model.sharded,
             asynchronous,
         )?;
-        let outages =
-            IoFailureTolerance::new(plan.config.checkpoint.tolerate, progress.step > 0 || branched);
+        let outages = IoFailureTolerance::new(
+            plan.config.checkpoint.io_retry_seconds,
+            progress.step > 0 || branched,
+        );
         let train_samples = train.samples();
         let tokenizer = train.tokenizer().cloned();
         let feed = world.all_ok(MicroBatches::start(&engine.model, train, &plan, progress))?;
@@ -311,13 +316,13 @@ fn few_micros(plan: &ResolvedConfig) -> Option<String> {
 fn rare_audits(plan: &ResolvedConfig) -> Option<String> {
     let Config { run, checkpoint, .. } = &plan.config;
     let kept = (checkpoint.keep as u64).saturating_mul(checkpoint.every);
-    let is_rare = plan.mesh.replica > 1 && checkpoint.every > 0 && run.audit_every > kept;
+    let is_rare = plan.mesh.replica > 1 && checkpoint.every > 0 && run.sdc_check_every > kept;
     is_rare.then(|| {
         format!(
-            "run.audit_every = {} is more than checkpoint.keep × checkpoint.every = {kept}: an audit may put all \
-             checkpoints in doubt but one, which is kept for that and may be {} steps old; hint: run.audit_every={kept} or less",
-            run.audit_every,
-            run.audit_every + checkpoint.every
+            "run.sdc_check_every = {} is more than checkpoint.keep × checkpoint.every = {kept}: an audit may put all \
+             checkpoints in doubt but one, which is kept for that and may be {} steps old; hint: run.sdc_check_every={kept} or less",
+            run.sdc_check_every,
+            run.sdc_check_every + checkpoint.every
         )
     })
 }
