@@ -73,7 +73,7 @@ def gloo(python, size, updates=False):
 
 def all_reduce(program, size):
     """Bytes a second of the faster algorithm here."""
-    command = [program, "bench", "comm", "--spawn", "2", "--operations", "all_reduce", "--algorithms", "tree,ring"]
+    command = [program, "bench", "comm", "--spawn", "2", "--operations", "all_reduce", "--algorithms", "halving-doubling,ring"]
     run = subprocess.run([*command, "--sizes", str(size), "--json"], stdout=subprocess.PIPE, check=True)
     return max(row["bytes"] / row["microseconds"] * 1e6 for row in json.loads(run.stdout)["rows"])
 
@@ -84,11 +84,11 @@ def exchange(program):
         run = pathlib.Path(root) / "x"
         settings = {"model.width": 256, "batch.global": 4, "batch.worker": 4, "run.steps": 60, "run.threads": 1, "run.root": root,
                     "run.name": "x", "eval.every": 0, "eval.samples": 16, "checkpoint.every": 0, "parameter_server.staleness": '"none"'}
-        command = [program, "coordinate", "--servers", "1", "--workers", "1", "--preset", "gpt-char"]
+        command = [program, "ps", "coordinator", "--servers", "1", "--workers", "1", "--preset", "gpt-char"]
         command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         roles = [subprocess.Popen(command, **quiet)]
-        roles += [subprocess.Popen([program, role, "--run", str(run)], **quiet) for role in ("server", "worker")]
+        roles += [subprocess.Popen([program, "ps", role, "--run", str(run)], **quiet) for role in ("server", "worker")]
         if any([role.wait() for role in roles]):
             raise SystemExit(f"{' '.join(command)} failed")
         lines = [json.loads(line) for line in (run / "workers.jsonl").read_text().splitlines()]

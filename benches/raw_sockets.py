@@ -50,7 +50,7 @@ def plain(size):
 
 def ours(program, size):
     """The same of a broadcast from one rank to another."""
-    command = [program, "bench", "comm", "--spawn", "2", "--operations", "broadcast", "--algorithms", "tree"]
+    command = [program, "bench", "comm", "--spawn", "2", "--operations", "broadcast", "--algorithms", "halving-doubling"]
     run = subprocess.run([*command, "--sizes", str(size), "--json"], stdout=subprocess.PIPE, check=True)
     row = json.loads(run.stdout)["rows"][0]
     return row["bytes"] / row["microseconds"] * 1e6

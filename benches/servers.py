@@ -27,12 +27,12 @@ def once(program, staleness, workers, stops, steps):
         run = pathlib.Path(root) / "x"
         own = ["batch.worker=8"] if staleness != "0" else ["parallel.virtual_ranks=6"]
         settings = [*SETTINGS, *(word for key in own for word in ("--set", key))]
-        command = [program, "coordinate", "--servers", "1", "--workers", str(workers), *settings,
+        command = [program, "ps", "coordinator", "--servers", "1", "--workers", str(workers), *settings,
                    "--set", f"parameter_server.staleness={staleness}", "--set", f"batch.global={8 * workers if staleness != '0' else 24}",
                    "--set", f"run.root={root}", "--set", "run.name=x", "--set", f"run.steps={steps}"]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         coordinator = subprocess.Popen(command, **quiet)
-        others = [subprocess.Popen([program, role, "--run", str(run)], **quiet)
+        others = [subprocess.Popen([program, "ps", role, "--run", str(run)], **quiet)
                   for role in ["server"] + ["worker"] * workers]
         slow, stopped = others[-1], False
         while coordinator.poll() is None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shows: with a fixed number of lanes the losses of 1, 2 and 4 ranks are the same to the last bit. About 15 seconds.
+# Shows: with a fixed number of virtual ranks the losses of 1, 2 and 4 ranks are the same to the last bit. About 15 seconds.
 #
 #   examples/03-same-curve-on-any-ranks.sh
 #
@@ -13,7 +13,7 @@ export OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy
 
 runs=$(mktemp -d "${TMPDIR:-/tmp}/hpctrain-03.XXXXXX")
 
-# The batch is cut into four lanes. One rank computes all of them, two ranks two each, four ranks one each; the lanes'
+# The batch is cut into four virtual ranks. One rank computes all of them, two ranks two each, four ranks one each; the virtual ranks'
 # gradients are always added in the same order.
 for ranks in 1 2 4; do
     mpirun -np "$ranks" "$HPCTRAIN" --set run.root="$runs" --set run.name="np$ranks" --set parallel.virtual_ranks=4 \

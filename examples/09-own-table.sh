@@ -52,11 +52,11 @@ global = 64
 lr = 1e-2
 weight_decay = 0.0
 
-[schedule]
+[lr_schedule]
 warmup = 20
 
 [parallel]
-lanes = 2
+virtual_ranks = 2
 
 [eval]
 every = 200

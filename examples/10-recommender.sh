@@ -62,7 +62,7 @@ lr = 1e-2
 weight_decay = 0.01
 
 [parallel]
-lanes = 2
+virtual_ranks = 2
 
 [eval]
 every = 400

@@ -15,14 +15,14 @@ use hpctrain::prelude::*;
 use hpctrain::servers::{Coordinator, Functions, work_on_calls};
 
 /// Time after which a worker that is not heard of counts as gone: others get its call.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let done = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["coordinate", place] => coordinate(Path::new(place)),
         ["work", place] => {
-            work_on_calls(Path::new(place), PATIENCE, Functions::default().with("loss_of", loss_of))
+            work_on_calls(Path::new(place), TIMEOUT, Functions::default().with("loss_of", loss_of))
         }
         _ => Err(Error::input("arguments: coordinate DIR, or work DIR")),
     };
@@ -36,7 +36,7 @@ fn main() -> ExitCode {
 }
 
 fn coordinate(place: &Path) -> Result<()> {
-    let coordinator = Coordinator::open(place, None, PATIENCE)?;
+    let coordinator = Coordinator::open(place, None, TIMEOUT)?;
     let rates = [1e-4, 1e-3, 1e-2, 1e-1];
     let handles = rates
         .iter()

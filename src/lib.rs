@@ -62,10 +62,11 @@
 //!     let plan = plan(comm, config.clone(), &Line, Some(1))?;
 //!     let (mut engine, _) = engine(comm, &plan, Cpu::new(plan.threads), None)?;
 //!     let mut progress = Progress::default();
-//!     let mut feed = Feed::start(&engine.model, Line, &plan, progress)?;
+//!     let mut feed = MicroBatches::start(&engine.model, Line, &plan, progress)?;
 //!     let mut loss = f64::INFINITY;
 //!     while progress.step < plan.config.run.steps {
-//!         let round = advance(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
+//!         let round =
+//!             train_round(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
 //!         loss = round.steps[0].loss;
 //!     }
 //!     Ok(loss)

@@ -209,7 +209,7 @@ pub fn coordinate_as(run: Request, servers: usize, workers: Option<usize>) -> i3
     }) {
         Ok(opened) => {
             let run = opened.directory().display();
-            say(format_args!("hpctrain ps server --run {run}\nhpctrain worker --run {run}\n"));
+            say(format_args!("hpctrain ps server --run {run}\nhpctrain ps worker --run {run}\n"));
             code_of(opened.run())
         }
         Err(e) => fail(&e),

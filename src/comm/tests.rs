@@ -648,5 +648,5 @@ fn impossible_requests_are_refused() {
         world.barrier().wait().unwrap();
         world.all_reduce(buf(&[0.0; 4]), 0..4).wait().err().unwrap().to_string()
     });
-    assert!(results.into_iter().all(|error| error.unwrap().contains("needs MPI")));
+    assert!(results.into_iter().all(|error| error.unwrap().contains("requires MPI")));
 }

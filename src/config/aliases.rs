@@ -94,7 +94,7 @@ const FORMER: [(&str, &str); 20] = [
     ("data.axes", "data.image_layout"),
     ("optimizer.offload", "offload.optimizer"),
     ("parallel.lanes", "parallel.virtual_ranks"),
-    ("parallel.virtual_tensor_ranks", "parallel.virtual_tensor_ranks"),
+    ("parallel.tensor_lanes", "parallel.virtual_tensor_ranks"),
     ("parallel.logit_rows", "parallel.loss_chunk_tokens"),
     ("parallel.average_every", "local_sgd.sync_every"),
     ("parallel.average_replicas", "local_sgd.replicas"),
@@ -253,6 +253,7 @@ mod tests {
     fn names_of_the_same_are_read() {
         for (given, canonical) in [
             ("parallel.lanes=8", "parallel.virtual_ranks=8"),
+            ("parallel.tensor_lanes=2", "parallel.virtual_tensor_ranks=2"),
             ("parallel.average_every=epoch", "local_sgd.sync_every=epoch"),
             ("optimizer.offload=true", "offload.optimizer=true"),
             ("schedule.shape=constant", "lr_schedule.kind=constant"),

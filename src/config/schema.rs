@@ -364,8 +364,8 @@ sections! {
         /// the hidden layers and some rows of the vocabulary.
         tensor: usize = 1,
         /// Virtual tensor-parallel ranks: the sums of each block are reduced in a fixed tree over
-        /// them, so that any number of ranks that divides them gives the same bits. Default:
-        /// `tensor`.
+        /// them. Ranks that divide them into equal groups of a power of two give the same bits.
+        /// Default: `tensor`.
         virtual_tensor_ranks: Option<usize> = None,
         /// Sequence parallelism: shard activations outside of GEMMs across the ranks of `tensor`,
         /// too.
@@ -379,9 +379,9 @@ sections! {
         /// Order of a pipeline's work: `1f1b`, or `zero-bubble`, which puts the products that make
         /// gradients of weights off into time that would be idle, for more memory of activations.
         schedule: PipelineSchedule = PipelineSchedule::OneForwardOneBackward,
-        /// Virtual data-parallel ranks: gradients are reduced in a fixed tree over them, so that
-        /// any number of ranks that divides them gives the same bits. Default: the data-parallel
-        /// ranks.
+        /// Virtual data-parallel ranks: gradients are reduced in a fixed tree over them. Ranks
+        /// that divide them into equal groups of a power of two give the same bits. Default: the
+        /// data-parallel ranks.
         virtual_ranks: Option<usize> = None,
         /// ZeRO 3: blocks ahead of whose turn parameters are gathered. Each costs the memory of one
         /// block's parameters and hides a gather behind the blocks before; 0 gathers when a block
@@ -402,8 +402,9 @@ sections! {
         /// take local steps in between; `epoch` averages after each pass over the data. 0 disables
         /// local SGD: gradients are reduced in every step.
         sync_every: Interval = Interval::Steps(0),
-        /// Replicas in all. A rank trains a multiple of them in turn, so that any number of ranks
-        /// that divides them gives the same bits. Default: the replicas of the mesh.
+        /// Replicas in all. A rank trains several of them in turn if it must; ranks that divide
+        /// them into equal groups of a power of two give the same bits. Default: the replicas of
+        /// the mesh.
         replicas: Option<usize> = None,
         /// Learning rate of the outer step, on the change of the averaged parameters; 1 without
         /// momentum takes the average.

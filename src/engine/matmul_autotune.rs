@@ -1,5 +1,5 @@
 //! Algorithms of a training's matrix products on GPUs, chosen by their time
-//! (`device.matmul_autotune = "timed"`).
+//! (`device.matmul_autotune = true`).
 //!
 //! A rehearsed step shows which products the ranks will ask for. For each kind of device its first
 //! rank measures those of all ranks with such a device, unless `matmuls.json` of the run's

@@ -3,7 +3,7 @@
 //!
 //! Li et al., "Scaling distributed machine learning with the parameter server" (2014); Ho et al.,
 //! "More effective distributed ML via a stale synchronous parallel parameter server" (2013).
-//! `docs/servers.md` describes it for users.
+//! `docs/parameter-servers.md` describes it for users.
 //!
 //! [`Coordinator`] is for programs: it has functions that workers know called by name, each on one
 //! of them.

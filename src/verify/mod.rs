@@ -177,7 +177,7 @@ impl<'a> Verifier<'a> {
             folder.map_err(|e| Error::io("create a directory in", &std::env::temp_dir(), e))?;
         let plan = plan(config, REFERENCE, vocabulary)?;
         if config.comm.algorithm == Choice::Vendor && request.launcher == Launcher::Threads {
-            return Err(Error::input("comm.algorithm = mpi needs MPI")
+            return Err(Error::input("comm.algorithm = vendor requires MPI")
                 .hint("add --mpi, or set it to halving-doubling or ring"));
         }
         request.say(format_args!(

@@ -372,3 +372,47 @@ fn every_test_program_is_run() {
     programs.sort_unstable();
     assert_eq!(run, programs);
 }
+
+/// The anchor that a heading gets.
+fn anchor(heading: &str) -> String {
+    let text = heading.replace(['`', '*'], "").to_lowercase();
+    let kept = text.trim().chars().filter(|c| c.is_alphanumeric() || "_- ".contains(*c));
+    kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+}
+
+/// A page without its blocks of code.
+fn prose(page: &str) -> String {
+    page.split("```").step_by(2).collect()
+}
+
+#[test]
+fn links_between_pages_lead_to_headings() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut pages: Vec<PathBuf> =
+        ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benches/results/README.md"]
+            .map(|name| root.join(name))
+            .into();
+    pages.extend(std::fs::read_dir(root.join("docs")).unwrap().map(|entry| entry.unwrap().path()));
+    pages.retain(|page| page.extension().is_some_and(|extension| extension == "md"));
+    for page in &pages {
+        let text = prose(&std::fs::read_to_string(page).unwrap());
+        for link in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+            if link.contains("://") || link.contains(char::is_whitespace) {
+                continue;
+            }
+            let (file, heading) = link.split_once('#').unwrap_or((link, ""));
+            let to = match file {
+                "" => page.clone(),
+                file => page.parent().unwrap().join(file),
+            };
+            assert!(to.exists(), "{}: {link} does not exist", page.display());
+            if heading.is_empty() {
+                continue;
+            }
+            let target = prose(&std::fs::read_to_string(&to).unwrap());
+            let mut headings = target.lines().filter(|line| line.starts_with('#'));
+            let is_there = headings.any(|line| anchor(line.trim_start_matches('#')) == heading);
+            assert!(is_there, "{}: {link} has no such heading", page.display());
+        }
+    }
+}

@@ -477,7 +477,7 @@ fn averages_that_cannot_be() {
         (
             Simulate(2),
             "local_sgd.replicas=4",
-            &["average_replicas = 4 does nothing", "local_sgd.sync_every"],
+            &["local_sgd.replicas = 4 does nothing", "local_sgd.sync_every"],
         ),
         (
             Simulate(2),
@@ -651,7 +651,7 @@ fn layouts_that_nobody_can_choose() {
         ("--ranks 4 --machine b300x8", &["b300x8", "a100x8, h100x8, h200x8"]),
         (
             &format!("--ranks 4 --machine {machine}"),
-            &["mine.toml:2: invalid type: integer `7`", "docs/planning.md"],
+            &["mine.toml:2: invalid type: integer `7`", "docs/parallelism.md"],
         ),
         (
             "--ranks 16 --nodes 1 --machine h100x8",

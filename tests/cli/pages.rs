@@ -48,9 +48,21 @@ fn page(name: &str) -> String {
     std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap()
 }
 
-/// The command lines of a page's shell blocks that run the program, by paragraphs.
-fn blocks(page: &str) -> Vec<Vec<String>> {
-    let text = self::page(page);
+/// The heading of the commands in docs/running.md that follow one another in one directory.
+const BY_TASK: &str = "\n## Commands by task\n";
+
+/// The heading of the planner in docs/parallelism.md.
+const PLANNER: &str = "\n## Planner: `hpctrain plan`\n";
+
+/// The commands by task.
+fn by_task() -> String {
+    let text = page("docs/running.md");
+    let section = text.split_once(BY_TASK).expect("docs/running.md has commands by task").1;
+    section.split("\n## ").next().unwrap().to_owned()
+}
+
+/// The command lines of the shell blocks of a page that run the program, by paragraphs.
+fn blocks(text: &str) -> Vec<Vec<String>> {
     let blocks = text
         .split("```sh\n")
         .skip(1)
@@ -145,10 +157,10 @@ fn standard_terms_are_found() {
 
 #[test]
 fn commands_of_the_pages_work() {
-    let all = blocks("docs/cli.md").concat();
+    let all = blocks(&by_task()).concat();
     assert!(all.len() > 35, "{all:#?}");
     assert!(
-        blocks("README.md").concat().iter().all(|command| all.contains(command)),
+        blocks(&page("README.md")).concat().iter().all(|command| all.contains(command)),
         "README.md has others"
     );
     let elsewhere = |command: &&String| ELSEWHERE.iter().any(|(part, _)| command.contains(part));
@@ -159,10 +171,13 @@ fn commands_of_the_pages_work() {
         .for_each(|command| run(&shortened(command), &clone));
 }
 
-/// Those of a paragraph are one after the other in a directory of their own: a run is never
-/// overwritten.
-fn commands_of(page: &str) {
-    let all = blocks(&format!("docs/{page}.md"));
+/// The commands of a page from one heading to another. Those of a paragraph are one after the other
+/// in a directory of their own: a run is never overwritten.
+fn commands_of(page: &str, from: &str, to: &str) {
+    let text = self::page(&format!("docs/{page}.md"));
+    let at = |heading: &str| text.find(heading).unwrap_or_else(|| panic!("{page}.md: {heading}"));
+    let end = if to.is_empty() { text.len() } else { at(to) };
+    let all = blocks(&text[at(from)..end]);
     assert!(all.iter().any(|block| !block.is_empty()), "{page}.md has no commands");
     for block in all {
         let clone = clone();
@@ -179,25 +194,25 @@ fn commands_of(page: &str) {
 
 #[test]
 fn commands_of_cluster_work() {
-    commands_of("cluster");
+    commands_of("cluster", "", "");
 }
 
 #[test]
-fn commands_of_operations_work() {
-    commands_of("operations");
+fn commands_of_running_work() {
+    commands_of("running", "", BY_TASK);
 }
 
 #[test]
 fn commands_of_layouts_work() {
-    commands_of("layouts");
+    commands_of("parallelism", "", PLANNER);
 }
 
 #[test]
 fn commands_of_planning_work() {
-    commands_of("planning");
+    commands_of("parallelism", PLANNER, "");
 }
 
 #[test]
-fn commands_of_servers_work() {
-    commands_of("servers");
+fn commands_of_parameter_servers_work() {
+    commands_of("parameter-servers", "", "");
 }

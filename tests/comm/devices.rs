@@ -469,7 +469,7 @@ fn routes_are_found() {
         let error = way(TransportChoice::CudaAware).unwrap_err().to_string();
         assert!(
             error.contains("threads of one process cannot take addresses")
-                && error.contains("comm.transport = staged")
+                && error.contains("comm.transport = host-staged")
         );
         let error = way(TransportChoice::Nccl).unwrap_err().to_string();
         assert!(
@@ -484,7 +484,9 @@ fn routes_are_found() {
         let sum = group
             .all_reduce(backend.upload(MemoryKind::Gradients, &[1.0; 8]).unwrap(), 0..8)
             .wait();
-        assert!(sum.err().unwrap().to_string().contains("comm.transport = direct needs MPI"));
+        assert!(
+            sum.err().unwrap().to_string().contains("comm.transport = cuda-aware requires MPI")
+        );
     });
     on_threads::<Cpu, _>(&[0], Algorithm::HalvingDoubling, |comm| {
         assert_eq!(
@@ -535,7 +537,8 @@ fn the_direct_way_is_proved() {
             "hidden" => {
                 let error = found.unwrap_err().to_string();
                 assert!(
-                    error.contains("signal") && error.contains("hint: set comm.transport = staged"),
+                    error.contains("signal")
+                        && error.contains("hint: set comm.transport = host-staged"),
                     "{error}"
                 );
             }

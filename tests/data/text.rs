@@ -74,7 +74,7 @@ fn mixed() -> String {
         "ﬁ",
     ];
     for round in 0.. {
-        for name in ["docs/data.md", "src/data/import/text.rs", "docs/networks.md", "Cargo.toml"] {
+        for name in ["docs/data.md", "src/data/import/text.rs", "docs/models.md", "Cargo.toml"] {
             text += &std::fs::read_to_string(root.join(name)).unwrap();
         }
         (0..9000).for_each(|i| text += words[(i * 7919 + round * 31 + i * i % 101) % words.len()]);

@@ -1,5 +1,5 @@
 //! Attacks on the ports of a run on servers, by callers that know its secret and by callers that do
-//! not. They speak the protocol by themselves, as docs/servers.md describes it.
+//! not. They speak the protocol by themselves, as docs/parameter-servers.md describes it.
 //!
 //! With `HPCTRAIN_ATTACK_STEPS` the run takes as many steps, half of them under attack;
 //! `HPCTRAIN_ATTACKS=Silent,Dribbling` are those attacks only, to measure the price of each:

@@ -110,7 +110,7 @@ fn every_rule_updates_on_the_host_as_well() {
 fn a_run_goes_on_with_and_without() {
     let root = tempfile::tempdir().unwrap();
     for precision in ["precision.dtype=f32", "precision.dtype=bf16"] {
-        let name = |what: &str| format!("{}-{what}", &precision[18..]);
+        let name = |what: &str| format!("{}-{what}", precision.rsplit('=').next().unwrap());
         let whole = succeeds(
             &command(
                 Mpirun(2),
@@ -143,7 +143,7 @@ fn inputs_of_blocks_come_back_from_the_host() {
     let root = tempfile::tempdir().unwrap();
     let base = ["model.layers=4", "model.dropout=0.1", "batch.micro=2", "eval.batch=1"];
     for precision in ["precision.dtype=f32", "precision.dtype=bf16"] {
-        let name = |what: &str| format!("{}-{what}", &precision[18..]);
+        let name = |what: &str| format!("{}-{what}", precision.rsplit('=').next().unwrap());
         let with = |transport, what: &str, settings: &[&str], sim| {
             let settings = [&base[..], &[precision], settings].concat();
             let files = succeeds(&command(transport, root.path(), &name(what), &settings), sim);
@@ -186,7 +186,7 @@ fn parameters_come_from_the_host_for_their_turn() {
     const AWAY: [&str; 3] = ["parallel.zero=3", OFFLOAD, "offload.params=true"];
     let root = tempfile::tempdir().unwrap();
     for precision in ["precision.dtype=f32", "precision.dtype=bf16"] {
-        let name = |what: &str| format!("{}-{what}", &precision[18..]);
+        let name = |what: &str| format!("{}-{what}", precision.rsplit('=').next().unwrap());
         let base = [precision, "optimizer.ema=0.9", "batch.micro=2"];
         let with = |transport, what: &str, settings: &[&str], sim| {
             succeeds(

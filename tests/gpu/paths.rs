@@ -45,7 +45,7 @@ fn path(
     assert!(ended.stdout.contains(&why), "{name}: {why} is not in {ended}");
     let described = match &path[..] {
         "nccl" => "device memory by NCCL",
-        "direct" => "straight from device memory",
+        "cuda-aware" => "straight from device memory",
         _ => "device memory staged through the host",
     };
     assert!(ended.stdout.contains(described), "{name}: {ended}");
@@ -97,7 +97,7 @@ fn auto_does_without_an_nccl_that_does_not_work() {
     let library = ("LD_LIBRARY_PATH", broken.to_str().unwrap());
     let staged = |name: &str, more: &[&str], sim: Settings| {
         let (_, path, why) = path(Mpirun(2), root.path(), name, more, sim);
-        assert_eq!(path, "staged", "{name}: {why}");
+        assert_eq!(path, "host-staged", "{name}: {why}");
         why
     };
 
@@ -136,7 +136,7 @@ fn auto_measures_where_both_ways_work() {
     let claims = ("LD_PRELOAD", &claims[..]);
     let zero = ["parallel.zero=3"];
     let (both, path_of_both, why) = path(Mpirun(2), root.path(), "both", &zero, &[TWO, claims]);
-    assert!(["nccl", "direct"].contains(&&path_of_both[..]), "{path_of_both}");
+    assert!(["nccl", "cuda-aware"].contains(&&path_of_both[..]), "{path_of_both}");
     let parts: Vec<&str> = why.split_whitespace().collect();
     let [
         "sums",
@@ -174,7 +174,10 @@ fn auto_measures_where_both_ways_work() {
     let fails = ("CUDASIM_FAIL", "nccl");
     let (direct, path_direct, why) =
         path(Mpirun(2), root.path(), "direct", &zero, &[TWO, claims, fails]);
-    assert!(path_direct == "direct" && why.starts_with("MPI has shown it; not by NCCL: "), "{why}");
+    assert!(
+        path_direct == "cuda-aware" && why.starts_with("MPI has shown it; not by NCCL: "),
+        "{why}"
+    );
     direct.same_as(&both, STEPS, "direct");
 }
 

@@ -143,7 +143,7 @@ fn groups_and_bytes_of_sums_are_counted() {
     under(
         &[&[("CUDASIM_DEVICES", "4")], &[("CUDASIM_DEVICES", "4"), ("CUDASIM_STREAMS", "lazy")]],
         || {
-            let doc = include_str!("../../docs/layouts.md");
+            let doc = include_str!("../../docs/parallelism.md");
             for (algorithm, nodes, shape) in SHAPES {
                 let ranks = nodes.len() as u64;
                 for operation in
@@ -178,7 +178,7 @@ fn groups_and_bytes_of_sums_are_counted() {
                         );
                         assert!(
                             doc.contains(&row.replace('_', "-")),
-                            "docs/layouts.md has no {row}"
+                            "docs/parallelism.md has no {row}"
                         );
                     }
                 }

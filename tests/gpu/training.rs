@@ -180,7 +180,7 @@ fn what_changes_the_order_of_work_changes_no_curve() {
 fn every_layout_gives_the_same_bits() {
     let root = tempfile::tempdir().unwrap();
     for precision in ["precision.dtype=f32", "precision.dtype=bf16"] {
-        let name = |row: &str| format!("{}-{row}", &precision[18..]);
+        let name = |row: &str| format!("{}-{row}", precision.rsplit('=').next().unwrap());
         let one = trains(Alone, root.path(), &name("one"), &[precision], &[]);
         // Memory of the device is out of the reach of MPI.
         let apart =
@@ -232,8 +232,8 @@ fn messages_take_the_way_they_are_told() {
     assert_eq!(ended.code(), 2, "{ended}");
     let told = ended
         .stderr
-        .contains("comm.transport = direct: the MPI library cannot exchange memory of the GPU");
-    assert!(told && ended.stderr.contains("hint: set comm.transport = staged"), "{ended}");
+        .contains("comm.transport = cuda-aware: the MPI library cannot exchange memory of the GPU");
+    assert!(told && ended.stderr.contains("hint: set comm.transport = host-staged"), "{ended}");
 }
 
 #[test]

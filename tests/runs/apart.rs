@@ -127,7 +127,7 @@ fn they_are_averaged_on_gpus_and_beside_them() {
         ["run.device=cuda", "run.steps=3", "device.memory_limit=48MiB", "device.ranks_per_gpu=2"];
     for precision in ["precision.dtype=f32", "precision.dtype=bf16"] {
         let on_gpu = |transport, name: &str, settings: &[&str]| {
-            let name = format!("{}-{name}", &precision[18..]);
+            let name = format!("{}-{name}", precision.split_once('=').unwrap().1);
             let run = run(
                 transport,
                 root.path(),
@@ -152,7 +152,7 @@ fn an_epoch_is_so_many_steps() {
             .succeeds();
     // 62,740 samples, eight a step.
     assert!(
-        files.text("config.toml").contains("average_every = 7843\n"),
+        files.text("config.toml").contains("sync_every = 7843\n"),
         "{}",
         files.text("config.toml")
     );

@@ -106,7 +106,7 @@ fn it_is_kept_on_gpus_and_beside_them() {
         ["run.device=cuda", "run.steps=3", "device.memory_limit=48MiB", "device.ranks_per_gpu=2"];
     for precision in ["precision.dtype=f32", "precision.dtype=bf16"] {
         let on_gpu = |transport, name: &str, settings: &[&str]| {
-            let name = format!("{}-{name}", &precision[18..]);
+            let name = format!("{}-{name}", precision.rsplit('=').next().unwrap());
             let run = run(
                 transport,
                 root.path(),

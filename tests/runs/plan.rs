@@ -148,7 +148,7 @@ fn what_has_no_room_on_a_gpu_is_proposed_for_its_host() {
     let ended = plan(&["--json"]).succeeded();
     let told: Value = serde_json::from_str(&ended.stdout).unwrap();
     let best = &told["layouts"][0];
-    assert!(best["offload_optimizer"] == true && best["offload_shards"] == false, "{best}");
+    assert!(best["offload_optimizer"] == true && best["offload_params"] == false, "{best}");
     assert!(best["memory_bytes"].as_u64().unwrap() <= 200 << 20, "{best}");
     // Masters, moments and a slot of copies for each of 19 million parameters.
     assert!(best["host_bytes"].as_u64().unwrap() > 19_000_000 * 16, "{best}");

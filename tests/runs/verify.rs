@@ -355,7 +355,7 @@ fn what_cannot_be_verified_is_refused() {
             &["batch.global = 8 does not divide into 3 virtual ranks"],
         ),
         (&[], &["--ranks", "3"], &["no row of the matrix can run", "--ranks"]),
-        (&["comm.algorithm=vendor"], &[], &["comm.algorithm = mpi needs MPI", "--mpi"]),
+        (&["comm.algorithm=vendor"], &[], &["comm.algorithm = vendor requires MPI", "--mpi"]),
         (
             &["parallel.virtual_tensor_ranks=3"],
             &[],

@@ -27,7 +27,7 @@ enum Decides {
 fn decides(section: &str, key: &str) -> Decides {
     match (section, key) {
         ("run", "steps" | "epochs") | ("lr_schedule", "decay") => Decides::Length,
-        ("model", "place") => Decides::Layout,
+        ("model", "place") | ("parallel", "loss_chunk_tokens") => Decides::Rounding,
         ("run", "seed")
         | ("batch", "global")
         | ("model" | "loss" | "lr_schedule" | "precision" | "local_sgd", _) => Decides::Curve,
@@ -183,13 +183,12 @@ mod tests {
             now.checkpoint.keep = 9;
             now.data.local_cache = Some("/tmp".into());
         });
-        let matmul = "device.matmul_autotune was \"heuristic\", is \"timed\"";
-        assert_eq!(changes.rounding, [matmul, "parallel.virtual_ranks was left out, is 8"]);
+        let matmul = "device.matmul_autotune was false, is true";
         let place = "model.place was { tables = \"device\" }, is { tables = \"host\" }";
-        assert_eq!(
-            changes.layout,
-            [place, "offload.optimizer was false, is true", "parallel.zero was 0, is 3"]
-        );
+        let ranks = "parallel.virtual_ranks was left out, is 8";
+        assert_eq!(changes.rounding, [matmul, place, ranks]);
+        let offload = "offload.optimizer was false, is true";
+        assert_eq!(changes.layout, [offload, "parallel.zero was 0, is 3"]);
         assert!(changes.curve.is_empty() && of_run.is_empty(), "{changes:?}");
     }
 }

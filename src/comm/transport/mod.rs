@@ -264,7 +264,7 @@ pub fn least_sent(group: &GroupRanks, call: DeviceCollective, words: usize) -> u
 
 /// Wires other than MPI copy memory that the host can read.
 fn no_addresses() -> Error {
-    Error::input("comm.transport = direct needs MPI").hint("use staged or auto")
+    Error::input("comm.transport = cuda-aware requires MPI").hint("use host-staged or auto")
 }
 
 /// Wires other than MPI have no collectives of a library.

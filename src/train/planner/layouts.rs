@@ -163,11 +163,17 @@ impl Keys {
         line(self.shard > 1, format!("shard = {}", self.shard));
         line(self.replica > 1, format!("replica = {}", self.replica));
         line(self.recompute, "recompute = true".into());
-        line(self.host.shards, "offload_shards = true".into());
-        line(self.host.activations, "offload_activations = true".into());
-        if self.host.optimizer {
-            lines.extend([String::new(), "[optimizer]".into(), "offload = true".into()]);
+        if self.host.any() {
+            lines.extend([String::new(), "[offload]".into()]);
         }
+        let offload = [
+            ("optimizer", self.host.optimizer),
+            ("params", self.host.shards),
+            ("activations", self.host.activations),
+        ];
+        lines.extend(
+            offload.iter().filter(|(_, is_set)| *is_set).map(|(key, _)| format!("{key} = true")),
+        );
         if let Some(micro) = self.micro {
             lines.extend([String::new(), "[batch]".into(), format!("micro = {micro}")]);
         }

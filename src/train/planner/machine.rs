@@ -120,7 +120,7 @@ impl Machine {
                 .map_or(1, |span| text[..span.start.min(text.len())].matches('\n').count() + 1);
             let message = e.message().lines().next().unwrap_or_default();
             Error::input(format!("{origin}:{line}: {message}"))
-                .hint("docs/planning.md lists the keys of a machine")
+                .hint("docs/parallelism.md lists the keys of a machine")
         })?;
         machine.check(origin)?;
         Ok(machine)

@@ -53,7 +53,7 @@ struct Row {
     micro: u64,
     recompute: bool,
     offload_optimizer: bool,
-    offload_shards: bool,
+    offload_params: bool,
     offload_activations: bool,
     /// Without copies to the host and updates there.
     step_ms: f64,
@@ -104,7 +104,7 @@ impl Report<'_> {
             micro: one.plan.micro,
             recompute: one.keys.recompute,
             offload_optimizer: one.keys.host.optimizer,
-            offload_shards: one.keys.host.shards,
+            offload_params: one.keys.host.shards,
             offload_activations: one.keys.host.activations,
             step_ms: one.time.step * 1e3,
             per_second: one.per_second(),

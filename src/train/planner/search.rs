@@ -516,7 +516,7 @@ mod tests {
             readable(best.bytes())
         );
         assert!(best.keys.to_string().contains("optimizer on the host"), "{}", best.keys);
-        assert!(best.keys.toml().contains("[optimizer]\noffload = true"), "{}", best.keys.toml());
+        assert!(best.keys.toml().contains("[offload]\noptimizer = true"), "{}", best.keys.toml());
         assert!(
             choice.reasons.iter().any(|reason| reason.contains("time of the copies")),
             "{:?}",
@@ -529,7 +529,7 @@ mod tests {
             (OnHost { shards: true, ..optimizer }, Zero::Three)
         );
         assert!(
-            best.keys.toml().contains("zero = 3\noffload_shards = true"),
+            best.keys.toml().contains("\n[offload]\noptimizer = true\nparams = true"),
             "{}",
             best.keys.toml()
         );
