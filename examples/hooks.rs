@@ -99,6 +99,6 @@ fn main() -> ExitCode {
         if speaks {
             own.hooks.push(&mut table);
         }
-        train(comm, &Request::new(config, "hooks"), own, None).map(drop)
+        train(comm, &TrainRequest::new(config, "hooks"), own, None).map(drop)
     })
 }

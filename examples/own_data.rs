@@ -28,8 +28,8 @@ impl Source for Spirals {
         self.samples
     }
 
-    fn sizes(&self) -> Sizes {
-        Sizes { features: 2, classes: 1, ..Sizes::default() }
+    fn sizes(&self) -> SampleSizes {
+        SampleSizes { features: 2, classes: 1, ..SampleSizes::default() }
     }
 
     fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
@@ -73,6 +73,6 @@ fn main() -> ExitCode {
             validation: Some(spirals("validation", 600)),
         };
         let own = Customization { data: Some(data), ..Customization::default() };
-        train(comm, &Request::new(config, "spirals"), own, None).map(drop)
+        train(comm, &TrainRequest::new(config, "spirals"), own, None).map(drop)
     })
 }

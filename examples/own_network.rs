@@ -190,8 +190,8 @@ impl Source for Spirals {
         self.0
     }
 
-    fn sizes(&self) -> Sizes {
-        Sizes { features: 2, values: 1, ..Sizes::default() }
+    fn sizes(&self) -> SampleSizes {
+        SampleSizes { features: 2, values: 1, ..SampleSizes::default() }
     }
 
     fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
@@ -258,7 +258,7 @@ fn main() -> ExitCode {
         let (config, _) =
             world.all_ok(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
         let resume = if flags.is_empty() { Resume::No } else { Resume::Auto };
-        let request = Request { resume, ..Request::new(config, "spirals") };
+        let request = TrainRequest { resume, ..TrainRequest::new(config, "spirals") };
         let splits = Splits {
             name: "two spirals".into(),
             train: Box::new(Spirals(640)),

@@ -5,7 +5,7 @@
 //! |---|---|
 //! | be a rank, under `mpirun` or alone | [`job::start`]; [`engine::on_threads`] for ranks without MPI |
 //! | configure a run | [`config::load`], [`engine::plan`] |
-//! | make a whole run, as `hpctrain train` does | [`train::train`] with a [`train::Request`] |
+//! | make a whole run, as `hpctrain train` does | [`train::train`] with a [`train::TrainRequest`] |
 //! | be told of its steps, evaluations and checkpoints, and end it early | [`train::Hook`] |
 //! | train on samples made in code | [`data::Source`], [`engine::Splits`] |
 //! | write the training loop | [`engine::engine`], [`engine::micro_batches::MicroBatches`], [`engine::Engine::gradients`], [`parallel::Sharded::update`] |
@@ -34,8 +34,8 @@
 //!         64
 //!     }
 //!
-//!     fn sizes(&self) -> Sizes {
-//!         Sizes { features: 1, values: 1, ..Sizes::default() }
+//!     fn sizes(&self) -> SampleSizes {
+//!         SampleSizes { features: 1, values: 1, ..SampleSizes::default() }
 //!     }
 //!
 //!     fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {

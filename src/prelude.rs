@@ -5,7 +5,7 @@ pub use crate::backend::{Backend, Kernels, MemoryKind};
 pub use crate::checkpoint::Progress;
 pub use crate::comm::{Comm, Group};
 pub use crate::config::{Config, ResolvedConfig, Sources, load};
-pub use crate::data::{Dataset, SampleMut, Sizes, Source};
+pub use crate::data::{Dataset, SampleMut, SampleSizes, Source};
 pub use crate::engine::micro_batches::{self, MicroBatches};
 pub use crate::engine::{Engine, Splits, engine, on_threads, plan, train_round};
 pub use crate::error::{Error, Result};
@@ -18,4 +18,4 @@ pub use crate::nn::{
 pub use crate::parallel::{ControlFlags, Hyper, ReducedStep};
 pub use crate::run_dir::RunOutcome;
 pub use crate::telemetry::metrics::Step;
-pub use crate::train::{Customization, Hook, Outcome, Request, train};
+pub use crate::train::{Customization, Hook, Outcome, TrainRequest, train};

@@ -21,7 +21,7 @@ use hpctrain::engine::on_threads;
 use hpctrain::error::Result;
 use hpctrain::run_dir::Resume;
 use hpctrain::telemetry::metrics::Step;
-use hpctrain::train::{Customization, Hook, Request, train};
+use hpctrain::train::{Customization, Hook, TrainRequest, train};
 
 /// Shards of the data, one of them for validation.
 const SHARDS: usize = 7;
@@ -113,7 +113,7 @@ fn trains(
         settings.iter().chain(more).map(|setting| setting.to_string()).collect();
     let (config, name) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
     let logs = root.join(run).join("logs");
-    let request = Request { resume, threads: Some(1), ..Request::new(config, name) };
+    let request = TrainRequest { resume, threads: Some(1), ..TrainRequest::new(config, name) };
     let before = Counts::now();
     let found = Mutex::new(0);
     on_threads(ranks, |comm| {

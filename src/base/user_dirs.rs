@@ -18,7 +18,7 @@ const STICKY: u32 = 0o1000;
 
 /// State in which a directory was found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Found {
+pub enum Trust {
     /// It was made, or nobody else could write to it.
     Trusted,
     /// It is the user's, but others could write to it until now: content must be checked, not
@@ -37,7 +37,7 @@ pub fn user() -> u32 {
 /// # Errors
 /// There is something else, such as a link or a directory of another user; others may replace it in
 /// its parent; the file system refused.
-pub fn directory(path: &Path) -> Result<Found> {
+pub fn directory(path: &Path) -> Result<Trust> {
     let parent = path.parent().unwrap_or(Path::new("/"));
     let above = fs::metadata(parent).map_err(|e| Error::io("look into", parent, e))?;
     let is_closed = above.mode() & OTHERS_WRITE == 0;
@@ -51,7 +51,7 @@ pub fn directory(path: &Path) -> Result<Found> {
             .hint("name a directory of your own, or one where only owners remove entries, as in /tmp (chmod +t)"));
     }
     match DirBuilder::new().mode(0o700).create(path) {
-        Ok(()) => return Ok(Found::Trusted),
+        Ok(()) => return Ok(Trust::Trusted),
         Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
         Err(e) => return Err(Error::io("create", path, e)),
     }
@@ -70,11 +70,11 @@ pub fn directory(path: &Path) -> Result<Found> {
         return refused(format!("belongs to user {}, not to you (user {})", there.uid(), user()));
     }
     if there.mode() & OTHERS_WRITE == 0 {
-        return Ok(Found::Trusted);
+        return Ok(Trust::Trusted);
     }
     fs::set_permissions(path, Permissions::from_mode(0o700))
         .map_err(|e| Error::io("close to others", path, e))?;
-    Ok(Found::Opened)
+    Ok(Trust::Opened)
 }
 
 /// The same for `names` below `root`, one within the other; `root` is made if it is missing.
@@ -139,12 +139,12 @@ mod tests {
     fn a_directory_is_made_closed_to_others_and_found_again() {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("mine");
-        assert_eq!(directory(&path).unwrap(), Found::Trusted);
+        assert_eq!(directory(&path).unwrap(), Trust::Trusted);
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o700);
-        assert_eq!(directory(&path).unwrap(), Found::Trusted);
+        assert_eq!(directory(&path).unwrap(), Trust::Trusted);
         fs::set_permissions(&path, Permissions::from_mode(0o777)).unwrap();
-        assert_eq!(directory(&path).unwrap(), Found::Opened);
-        assert_eq!(directory(&path).unwrap(), Found::Trusted);
+        assert_eq!(directory(&path).unwrap(), Trust::Opened);
+        assert_eq!(directory(&path).unwrap(), Trust::Trusted);
         assert_eq!(
             below(&root.path().join("a/b"), &["c", "d"]).unwrap(),
             root.path().join("a/b/c/d")
@@ -165,7 +165,7 @@ mod tests {
         assert!(refusal("open/mine").contains("others may replace"));
         assert!(!root.path().join("open/mine").exists());
         fs::set_permissions(root.path().join("open"), Permissions::from_mode(0o1777)).unwrap();
-        assert_eq!(directory(&root.path().join("open/mine")).unwrap(), Found::Trusted);
+        assert_eq!(directory(&root.path().join("open/mine")).unwrap(), Trust::Trusted);
         if user() != 0 {
             return eprintln!("skipped: only root makes directories of another user");
         }

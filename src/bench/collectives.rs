@@ -17,7 +17,7 @@ const LONGEST_BATCH: usize = 500;
 
 /// Duration of a collective.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Timing {
+pub struct CollectiveTiming {
     /// The operation.
     pub operation: Operation,
     /// Its algorithm.
@@ -30,7 +30,7 @@ pub struct Timing {
     pub seconds: f64,
 }
 
-impl Timing {
+impl CollectiveTiming {
     /// Bytes of the buffer a second.
     pub fn algorithm_bandwidth(&self) -> f64 {
         self.bytes as f64 / self.seconds
@@ -62,7 +62,7 @@ pub fn time<B: Backend>(
     algorithm: Algorithm,
     bytes: usize,
     batches: usize,
-) -> Result<Timing> {
+) -> Result<CollectiveTiming> {
     let group = world.with_algorithms(Table::always(algorithm));
     let len = bytes.div_ceil(size_of::<f32>()).next_multiple_of(world.size());
     // Zeros stay zeros, however often they are added.
@@ -81,7 +81,7 @@ pub fn time<B: Backend>(
     let mut seconds = slowest(world, &seconds[1..])?;
     seconds.sort_by(f64::total_cmp);
     let bytes = len * size_of::<f32>();
-    Ok(Timing {
+    Ok(CollectiveTiming {
         operation,
         algorithm,
         ranks: world.size(),
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn bandwidths_are_those_of_nccl_tests() {
-        let timing = |operation, ranks| Timing {
+        let timing = |operation, ranks| CollectiveTiming {
             operation,
             algorithm: Algorithm::Ring,
             ranks,

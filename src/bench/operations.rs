@@ -15,7 +15,7 @@ use crate::random::Stream;
 
 /// Sizes of the operations that are timed.
 #[derive(Debug, Clone)]
-pub struct Sizes {
+pub struct OpSizes {
     /// Rows of activations, one table of operations each.
     pub rows: Vec<usize>,
     /// Positions a sequence; divides every number of rows.
@@ -36,7 +36,7 @@ pub struct Sizes {
     pub batch: f64,
 }
 
-impl Sizes {
+impl OpSizes {
     /// GPT-2 with 124 M parameters, its vocabulary padded to a multiple of 128.
     pub fn gpt2() -> Self {
         Self {
@@ -75,7 +75,7 @@ impl Sizes {
 
 /// One operation's time.
 #[derive(Debug, Clone)]
-pub struct Timing {
+pub struct OpTiming {
     /// Such as `layer norm, backward`.
     pub operation: String,
     /// Such as `8192×768`.
@@ -133,12 +133,12 @@ const MOST_LAUNCHES: usize = 1000;
 
 struct Bench<'a, B: Kernels> {
     backend: &'a B,
-    sizes: &'a Sizes,
+    sizes: &'a OpSizes,
     batches: usize,
     /// Normal numbers in f32, of which operands are made.
     pattern: B::Buf,
     /// Called with each timing.
-    see: &'a mut dyn FnMut(&Timing) -> Result<()>,
+    see: &'a mut dyn FnMut(&OpTiming) -> Result<()>,
 }
 
 /// Times everything, in the order of the reports: the median of so many batches, at least one.
@@ -148,9 +148,9 @@ struct Bench<'a, B: Kernels> {
 /// Out of memory, or the device failed.
 pub fn operations<B: Kernels>(
     backend: &B,
-    sizes: &Sizes,
+    sizes: &OpSizes,
     batches: usize,
-    see: &mut dyn FnMut(&Timing) -> Result<()>,
+    see: &mut dyn FnMut(&OpTiming) -> Result<()>,
 ) -> Result<()> {
     let mut pattern = vec![0.0; sizes.copied.min(1 << 20)];
     Stream::new(1).fill_normal(&mut pattern);
@@ -259,7 +259,7 @@ impl<B: Kernels> Bench<'_, B> {
 
     /// Embedding and classifier.
     fn tables(&mut self, rows: usize) -> Result<()> {
-        let Sizes { vocabulary, time, .. } = *self.sizes;
+        let OpSizes { vocabulary, time, .. } = *self.sizes;
         let width = self.sizes.width();
         let shape = format!("{rows}×{width}");
         let y = Tensor::of(rows * width);
@@ -392,7 +392,7 @@ impl<B: Kernels> Bench<'_, B> {
     }
 
     fn attention(&mut self, rows: usize) -> Result<()> {
-        let Sizes { time, heads, head_width, .. } = *self.sizes;
+        let OpSizes { time, heads, head_width, .. } = *self.sizes;
         let attention = Attention { batch: rows / time, time, heads, kv_heads: heads, head_width };
         let shape = format!("{}×{time}×{heads}×{head_width}", attention.batch);
         let y = Tensor::of(rows * self.sizes.width());
@@ -492,7 +492,7 @@ impl<B: Kernels> Bench<'_, B> {
         run(launches)?;
         let mut seconds = (0..self.batches).map(|_| run(launches)).collect::<Result<Vec<_>>>()?;
         seconds.sort_by(f64::total_cmp);
-        (self.see)(&Timing {
+        (self.see)(&OpTiming {
             operation: operation.into(),
             shape: shape.into(),
             seconds: seconds[seconds.len() / 2],
@@ -542,7 +542,7 @@ mod tests {
     #[test]
     fn every_operation_is_timed() {
         let mut seen = Vec::new();
-        let sizes = Sizes::small();
+        let sizes = OpSizes::small();
         operations(&Cpu::new(2), &sizes, 1, &mut |timing| {
             assert!(
                 timing.seconds > 0.0 && timing.fastest <= timing.seconds && timing.bytes > 0.0,

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use super::directory::sync;
 use super::manifest::ShardFileInfo;
 use super::manifest::{Origin, VERSION};
-use super::save_thread::{SaveThread, Task};
+use super::save_thread::{SaveTask, SaveThread};
 use super::shard::ShardFile;
 use super::snapshot::{Snapshot, write_through};
 use super::{Checkpoints, Manifest, Progress, Retention, refused};
@@ -81,11 +81,11 @@ struct InFlightSave<B: Kernels> {
 
 enum Stage<B: Kernels> {
     /// This rank's file is being written.
-    Writing(Task<(Option<Snapshot<B>>, Result<ShardFile>)>),
+    Writing(SaveTask<(Option<Snapshot<B>>, Result<ShardFile>)>),
     /// Rank 0 publishes, and this rank reads its file again.
-    Publishing(Task<Result<Instant>>),
+    Publishing(SaveTask<Result<Instant>>),
     /// Rank 0 removes older ones.
-    Retaining(Option<Task<()>>),
+    Retaining(Option<SaveTask<()>>),
 }
 
 impl<B: Kernels> Saver<B> {
@@ -158,10 +158,10 @@ impl<B: Kernels> Saver<B> {
             None => {
                 let written =
                     create(&staging).and_then(|()| write_through(sharded, &staging, rank, &state));
-                Task::Ready((None, written))
+                SaveTask::Ready((None, written))
             }
         };
-        let through = matches!(write, Task::Ready(_));
+        let through = matches!(write, SaveTask::Ready(_));
         self.underway = Some(InFlightSave { progress, begun, stage: Stage::Writing(write) });
         if through {
             published = self.finish()?;
@@ -192,7 +192,7 @@ impl<B: Kernels> Saver<B> {
         match self.underway.as_ref().map(|underway| &underway.stage) {
             Some(Stage::Writing(task)) => task.is_finished(),
             Some(Stage::Publishing(task)) => task.is_finished(),
-            Some(Stage::Retaining(task)) => task.as_ref().is_none_or(Task::is_finished),
+            Some(Stage::Retaining(task)) => task.as_ref().is_none_or(SaveTask::is_finished),
             None => false,
         }
     }
@@ -230,7 +230,7 @@ impl<B: Kernels> Saver<B> {
                 Ok(Some(Published { progress, took }))
             }
             Stage::Retaining(task) => {
-                let retained = task.map_or(Ok(()), Task::join);
+                let retained = task.map_or(Ok(()), SaveTask::join);
                 self.world.all_ok(retained).map_err(at)?;
                 Ok(None)
             }
@@ -254,7 +254,7 @@ impl<B: Kernels> Saver<B> {
         &mut self,
         progress: Progress,
         written: Result<ShardFile>,
-    ) -> Result<Task<Result<Instant>>> {
+    ) -> Result<SaveTask<Result<Instant>>> {
         let root = self.world.rank() == 0;
         let staging = self.job.staging(progress.step);
         let written = match self.world.all_ok(written) {

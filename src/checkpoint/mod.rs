@@ -49,7 +49,7 @@ pub use names::name_of;
 pub use pointer::{Pointer, Target};
 pub use read::Reader;
 pub use retention::Retention;
-pub use save_thread::{SaveThread, Task};
+pub use save_thread::{SaveTask, SaveThread};
 pub use snapshot::{Ranged, write_ranges};
 pub use trash::Removal;
 

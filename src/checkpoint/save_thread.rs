@@ -9,7 +9,7 @@ use hpctrain_base::spans::{Activity, Doing, Track, span};
 use hpctrain_base::spawn::spawn;
 
 /// The result of work on the thread, or of work that needed none.
-pub enum Task<T> {
+pub enum SaveTask<T> {
     /// Work on the thread.
     Begun {
         /// Receives the result.
@@ -21,7 +21,7 @@ pub enum Task<T> {
     Ready(T),
 }
 
-impl<T> Task<T> {
+impl<T> SaveTask<T> {
     /// Whether the result is there.
     pub fn is_finished(&self) -> bool {
         match self {
@@ -72,7 +72,10 @@ impl SaveThread {
     }
 
     /// Begins a piece of work.
-    pub fn begin<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> Task<T> {
+    pub fn begin<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> SaveTask<T> {
         let (tell, result) = channel();
         let is_over = Arc::new(AtomicBool::new(false));
         let over = SetAtEnd(is_over.clone());
@@ -84,7 +87,7 @@ impl SaveThread {
         };
         // After a panic the thread is gone: the task is dropped, which its result says.
         let _ = self.tasks.send(Box::new(task));
-        Task::Begun { result, is_over }
+        SaveTask::Begun { result, is_over }
     }
 }
 

@@ -10,7 +10,7 @@ use toml::{Table, Value};
 
 use super::{json, report};
 use crate::checkpoint::tools::describe::{Description, describe};
-use crate::checkpoint::tools::diff::Difference;
+use crate::checkpoint::tools::diff::CheckpointDifference;
 use crate::checkpoint::tools::verify::{File, Verified, verify};
 use crate::checkpoint::tools::{diff, list, prune, resolve_path};
 use crate::checkpoint::{Reader, Retention, huggingface, name_of};
@@ -215,7 +215,7 @@ fn verify_all(path: &Path, as_json: bool) -> Result<()> {
 struct Differences {
     tensors: usize,
     elements: u64,
-    differences: Vec<Difference>,
+    differences: Vec<CheckpointDifference>,
 }
 
 /// Compares; returns 1 if there is a difference.
@@ -224,7 +224,7 @@ fn compare(args: &DiffArgs) -> Result<i32> {
     let _leases = dirs.each_ref().map(|dir| resolve_path::hold(dir));
     let [mut a, mut b] = [Reader::open(&dirs[0])?, Reader::open(&dirs[1])?];
     let mut told = Vec::new();
-    let mut tell = |one: Difference| if args.json { told.push(one) } else { say(one) };
+    let mut tell = |one: CheckpointDifference| if args.json { told.push(one) } else { say(one) };
     let found = diff::diff(&mut a, &mut b, args.weights_only, &mut tell)?;
     if args.json {
         json(&Differences { tensors: found.tensors, elements: found.elements, differences: told })?;

@@ -13,7 +13,7 @@ use crate::config::{Config, Environment, ModelKind, Parallel, described, network
 use crate::data::inspect::table;
 use crate::engine::{memory, micro_batches, vocabulary};
 use crate::error::Result;
-use crate::nn::Summary;
+use crate::nn::LayerSummary;
 use crate::nn::layers::shown;
 use crate::telemetry::{bytes, grouped, say};
 
@@ -119,7 +119,7 @@ fn summary(sources: &SourceArgs, as_json: bool) -> Result<()> {
 #[derive(Serialize)]
 struct Report {
     network: String,
-    layers: Vec<Summary>,
+    layers: Vec<LayerSummary>,
     /// Of a pipeline.
     #[serde(skip_serializing_if = "Option::is_none")]
     pipeline: Option<Pipeline>,

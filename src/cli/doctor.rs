@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use crate::comm::Launch;
-use crate::doctor::{self, Request};
+use crate::doctor::{self, DoctorOptions};
 use crate::error::Result;
 use crate::job::{self, fail};
 use crate::run_dir::REQUEUE;
@@ -42,8 +42,11 @@ pub fn run(args: &DoctorArgs, launch: Option<&Launch>) -> i32 {
         return fail(&e);
     }
     let launcher = launch.map(|launch| launch.by);
-    let request =
-        Request { run_root: args.run_root.clone(), launcher, requires_gpus: args.require_gpus };
+    let request = DoctorOptions {
+        run_root: args.run_root.clone(),
+        launcher,
+        requires_gpus: args.require_gpus,
+    };
     job::run(launch, super::with_checkpoint::patience(&[]), |comm| {
         let report = doctor::run(comm, &request)?;
         if comm.rank() == 0 {

@@ -7,12 +7,12 @@ use clap::{ArgGroup, Args};
 
 use super::eval_checkpoint;
 use super::rank_roles::{Role, Start};
-use super::with_checkpoint::{Part, patience};
+use super::with_checkpoint::{SplitChoice, patience};
 use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, Launch};
 use crate::config::{Config, Time, overlay};
 use crate::error::{Error, Result};
-use crate::evaluate::{ABANDONED, Policy, Request, watch};
+use crate::evaluate::{ABANDONED, Policy, SidecarOptions, watch};
 use crate::gpu_assignment::{cpu, place};
 use crate::job::{self, fail};
 use crate::run_dir::{RunDirectory, RunOutcome};
@@ -36,7 +36,7 @@ pub struct EvalArgs {
     data: Option<PathBuf>,
     /// Of a directory, measure on these shards [default: those for validation, if there are any]
     #[arg(long, value_enum, conflicts_with = "run")]
-    split: Option<Part>,
+    split: Option<SplitChoice>,
     /// Print one JSON object instead of the table
     #[arg(long, conflicts_with = "run")]
     json: bool,
@@ -62,7 +62,7 @@ pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
             let checkpoint = checkpoint.clone();
             let overrides = args.overrides.clone();
             let EvalArgs { data, split, json, .. } = args;
-            let request = eval_checkpoint::Request {
+            let request = eval_checkpoint::EvalOptions {
                 checkpoint,
                 data: data.clone(),
                 split: *split,
@@ -80,7 +80,7 @@ pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
         // A trainer's rank that cannot begin says so to all.
         comm.world().all_ok(Ok(()))?;
         let role = Role::find(comm, Start::Evaluate)?;
-        let request = Request {
+        let request = SidecarOptions {
             run: run.clone(),
             watch: args.watch,
             policy: args.policy,
@@ -98,7 +98,7 @@ pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
 }
 
 /// Evaluates where `run.device` says, of the settings given to the evaluator.
-pub fn watch_on_device(comm: &Comm<Cpu>, request: &Request) -> Result<RunOutcome> {
+pub fn watch_on_device(comm: &Comm<Cpu>, request: &SidecarOptions) -> Result<RunOutcome> {
     let config = comm.world().all_ok(overlay(&Config::default(), &request.overrides))?;
     match place(comm, &config)? {
         None => watch(comm, request, cpu),
@@ -112,7 +112,7 @@ pub fn watch_on_device(comm: &Comm<Cpu>, request: &Request) -> Result<RunOutcome
 /// # Errors
 /// The errors of [`watch`], in a job of evaluators alone, and errors that the evaluators do not
 /// share.
-pub fn evaluate(role: &Role, mut request: Request) -> Result<i32> {
+pub fn evaluate(role: &Role, mut request: SidecarOptions) -> Result<i32> {
     if role.mixed {
         // The trainer knows where it is, also where its run has no name.
         let told = role.everyone.world().gather_bytes(vec![]).wait()?;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::with_checkpoint::{self, Found, Part, Work};
+use super::with_checkpoint::{self, LoadedCheckpoint, SplitChoice, Work};
 use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::comm::Launch;
@@ -19,13 +19,13 @@ use crate::telemetry::classes::Classes;
 use crate::telemetry::{grouped, say};
 
 /// Arguments of a measurement.
-pub struct Request {
+pub struct EvalOptions {
     /// A checkpoint, or a run, of which the newest is taken.
     pub checkpoint: PathBuf,
     /// The data; that of the checkpoint's run without.
     pub data: Option<PathBuf>,
     /// The part of it.
-    pub split: Option<Part>,
+    pub split: Option<SplitChoice>,
     /// Print one JSON object instead of the table
     pub json: bool,
     /// Settings over those of the checkpoint.
@@ -58,7 +58,7 @@ struct Report<'a> {
     classes: Option<&'a Classes>,
 }
 
-impl Work for Request {
+impl Work for EvalOptions {
     fn config(&self, reader: &Reader) -> Result<Config> {
         let config = model::config_on(reader, &self.overrides, self.data.as_deref())?;
         if config.data.path.is_empty() && config.data.mix.is_empty() {
@@ -71,7 +71,7 @@ impl Work for Request {
         Ok(config)
     }
 
-    fn on<B: Kernels>(&self, mut found: Found<'_, B>) -> Result<()> {
+    fn on<B: Kernels>(&self, mut found: LoadedCheckpoint<'_, B>) -> Result<()> {
         let data = found.data(|catalogue, plan| {
             micro_batches::measured(
                 catalogue,
@@ -80,7 +80,7 @@ impl Work for Request {
             )
         })?;
         let mut model = found.network()?;
-        let Found { reader, plan, world, .. } = &found;
+        let LoadedCheckpoint { reader, plan, world, .. } = &found;
         let split = world.all_ok(with_checkpoint::split(&plan.config, self.split))?;
         let evaluator = Evaluator::new(data, plan.config.eval.samples, plan.config.eval.batch);
         let mut evaluator = evaluator.naming(Mix::names(&plan.config.data.mix));
@@ -96,7 +96,7 @@ impl Work for Request {
 }
 
 /// Runs one rank; returns the exit code.
-pub fn run(request: &Request, launch: Option<&Launch>) -> i32 {
+pub fn run(request: &EvalOptions, launch: Option<&Launch>) -> i32 {
     with_checkpoint::run(request, &request.checkpoint, &request.overrides, launch)
 }
 

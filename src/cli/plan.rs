@@ -12,7 +12,9 @@ use crate::engine::on_threads;
 use crate::error::{Error, Result};
 use crate::gpu_assignment::{cpu, cpu_can, place};
 use crate::job::{self, fail};
-use crate::planner::{Here, Machine, Place, Report, choose, choose_here, facts, try_out};
+use crate::planner::{
+    Here, Machine, PlanReport, SearchLimits, choose, choose_here, facts, try_out,
+};
 use crate::telemetry::say;
 
 /// Layouts that are shown without `--all`.
@@ -111,7 +113,7 @@ impl PlanArgs {
         }
     }
 
-    fn print(&self, report: &Report<'_>) -> Result<()> {
+    fn print(&self, report: &PlanReport<'_>) -> Result<()> {
         say(match self.json {
             true => report.json()?,
             false => report.text(SHOWN, self.all),
@@ -161,10 +163,10 @@ fn described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) -> Resu
         }
     };
     let facts = facts(config, ranks, threads(per_node), machine.gpu)?;
-    let place = Place { room: machine.room(), held, per_node };
+    let place = SearchLimits { room: machine.room(), held, per_node };
     let rates = format!("{} ({})", machine.name, machine.source);
     let choice = choose(config, &facts, &place, |_| Ok(machine))?;
-    args.print(&Report { network: name, ranks, per_node, rates, choice: &choice, trials: &[] })
+    args.print(&PlanReport { network: name, ranks, per_node, rates, choice: &choice, trials: &[] })
 }
 
 /// With rates of the ranks and devices at hand.
@@ -181,7 +183,14 @@ fn measured<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
     }
     let ranks = here.comm.size();
     let rates = format!("measured here, {}", here.comm.library());
-    args.print(&Report { network: name, ranks, per_node, rates, choice: &choice, trials: &trials })
+    args.print(&PlanReport {
+        network: name,
+        ranks,
+        per_node,
+        rates,
+        choice: &choice,
+        trials: &trials,
+    })
 }
 
 /// With ranks as threads of this process.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use tempfile::TempDir;
 
-use super::with_checkpoint::{self, Found, Part, Work};
+use super::with_checkpoint::{self, LoadedCheckpoint, SplitChoice, Work};
 use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::comm::{Group, Launch};
@@ -33,7 +33,7 @@ pub struct PredictArgs {
     input: PathBuf,
     /// Of a directory of shards, which of them [default: those for validation, if there are any]
     #[arg(long, value_enum)]
-    split: Option<Part>,
+    split: Option<SplitChoice>,
     /// The file to write, in the form of its name: a table (.csv), lines of JSON (.jsonl) or HDF5
     /// (.h5).
     #[arg(long, value_name = "FILE")]
@@ -139,7 +139,7 @@ impl Work for PredictArgs {
         model::config_on(reader, &self.overrides, Some(&self.input))
     }
 
-    fn on<B: Kernels>(&self, mut found: Found<'_, B>) -> Result<()> {
+    fn on<B: Kernels>(&self, mut found: LoadedCheckpoint<'_, B>) -> Result<()> {
         let form = found.world.all_ok(Form::of(&self.input))?;
         found.world.all_ok(self.check(&found.plan, form))?;
         let learned = found.reader.manifest().preprocessing.clone();
@@ -163,7 +163,7 @@ impl Work for PredictArgs {
             (found.converted(|catalogue, plan| self.open(catalogue, plan))?.0, directory)
         };
         let mut model = found.network()?;
-        let Found { plan, world, .. } = &found;
+        let LoadedCheckpoint { plan, world, .. } = &found;
         let samples = dataset.samples();
         // The last stage of a pipeline has the outputs.
         let writes = model.sharded.stage().is_last() && model.sharded.data().rank() == 0;

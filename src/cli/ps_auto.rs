@@ -32,7 +32,7 @@ pub struct RoleArgs {
 
 /// The part of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Task {
+pub enum PsTask {
     /// It coordinates so many servers and workers.
     Coordinate {
         /// Servers.
@@ -80,7 +80,7 @@ struct TfTask {
 }
 
 /// The part that the environment gives; `servers` counts where it does not tell them.
-fn task(env: impl Fn(&str) -> Option<String>, servers: usize) -> Result<Task> {
+fn task(env: impl Fn(&str) -> Option<String>, servers: usize) -> Result<PsTask> {
     if let Some(text) = env(TF_CONFIG) {
         return of_tf_config(&text);
     }
@@ -105,11 +105,13 @@ fn task(env: impl Fn(&str) -> Option<String>, servers: usize) -> Result<Task> {
         .hint("rank 0 coordinates, so many ranks after it serve, and the rest work"));
     }
     Ok(match rank {
-        0 => {
-            Task::Coordinate { servers, workers: ranks - 1 - servers, address: env("MASTER_ADDR") }
-        }
-        rank if rank <= servers => Task::Serve { address: None },
-        _ => Task::Work,
+        0 => PsTask::Coordinate {
+            servers,
+            workers: ranks - 1 - servers,
+            address: env("MASTER_ADDR"),
+        },
+        rank if rank <= servers => PsTask::Serve { address: None },
+        _ => PsTask::Work,
     })
 }
 
@@ -117,7 +119,7 @@ fn task(env: impl Fn(&str) -> Option<String>, servers: usize) -> Result<Task> {
 ///
 /// # Errors
 /// It is no JSON of that form, or gives no part.
-pub fn of_tf_config(text: &str) -> Result<Task> {
+pub fn of_tf_config(text: &str) -> Result<PsTask> {
     let hint = r#"such as {"cluster": {"chief": ["a:2222"], "ps": ["b:2222"], "worker": ["c:2222"]}, "task": {"type": "worker", "index": 0}}"#;
     let wrong = |what: String| Error::input(format!("{TF_CONFIG}: {what}")).hint(hint);
     let TfConfig { cluster, task } =
@@ -153,10 +155,10 @@ pub fn of_tf_config(text: &str) -> Result<Task> {
     }
     let address = of_kind.get(task.index).cloned();
     Ok(match task.kind.as_str() {
-        "ps" => Task::Serve { address },
-        "worker" => Task::Work,
-        "evaluator" => Task::Evaluate,
-        _ => Task::Coordinate { servers: ps.len(), workers: worker.len(), address },
+        "ps" => PsTask::Serve { address },
+        "worker" => PsTask::Work,
+        "evaluator" => PsTask::Evaluate,
+        _ => PsTask::Coordinate { servers: ps.len(), workers: worker.len(), address },
     })
 }
 
@@ -180,18 +182,18 @@ pub fn run(args: &RoleArgs) -> i32 {
         let run = directory(&request.config)?;
         let patience = Duration::from_secs(request.config.parameter_server.timeout);
         match task {
-            Task::Coordinate { servers, workers, address } => {
+            PsTask::Coordinate { servers, workers, address } => {
                 request.config.parameter_server.address =
                     request.config.parameter_server.address.or(address);
                 Ok(coordinate_as(request, servers, Some(workers)))
             }
-            Task::Serve { address } => {
+            PsTask::Serve { address } => {
                 serve_as(&run, address.or(request.config.parameter_server.address), patience)
                     .map(|()| 0)
             }
-            Task::Work => work_as(&run, patience),
-            Task::Evaluate => {
-                let request = evaluate::Request {
+            PsTask::Work => work_as(&run, patience),
+            PsTask::Evaluate => {
+                let request = evaluate::SidecarOptions {
                     run,
                     watch: true,
                     policy: Policy::Latest,
@@ -219,14 +221,14 @@ mod tests {
 
     #[test]
     fn guides_of_tensorflow_are_followed() {
-        let chief = Task::Coordinate { servers: 2, workers: 2, address: Some("a:2222".into()) };
+        let chief = PsTask::Coordinate { servers: 2, workers: 2, address: Some("a:2222".into()) };
         assert_eq!(of_tf_config(&tf("chief", 0)).unwrap(), chief);
         assert_eq!(
             of_tf_config(&tf("ps", 1)).unwrap(),
-            Task::Serve { address: Some("b2:2222".into()) }
+            PsTask::Serve { address: Some("b2:2222".into()) }
         );
-        assert_eq!(of_tf_config(&tf("worker", 1)).unwrap(), Task::Work);
-        assert_eq!(of_tf_config(&tf("evaluator", 0)).unwrap(), Task::Evaluate);
+        assert_eq!(of_tf_config(&tf("worker", 1)).unwrap(), PsTask::Work);
+        assert_eq!(of_tf_config(&tf("evaluator", 0)).unwrap(), PsTask::Evaluate);
         let wrong = |text: &str, words: &str| {
             let error = of_tf_config(text).unwrap_err().to_string();
             assert!(error.contains(words) && error.contains("hint: such as"), "{error}");
@@ -257,9 +259,9 @@ mod tests {
             |rank| ask(&[("RANK", rank), ("WORLD_SIZE", "5"), ("MASTER_ADDR", "a")], 2).unwrap();
         assert_eq!(
             of_rank("0"),
-            Task::Coordinate { servers: 2, workers: 2, address: Some("a".into()) }
+            PsTask::Coordinate { servers: 2, workers: 2, address: Some("a".into()) }
         );
-        assert_eq!((of_rank("2"), of_rank("3")), (Task::Serve { address: None }, Task::Work));
+        assert_eq!((of_rank("2"), of_rank("3")), (PsTask::Serve { address: None }, PsTask::Work));
         let refused = |vars: &[(&str, &str)], servers| ask(vars, servers).unwrap_err().to_string();
         assert!(refused(&[], 1).contains("neither TF_CONFIG nor RANK"));
         assert!(refused(&[("RANK", "x"), ("WORLD_SIZE", "5")], 1).contains("RANK=x is no number"));

@@ -25,7 +25,7 @@ pub enum Start {
 
 /// The work of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Part {
+pub enum RankRole {
     /// It trains.
     Trains,
     /// It is this one of the servers.
@@ -43,7 +43,7 @@ pub struct Role {
     /// The ranks that train or serve, and take themselves for the world; of an evaluator, all.
     pub side: Comm<Cpu>,
     /// Its work.
-    pub part: Part,
+    pub part: RankRole,
     /// Ranks that train, and servers.
     pub counts: (usize, usize),
     /// Whether the job evaluates, too.
@@ -67,8 +67,8 @@ impl Role {
             .collect::<Result<_, _>>()
             .map_err(|e| Error::comm(format!("another rank sent a malformed role: {e}")))?;
         let parts = parts(&starts)?;
-        let evaluates = |part: &Part| usize::from(*part == Part::Evaluates);
-        let serves = |part: &Part| matches!(part, Part::Serves(_));
+        let evaluates = |part: &RankRole| usize::from(*part == RankRole::Evaluates);
+        let serves = |part: &RankRole| matches!(part, RankRole::Serves(_));
         let evaluators: usize = parts.iter().map(evaluates).sum();
         let mixed = 0 < evaluators && evaluators < parts.len();
         let side = match mixed {
@@ -78,9 +78,9 @@ impl Role {
         let servers = parts.iter().filter(|part| serves(part)).count();
         let part = parts[everyone.rank()];
         // Evaluators are a side of their own.
-        let comm = match servers > 0 && part != Part::Evaluates {
+        let comm = match servers > 0 && part != RankRole::Evaluates {
             true => {
-                let others = parts.iter().filter(|part| **part != Part::Evaluates);
+                let others = parts.iter().filter(|part| **part != RankRole::Evaluates);
                 side.role(&others.map(|part| usize::from(serves(part))).collect::<Vec<_>>())?
             }
             false => side.clone(),
@@ -102,7 +102,7 @@ impl Role {
 
 /// The work of each rank: those started to train do, but for the last ones if some are to evaluate,
 /// and those before them if some are to serve.
-fn parts(starts: &[Start]) -> Result<Vec<Part>> {
+fn parts(starts: &[Start]) -> Result<Vec<RankRole>> {
     let asked = starts.iter().filter_map(|start| match start {
         Start::Train { evaluators, servers } => Some((*evaluators, *servers)),
         Start::Evaluate => None,
@@ -129,13 +129,13 @@ fn parts(starts: &[Start]) -> Result<Vec<Part>> {
     let mut number = 0;
     let mut part = |start: &Start| {
         if *start == Start::Evaluate {
-            return Part::Evaluates;
+            return RankRole::Evaluates;
         }
         number += 1;
         match number - 1 {
-            number if number < workers => Part::Trains,
-            number if number < workers + servers => Part::Serves(number - workers),
-            _ => Part::Evaluates,
+            number if number < workers => RankRole::Trains,
+            number if number < workers + servers => RankRole::Serves(number - workers),
+            _ => RankRole::Evaluates,
         }
     };
     Ok(starts.iter().map(&mut part).collect())
@@ -147,7 +147,7 @@ mod tests {
 
     #[test]
     fn the_last_training_ranks_evaluate_and_those_before_serve() {
-        use Part::{Evaluates, Serves, Trains};
+        use RankRole::{Evaluates, Serves, Trains};
         let start = |evaluators, servers| Start::Train { evaluators, servers };
         let plain = start(0, 0);
         let one = start(1, 0);

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 
-use super::with_checkpoint::{self, Found, Work};
+use super::with_checkpoint::{self, LoadedCheckpoint, Work};
 use crate::backend::Kernels;
 use crate::checkpoint::{Manifest, Reader};
 use crate::comm::Launch;
@@ -154,7 +154,7 @@ impl Work for SampleArgs {
         model::config_on(reader, &self.overrides, None)
     }
 
-    fn on<B: Kernels>(&self, mut found: Found<'_, B>) -> Result<()> {
+    fn on<B: Kernels>(&self, mut found: LoadedCheckpoint<'_, B>) -> Result<()> {
         let mut model = found.network()?;
         let (tokenizer, prompts) = self.encoded(found.reader.manifest())?;
         let context = found.plan.network.context();

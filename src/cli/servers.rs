@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::rank_roles::{Part, Role};
+use super::rank_roles::{RankRole, Role};
 use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, single};
 use crate::config::{self, Batch, Config, ParameterServer};
@@ -20,7 +20,7 @@ use crate::servers::{
 use crate::signals;
 use crate::spawn::spawn_scoped;
 use crate::telemetry::say;
-use crate::train::Request;
+use crate::train::TrainRequest;
 
 /// Arguments of `hpctrain ps server`.
 #[derive(Args)]
@@ -88,14 +88,14 @@ pub fn check_without(config: &Config) -> Result<()> {
 ///
 /// # Errors
 /// The run cannot begin, which all ranks share; or this rank failed.
-pub fn take_part(role: &Role, mut request: Request) -> Result<i32> {
+pub fn take_part(role: &Role, mut request: TrainRequest) -> Result<i32> {
     let (workers, servers) = role.counts;
     let timeout = Duration::from_secs(request.config.parameter_server.timeout);
     if role.mixed {
         request.config.eval.inline = false;
     }
     let config = request.config.clone();
-    let coordinates = role.part == Part::Serves(0);
+    let coordinates = role.part == RankRole::Serves(0);
     let call = CoordinatorOptions {
         run: request,
         servers,
@@ -111,7 +111,7 @@ pub fn take_part(role: &Role, mut request: Request) -> Result<i32> {
         .find(|path| !path.is_empty())
         .ok_or_else(|| Error::internal("nobody told the directory"))?;
     let site = PsRendezvous::of(&PathBuf::from(String::from_utf8_lossy(run).into_owned()));
-    let Part::Serves(_) = role.part else {
+    let RankRole::Serves(_) = role.part else {
         let hand = WorkerOptions { site, patience: timeout, threads: role.threads, leaves: false };
         return work_on_device(&role.comm, &config, &hand);
     };
@@ -157,7 +157,7 @@ fn work_on_device(comm: &Comm<Cpu>, config: &Config, hand: &WorkerOptions) -> Re
 ///
 /// # Errors
 /// The run cannot begin, or a thread failed.
-pub fn simulate(ranks: usize, servers: usize, request: Request) -> Result<i32> {
+pub fn simulate(ranks: usize, servers: usize, request: TrainRequest) -> Result<i32> {
     if servers >= ranks {
         return Err(Error::input(format!(
             "--servers {servers} of {ranks} ranks leaves none to train"
@@ -200,7 +200,7 @@ pub fn simulate(ranks: usize, servers: usize, request: Request) -> Result<i32> {
 }
 
 /// Coordinates a run of processes that come and go; returns the exit code.
-pub fn coordinate_as(run: Request, servers: usize, workers: Option<usize>) -> i32 {
+pub fn coordinate_as(run: TrainRequest, servers: usize, workers: Option<usize>) -> i32 {
     match CoordinatorRun::open(CoordinatorOptions {
         run,
         servers,

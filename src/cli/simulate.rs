@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::job::fail;
 use crate::run_dir::RunOutcome;
 use crate::signals;
-use crate::train::{Customization, Request, train};
+use crate::train::{Customization, TrainRequest, train};
 
 /// Arguments of `hpctrain simulate`.
 #[derive(Args)]
@@ -29,7 +29,7 @@ pub fn run(args: &SimulateArgs) -> i32 {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let request = signals::listen()
         .and_then(|()| args.run.request_of_job(args.servers, Some((cores / ranks).max(1))));
-    let simulate = |request: Request| match args.servers {
+    let simulate = |request: TrainRequest| match args.servers {
         0 => simulate(ranks, &request),
         servers => super::servers::simulate(ranks, servers, request),
     };
@@ -39,7 +39,7 @@ pub fn run(args: &SimulateArgs) -> i32 {
     }
 }
 
-fn simulate(ranks: usize, request: &Request) -> Result<i32> {
+fn simulate(ranks: usize, request: &TrainRequest) -> Result<i32> {
     let endings = on_threads(ranks, |comm| train(comm, request, Customization::default(), None))?;
     Ok(endings.first().map_or(0, RunOutcome::exit_code))
 }

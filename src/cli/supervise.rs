@@ -6,7 +6,7 @@ use super::train::TrainArgs;
 use crate::config::check_ranks;
 use crate::error::{Error, Result};
 use crate::job::fail;
-use crate::supervise::{AGENT, HOSTS, HostList, Hosts, RANKS, Request, supervise};
+use crate::supervise::{AGENT, HOSTS, HostList, Hosts, RANKS, SuperviseOptions, supervise};
 
 /// Arguments of `hpctrain supervise`.
 #[derive(Debug, Args)]
@@ -44,7 +44,7 @@ pub fn run(args: SuperviseArgs) -> i32 {
     request(args).and_then(|request| supervise(&request)).unwrap_or_else(|e| fail(&e))
 }
 
-fn request(args: SuperviseArgs) -> Result<Request> {
+fn request(args: SuperviseArgs) -> Result<SuperviseOptions> {
     let SuperviseArgs { retries, requeue, hosts, agent, command } = args;
     let hosts = hosts.map(|list| hosts_of(&list, &agent, &command)).transpose()?;
     let open = command
@@ -54,7 +54,7 @@ fn request(args: SuperviseArgs) -> Result<Request> {
         return Err(Error::input(format!("{word} in the command, but no --hosts"))
             .hint("hpctrain supervise --hosts node1:8,node2:8 -- mpirun --host {hosts} -np {ranks} hpctrain train"));
     }
-    Ok(Request { command, retries, requeue, hosts })
+    Ok(SuperviseOptions { command, retries, requeue, hosts })
 }
 
 /// The hosts, and the numbers of ranks that the job's layout allows on them.

@@ -7,7 +7,7 @@ use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
 use clap::{Arg, Args, Command};
 
 use super::eval::evaluate;
-use super::rank_roles::{Part, Role, Start};
+use super::rank_roles::{RankRole, Role, Start};
 use super::servers;
 use super::with_checkpoint::{patience, seconds};
 use crate::comm::Launch;
@@ -17,7 +17,7 @@ use crate::evaluate::{self, Policy};
 use crate::job::{self, fail};
 use crate::run_dir::{RestoreScope, Resume};
 use crate::signals;
-use crate::train::{Customization, Request, check_alike, train};
+use crate::train::{Customization, TrainRequest, check_alike, train};
 
 /// Where the configuration comes from.
 #[derive(Args)]
@@ -114,8 +114,8 @@ pub struct TrainArgs {
 
 impl TrainArgs {
     /// The request of the job's evaluators. The trainer tells the directory.
-    fn evaluation(&self, role: &Role) -> evaluate::Request {
-        evaluate::Request {
+    fn evaluation(&self, role: &Role) -> evaluate::SidecarOptions {
+        evaluate::SidecarOptions {
             run: PathBuf::new(),
             watch: true,
             policy: self.policy,
@@ -139,7 +139,7 @@ impl TrainArgs {
 
 impl RunArgs {
     /// The run that the arguments ask for, of the ranks of one job, of which so many are servers.
-    pub fn request_of_job(&self, servers: usize, threads: Option<usize>) -> Result<Request> {
+    pub fn request_of_job(&self, servers: usize, threads: Option<usize>) -> Result<TrainRequest> {
         let request = self.request(threads)?;
         if servers == 0 {
             servers::check_without(&request.config)?;
@@ -148,7 +148,7 @@ impl RunArgs {
     }
 
     /// The run that the arguments ask for.
-    pub fn request(&self, threads: Option<usize>) -> Result<Request> {
+    pub fn request(&self, threads: Option<usize>) -> Result<TrainRequest> {
         let (config, name) = self.sources.load()?;
         let resume = match self.resume.as_deref() {
             None => Resume::No,
@@ -169,14 +169,14 @@ impl RunArgs {
         let trace = self.trace.clone();
         let profile = self.profile;
         let allow_changed_data = self.allow_changed_data;
-        Ok(Request {
+        Ok(TrainRequest {
             resume,
             take,
             allow_changed_data,
             trace,
             profile,
             threads,
-            ..Request::new(config, name)
+            ..TrainRequest::new(config, name)
         })
     }
 }
@@ -196,20 +196,20 @@ pub fn run(args: &TrainArgs, launch: Option<&Launch>) -> i32 {
         let request = comm.world().all_ok(request)?;
         let role =
             Role::find(comm, Start::Train { evaluators: args.evaluators, servers: args.servers })?;
-        if role.part != Part::Evaluates {
+        if role.part != RankRole::Evaluates {
             check_alike(&role.side.world(), &request.config)
                 .inspect_err(|e| role.release_evaluators(e))?;
         }
         match role.part {
-            Part::Evaluates => evaluate(&role, args.evaluation(&role)),
-            Part::Trains if role.counts.1 == 0 => train_as(&role, request),
-            Part::Trains | Part::Serves(_) => servers::take_part(&role, request),
+            RankRole::Evaluates => evaluate(&role, args.evaluation(&role)),
+            RankRole::Trains if role.counts.1 == 0 => train_as(&role, request),
+            RankRole::Trains | RankRole::Serves(_) => servers::take_part(&role, request),
         }
     })
 }
 
 /// Trains as one of the ranks that do; returns the exit code.
-fn train_as(role: &Role, mut request: Request) -> Result<i32> {
+fn train_as(role: &Role, mut request: TrainRequest) -> Result<i32> {
     if !role.mixed {
         return train(&role.comm, &request, Customization::default(), None)
             .map(|ending| ending.exit_code());

@@ -9,7 +9,7 @@ use crate::comm::Launch;
 use crate::error::{Error, Result};
 use crate::job::{self, fail};
 use crate::parallel::Zero;
-use crate::verify::{Launcher, Request, rank, task, verify};
+use crate::verify::{Launcher, VerifyOptions, rank, task, verify};
 
 /// Arguments of `hpctrain verify`.
 #[derive(Args)]
@@ -48,7 +48,7 @@ pub struct VerifyArgs {
 }
 
 impl VerifyArgs {
-    fn request(&self) -> Result<Request> {
+    fn request(&self) -> Result<VerifyOptions> {
         let (config, name) = self.sources.load()?;
         let [ranks, pipelines, tensors] =
             [&self.ranks, &self.pipeline, &self.tensor].map(|numbers| {
@@ -66,7 +66,7 @@ impl VerifyArgs {
             .collect::<Result<_, _>>()
             .map_err(Error::input)?;
         let launcher = if self.mpi { Launcher::mpirun()? } else { Launcher::Threads };
-        Ok(Request {
+        Ok(VerifyOptions {
             config,
             name,
             ranks,

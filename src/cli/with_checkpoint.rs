@@ -22,7 +22,7 @@ use crate::topology::Topology;
 
 /// Part of a directory of shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Part {
+pub enum SplitChoice {
     /// Those for training.
     Train,
     /// Those for validation.
@@ -41,11 +41,11 @@ pub trait Work {
     ///
     /// # Errors
     /// Of the data, the device, the file system, or a message between ranks.
-    fn on<B: Kernels>(&self, found: Found<'_, B>) -> Result<()>;
+    fn on<B: Kernels>(&self, found: LoadedCheckpoint<'_, B>) -> Result<()>;
 }
 
 /// A checkpoint, and the ranks that are to use it.
-pub struct Found<'a, B: Kernels> {
+pub struct LoadedCheckpoint<'a, B: Kernels> {
     /// The checkpoint.
     pub reader: Reader,
     /// The plan of its network on these ranks.
@@ -56,7 +56,7 @@ pub struct Found<'a, B: Kernels> {
     backend: B,
 }
 
-impl<B: Kernels> Found<'_, B> {
+impl<B: Kernels> LoadedCheckpoint<'_, B> {
     /// The data that `open` opens, with samples as the network learned them. On every rank.
     ///
     /// # Errors
@@ -133,7 +133,7 @@ fn on<B: Kernels>(
     let world = comm.world();
     let plan = world.all_ok(model::plan(config, world.size(), threads, !B::ON_HOST))?;
     let backend = world.all_ok(backend(&plan))?;
-    work.on(Found { reader, plan, world, comm, backend })
+    work.on(LoadedCheckpoint { reader, plan, world, comm, backend })
 }
 
 /// Time after which a wait for another rank ends the job, as long as nothing but the command line
@@ -161,7 +161,7 @@ fn places(checkpoint: &Path) -> Vec<PathBuf> {
 ///
 /// # Errors
 /// The data of the configuration cannot be looked for.
-pub fn split(config: &Config, asked: Option<Part>) -> Result<Split> {
+pub fn split(config: &Config, asked: Option<SplitChoice>) -> Result<Split> {
     Ok(match asked {
         // One file is one part, with any name, unless a fraction of it was kept.
         _ if config.data.mix.is_empty()
@@ -170,8 +170,8 @@ pub fn split(config: &Config, asked: Option<Part>) -> Result<Split> {
         {
             Split::Train
         }
-        Some(Part::Train) => Split::Train,
-        Some(Part::Validation) => Split::Validation,
+        Some(SplitChoice::Train) => Split::Train,
+        Some(SplitChoice::Validation) => Split::Validation,
         None if micro_batches::has(config, Split::Validation)? => Split::Validation,
         None => Split::Train,
     })

@@ -21,7 +21,7 @@ use super::transport::in_process;
 use super::transport::launch::launched_size;
 use super::transport::tcp::{self, TcpRendezvous};
 use super::transport::{GroupRanks, NodeInfo, Transport, World, mpi};
-use super::worker::{Request, Worker};
+use super::worker::{CommRequest, Worker};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spans;
 use hpctrain_base::spans::Activity;
@@ -348,7 +348,7 @@ impl<B: Backend> Comm<B> {
         let world = self.home.clone();
         let label = self.label("forget", Size::Same(0));
         let (reply, pending) = reply(&self.inner.shared);
-        self.inner.submit(Request::run(move |state| {
+        self.inner.submit(CommRequest::run(move |state| {
             reply.send(state.collective(&world, &label, |state| {
                 state.device_comms.part(&mut *state.wire);
                 state.room.empty(&state.shared);
@@ -392,7 +392,7 @@ impl<B: Backend> Comm<B> {
             let world = self.home.clone();
             let label = self.label("split", Size::Own(0));
             let (reply, pending) = reply(&self.inner.shared);
-            self.inner.submit(Request::run(move |state| {
+            self.inner.submit(CommRequest::run(move |state| {
                 reply
                     .send(state.collective(&world, &label, |state| state.wire.split(&world, mine)));
             }));
@@ -420,7 +420,7 @@ impl<B: Backend> Comm<B> {
         let world = self.home.clone();
         let label = self.label("clock", Size::Same(0));
         let (reply, pending) = reply(&self.inner.shared);
-        self.inner.submit(Request::run(move |state| {
+        self.inner.submit(CommRequest::run(move |state| {
             reply.send(state.collective(&world, &label, |state| {
                 clock::offset(&mut *state.wire, &world, spans::now)
             }));
@@ -454,7 +454,7 @@ impl<B: Backend> Comm<B> {
 impl Inner {
     /// Queues a request. If the thread has ended, the request is dropped, which its `Pending`
     /// reports.
-    pub fn submit(&self, request: Request) {
+    pub fn submit(&self, request: CommRequest) {
         self.exit.submit(request);
     }
 
@@ -507,7 +507,7 @@ impl Inner {
                 algorithm: "direct",
                 root: None,
             };
-            worker.submit(Request::run(move |state| {
+            worker.submit(CommRequest::run(move |state| {
                 if state.failure().is_none() {
                     state.shared.ledger().begin(&world, &label);
                 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::shared::Shared;
 use super::transport::in_process::Aborted;
-use super::worker::{Request, Worker};
+use super::worker::{CommRequest, Worker};
 
 /// Time limit of an abort, after which the process ends on its own.
 const ABORT_PATIENCE: Duration = Duration::from_secs(2);
@@ -41,7 +41,7 @@ impl Exit {
 
     /// Queues a request. If the thread has ended, the request is dropped, which its `Pending`
     /// reports.
-    pub fn submit(&self, request: Request) {
+    pub fn submit(&self, request: CommRequest) {
         if let Some(worker) = &*self.worker.lock().unwrap_or_else(PoisonError::into_inner) {
             worker.submit(request);
         }
@@ -56,7 +56,7 @@ impl Exit {
     pub fn request_abort(&self, code: i32) {
         self.shared.abort(code);
         // The thread may be asleep on its queue.
-        self.submit(Request::run(|_| {}));
+        self.submit(CommRequest::run(|_| {}));
     }
 
     /// Ends all ranks, and the calling thread or its process.

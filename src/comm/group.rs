@@ -7,16 +7,16 @@ use super::algorithms::{self, Algorithm, Call, Operation, bytes};
 use super::autotune::table::Table;
 use super::communicator::{Comm, WORLD};
 use super::device::cuda_aware::CudaAware;
-use super::device::host_staged::Staging;
+use super::device::host_staged::PinnedStaging;
 use super::device::nccl_p2p::{self, NcclP2pCollective};
 use super::device::path::DeviceTransport;
 use super::health::flight_recorder::{Label, RECV, Size};
-use super::p2p_request::{Entry, P2pRequest, chunks, on_host, whole};
+use super::p2p_request::{P2pRecord, P2pRequest, chunks, on_host, whole};
 use super::pending::{Pending, reply};
-use super::reduce_buffer::Host;
+use super::reduce_buffer::HostBuffer;
 use super::shared::Stats;
 use super::transport::{GroupRanks, P2pBuffer as _, Peer, Transport};
-use super::worker::{CommThreadState, Request};
+use super::worker::{CommRequest, CommThreadState};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Backend, CommBuffer};
 
@@ -226,7 +226,7 @@ impl<B: Backend> Group<B> {
         let (reply, pending) = reply(&self.comm.inner.shared);
         let path = self.comm.path;
         let words = self.comm.slot;
-        self.comm.inner.submit(Request::run(move |state| {
+        self.comm.inner.submit(CommRequest::run(move |state| {
             let mut parcel = Box::new(P2pRequest::<B> { buf, reply, entry: None });
             if let Err(error) =
                 state.after(ready).and_then(|()| state.failure().map_or(Ok(()), Err))
@@ -236,7 +236,8 @@ impl<B: Backend> Group<B> {
             if !B::ON_HOST && path.stages_messages() {
                 let sent = state.attempt(|state| match whole::<B>(&mut parcel.buf)? {
                     CommBuffer::Device(memory, copies) => {
-                        let staging = Staging { copies: &*copies, slots: &state.slots, words };
+                        let staging =
+                            PinnedStaging { copies: &*copies, slots: &state.slots, words };
                         staging.send(memory, &mut *state.wire, &members, to)
                     }
                     CommBuffer::Host(_) => Err(on_host()),
@@ -262,7 +263,7 @@ impl<B: Backend> Group<B> {
         let (reply, pending) = reply(&self.comm.inner.shared);
         let path = self.comm.path;
         let words = self.comm.slot;
-        self.comm.inner.submit(Request::run(move |state| {
+        self.comm.inner.submit(CommRequest::run(move |state| {
             let mut posted = Box::new(P2pRequest::<B> { buf, reply, entry: None });
             if let Err(error) =
                 state.after(ready).and_then(|()| state.failure().map_or(Ok(()), Err))
@@ -270,7 +271,7 @@ impl<B: Backend> Group<B> {
                 return posted.finish(Err(error));
             }
             let number = state.shared.ledger().begin(&members, &label).0;
-            posted.entry = Some(Entry::new(&state.shared, number));
+            posted.entry = Some(P2pRecord::new(&state.shared, number));
             if B::ON_HOST || !path.stages_messages() {
                 // The wire answers through the parcel, also after a failure.
                 let _ = state.attempt(|state| state.wire.post(&members, Peer::From(from), posted));
@@ -367,7 +368,7 @@ impl<B: Backend> Group<B> {
     ) -> Pending<T> {
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
-        self.comm.inner.submit(Request::run(move |state| {
+        self.comm.inner.submit(CommRequest::run(move |state| {
             let done =
                 state.collective(&members, &label, |state| exchange(&mut *state.wire, &members));
             reply.send(done);
@@ -458,7 +459,7 @@ impl<B: Backend> Group<B> {
         let members = self.members.clone();
         let path = (self.comm.path, self.comm.slot);
         let (reply, pending) = reply(&self.comm.inner.shared);
-        self.comm.inner.submit(Request::run(move |state| {
+        self.comm.inner.submit(CommRequest::run(move |state| {
             let done = state.after(ready).and_then(|()| {
                 state.collective(&members, &label, |state| {
                     // Requests run in their order: the buffer is there.
@@ -525,10 +526,10 @@ fn run(
     }
     match (memory, path) {
         (CommBuffer::Host(memory), _) => {
-            algorithms::run(call, &mut Host { memory, scratch }, wire, group)
+            algorithms::run(call, &mut HostBuffer { memory, scratch }, wire, group)
         }
         (CommBuffer::Device(memory, copies), DeviceTransport::HostStaged) => {
-            Staging { copies: &*copies, slots, words: slot }
+            PinnedStaging { copies: &*copies, slots, words: slot }
                 .collective(call, memory, wire, scratch, group)
         }
         (CommBuffer::Device(memory, copies), DeviceTransport::CudaAware) => {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::device::host_staged::{Lent, Slots, Staging};
+use super::device::host_staged::{Lent, PinnedStaging, Slots};
 use super::pending::Reply;
 use super::shared::Shared;
 use super::transport::{P2pBuffer, Payload};
@@ -21,7 +21,7 @@ pub struct P2pRequest<B: Backend> {
     pub buf: B::Buf,
     pub reply: Reply<B::Buf>,
     /// The entry of one that arrives.
-    pub entry: Option<Entry>,
+    pub entry: Option<P2pRecord>,
 }
 
 impl<B: Backend> P2pBuffer for P2pRequest<B> {
@@ -48,12 +48,12 @@ impl<B: Backend> P2pBuffer for P2pRequest<B> {
 }
 
 /// The ledger's entry of a message under way.
-pub struct Entry {
+pub struct P2pRecord {
     shared: Arc<Shared>,
     number: u64,
 }
 
-impl Entry {
+impl P2pRecord {
     pub fn new(shared: &Arc<Shared>, number: u64) -> Self {
         Self { shared: shared.clone(), number }
     }
@@ -124,7 +124,7 @@ pub fn chunks<B: Backend>(
 ) -> Result<Vec<RecvChunk<B>>> {
     let taken = whole::<B>(&mut posted.buf).and_then(|reach| match reach {
         CommBuffer::Device(memory, copies) => {
-            Staging { copies: &*copies, slots, words }.chunks_to_fill(memory)
+            PinnedStaging { copies: &*copies, slots, words }.chunks_to_fill(memory)
         }
         CommBuffer::Host(_) => Err(on_host()),
     });

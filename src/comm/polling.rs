@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use super::shared::Shared;
 use super::transport::Transport;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::Event;
+use hpctrain_device::DeviceEvent;
 
 /// Hot polls between two offers of the core to others.
 const POLLS_PER_YIELD: u32 = 64;
@@ -46,7 +46,7 @@ const PART: u32 = 8;
 const LONGEST_IDLE: Duration = Duration::from_millis(2);
 
 /// Waits for a device, while messages that are leaving go on and an abort is heard.
-pub fn settle(event: &dyn Event, wire: &mut dyn Transport, shared: &Shared) -> Result<()> {
+pub fn settle(event: &dyn DeviceEvent, wire: &mut dyn Transport, shared: &Shared) -> Result<()> {
     let mut backoff = Backoff::new(false);
     while !event.is_done()? {
         if let Some(code) = shared.aborted() {
@@ -61,7 +61,11 @@ pub fn settle(event: &dyn Event, wire: &mut dyn Transport, shared: &Shared) -> R
 
 /// Waits until a thread of the library of a device's vendor has queued what it was given, as
 /// [`settle`].
-pub fn handed_over(event: &dyn Event, wire: &mut dyn Transport, shared: &Shared) -> Result<()> {
+pub fn handed_over(
+    event: &dyn DeviceEvent,
+    wire: &mut dyn Transport,
+    shared: &Shared,
+) -> Result<()> {
     let begun = Instant::now();
     while begun.elapsed() < HANDED_OVER {
         if event.is_done()? {

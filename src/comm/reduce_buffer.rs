@@ -84,7 +84,7 @@ impl Scratch {
 }
 
 /// Host memory, which the wire may touch directly.
-pub struct Host<'a> {
+pub struct HostBuffer<'a> {
     pub memory: &'a mut [f32],
     pub scratch: &'a mut Scratch,
 }
@@ -130,7 +130,7 @@ fn pieces<'a>(
     Ok((reads, writes))
 }
 
-impl ReduceBuffer for Host<'_> {
+impl ReduceBuffer for HostBuffer<'_> {
     fn len(&self) -> usize {
         self.memory.len()
     }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::health::flight_recorder::FlightRecorder;
 use super::health::pending_peers::Partners;
-use hpctrain_base::spans::{Activity, Doing, Event, Track, span};
+use hpctrain_base::spans::{Activity, Doing, SpanEvent, Track, span};
 
 /// No abort was ordered; exit codes are 32 bits wide.
 const NO_ABORT: i64 = i64::MIN;
@@ -152,7 +152,7 @@ impl Shared {
         if let Some(entry) = ledger.end(number)
             && self.activity.records()
         {
-            self.activity.keep(Event {
+            self.activity.keep(SpanEvent {
                 track: Track::Communication,
                 name: entry.label.op,
                 unit: entry.label.unit.clone(),

@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::health::flight_recorder::Size;
 use super::pending::{Pending, reply};
 use super::transport::GroupRanks;
-use super::worker::Request;
+use super::worker::CommRequest;
 use super::{
     Aborted, Algorithm, Comm, Group, Operation, TcpRendezvous, clock, single, start_tcp,
     start_threads_on_nodes, write_secret,
@@ -622,7 +622,7 @@ fn clocks_are_compared() {
         // Every rank's clock is an hour ahead of the one before.
         let ahead = comm.rank() as u64 * APART;
         let (reply, pending) = reply(&comm.inner.shared);
-        comm.inner.submit(Request::run(move |state| {
+        comm.inner.submit(CommRequest::run(move |state| {
             let now = || spans::now() + ahead;
             reply.send(state.collective(&members, &label, |state| {
                 clock::offset(&mut *state.wire, &members, now)

@@ -24,14 +24,14 @@ use hpctrain_device as backend;
 const LOOKOUT: Duration = Duration::from_micros(50);
 
 /// A request to the thread.
-pub enum Request {
+pub enum CommRequest {
     /// A piece of communication; it answers through a `Reply` that it owns.
     Run(Box<dyn FnOnce(&mut CommThreadState) + Send>),
     /// Leave the world, when all before is done.
     End,
 }
 
-impl Request {
+impl CommRequest {
     pub fn run(run: impl FnOnce(&mut CommThreadState) + Send + 'static) -> Self {
         Self::Run(Box::new(run))
     }
@@ -71,7 +71,7 @@ impl CommThreadState {
     }
 
     /// Waits for the work of compute on a buffer. The wait does not count as communication.
-    pub fn after(&mut self, ready: Option<Box<dyn backend::Event>>) -> Result<()> {
+    pub fn after(&mut self, ready: Option<Box<dyn backend::DeviceEvent>>) -> Result<()> {
         let (Some(ready), None) = (ready, &self.failed) else { return Ok(()) };
         polling::settle(&*ready, &mut *self.wire, &self.shared)
             .inspect_err(|error| self.fail(error.clone()))
@@ -179,7 +179,7 @@ fn announced(label: &Label) -> String {
 
 /// The handles' end of the thread.
 pub struct Worker {
-    requests: Sender<Request>,
+    requests: Sender<CommRequest>,
     shared: Arc<Shared>,
     thread: JoinHandle<()>,
 }
@@ -224,7 +224,7 @@ impl Worker {
         Ok(Self { requests, shared: here, thread })
     }
 
-    pub fn submit(&self, request: Request) {
+    pub fn submit(&self, request: CommRequest) {
         // When the thread has ended, the request's `Reply` is dropped, and its `Pending` says so.
         let _ = self.requests.send(request);
         self.shared.wake();
@@ -232,14 +232,14 @@ impl Worker {
 
     /// Lets the thread finish its queue, and waits for that.
     pub fn end(self) {
-        self.submit(Request::End);
+        self.submit(CommRequest::End);
         // A panic there has failed the requests it could not answer.
         let _ = self.thread.join();
     }
 }
 
-fn serve(mut state: CommThreadState, queue: &Receiver<Request>) {
-    while let Some(Request::Run(run)) = next(&mut state, queue) {
+fn serve(mut state: CommThreadState, queue: &Receiver<CommRequest>) {
+    while let Some(CommRequest::Run(run)) = next(&mut state, queue) {
         run(&mut state);
         if let Some(code) = state.shared.aborted() {
             state.wire.abort(code);
@@ -259,7 +259,7 @@ fn serve(mut state: CommThreadState, queue: &Receiver<Request>) {
 
 /// The next request. The thread sleeps until it comes, unless messages are on their way or, after a
 /// request that a thread waited for, the next one is about to come.
-fn next(state: &mut CommThreadState, queue: &Receiver<Request>) -> Option<Request> {
+fn next(state: &mut CommThreadState, queue: &Receiver<CommRequest>) -> Option<CommRequest> {
     let mut lookout = std::mem::take(&mut state.awaited).then(|| Instant::now() + LOOKOUT);
     let mut backoff = Backoff::new(true);
     loop {

@@ -12,7 +12,7 @@ use super::{DeviceChoice, DeviceMemory, Interval, Partition, Size, Staleness, Ti
 use hpctrain_comm::{Choice, TransportChoice};
 use hpctrain_data::{Augment, Axes, ExternalFiles, InputScale, Mix, Verify};
 use hpctrain_nn::layers::Layer;
-use hpctrain_nn::optim::{Group, Shape};
+use hpctrain_nn::optim::{Group, LrDecay};
 use hpctrain_nn::{CustomModel, Input};
 use hpctrain_parallel::{PipelineSchedule, Storage, Zero};
 
@@ -325,7 +325,7 @@ sections! {
     /// `[lr_schedule]`
     LrSchedule {
         /// Shape of the decay after the warm-up.
-        kind: Shape = Shape::Cosine,
+        kind: LrDecay = LrDecay::Cosine,
         /// Steps of linear warm-up.
         warmup: u64 = 100,
         /// Learning rate at the end, as a fraction of the peak.

@@ -12,7 +12,7 @@ use hpctrain_device::Backend;
 
 /// A rank's place.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Place {
+pub struct RankPlacement {
     /// The node's name.
     pub host: String,
     /// Cores the rank may run on.
@@ -24,7 +24,7 @@ pub struct Place {
 /// The places of all ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Topology {
-    places: Vec<Place>,
+    places: Vec<RankPlacement>,
     rank: usize,
 }
 
@@ -34,7 +34,7 @@ impl Topology {
     /// # Errors
     /// The message failed.
     pub fn gather<B: Backend>(world: &Group<B>, host: String) -> Result<Self> {
-        let here = Place { host, cores: allowed_cores(), quota: cpu_quota(Path::new("/")) };
+        let here = RankPlacement { host, cores: allowed_cores(), quota: cpu_quota(Path::new("/")) };
         let message = serde_json::to_vec(&here).map_err(|e| Error::internal(e.to_string()))?;
         let messages = world.gather_bytes(message).wait()?;
         let places = messages.iter().map(|bytes| serde_json::from_slice(bytes));
@@ -45,7 +45,7 @@ impl Topology {
     }
 
     /// This rank's place.
-    pub fn here(&self) -> &Place {
+    pub fn here(&self) -> &RankPlacement {
         &self.places[self.rank]
     }
 
@@ -92,12 +92,13 @@ impl Topology {
     /// them too, but no more than the quota of its control group keeps busy.
     pub fn threads(&self) -> usize {
         let here = self.here();
-        let shares =
-            |other: &&Place| other.host == here.host && !other.cores.is_disjoint(&here.cores);
+        let shares = |other: &&RankPlacement| {
+            other.host == here.host && !other.cores.is_disjoint(&here.cores)
+        };
         let sharers = self.places.iter().filter(shares).count().max(1);
         let of_cores = (here.cores.len() / sharers).max(1);
-        let in_group = |other: &&Place| {
-            let group = |place: &Place| place.quota.map(|quota| quota.group);
+        let in_group = |other: &&RankPlacement| {
+            let group = |place: &RankPlacement| place.quota.map(|quota| quota.group);
             other.host == here.host && group(other) == group(here)
         };
         let of_quota =
@@ -155,14 +156,15 @@ mod tests {
         .threads()
     }
 
-    fn place(host: &str, cores: &str, quota: Option<CpuQuota>) -> Place {
-        Place { host: host.into(), cores: parse_list(cores).unwrap(), quota }
+    fn place(host: &str, cores: &str, quota: Option<CpuQuota>) -> RankPlacement {
+        RankPlacement { host: host.into(), cores: parse_list(cores).unwrap(), quota }
     }
 
     #[test]
     fn a_cpu_quota_limits_threads() {
         let quota = |group| Some(CpuQuota { thousandths: 2500, group: (0, group) });
-        let threads = |places: &[Place]| Topology { places: places.to_vec(), rank: 0 }.threads();
+        let threads =
+            |places: &[RankPlacement]| Topology { places: places.to_vec(), rank: 0 }.threads();
         assert_eq!(threads(&[place("a", "0-63", quota(1))]), 3);
         // Ranks of one group share its quota.
         assert_eq!(threads(&[place("a", "0-63", quota(1)), place("a", "0-63", quota(1))]), 2);

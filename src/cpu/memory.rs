@@ -22,12 +22,12 @@ const LINE: usize = 16;
 
 /// Free buffers, waiting for their next use, and the count of the live ones.
 #[derive(Default)]
-pub struct Pool {
+pub struct HostPool {
     free: Mutex<Vec<Vec<Line>>>,
     pub(super) ledger: MemoryStats,
 }
 
-impl Pool {
+impl HostPool {
     /// A buffer with unspecified contents: NaN in debug builds, so that reading them shows.
     ///
     /// # Errors
@@ -84,7 +84,7 @@ pub struct CpuBuf {
     lines: Vec<Line>,
     len: usize,
     what: MemoryKind,
-    pool: Arc<Pool>,
+    pool: Arc<HostPool>,
 }
 
 impl CpuBuf {
@@ -130,7 +130,7 @@ impl CpuInts {
     ///
     /// # Errors
     /// The system has no such memory.
-    pub(super) fn new(pool: &Arc<Pool>, host: &[u32]) -> Result<Self> {
+    pub(super) fn new(pool: &Arc<HostPool>, host: &[u32]) -> Result<Self> {
         let mut buf = pool.take(MemoryKind::Data, host.len())?;
         bytemuck::cast_slice_mut(buf.as_mut_slice()).copy_from_slice(host);
         Ok(Self { buf: Arc::new(buf), range: 0..host.len() })
@@ -160,7 +160,7 @@ mod tests {
 
     #[test]
     fn buffers_come_back_and_are_counted() {
-        let pool = Arc::new(Pool::default());
+        let pool = Arc::new(HostPool::default());
         let first = pool.take(MemoryKind::Gradients, 1000).unwrap();
         assert_eq!(first.as_slice().as_ptr() as usize % 64, 0);
         let address = first.as_slice().as_ptr();
@@ -178,7 +178,7 @@ mod tests {
     }
     #[test]
     fn integers_are_data() {
-        let pool = Arc::new(Pool::default());
+        let pool = Arc::new(HostPool::default());
         let ids = CpuInts::new(&pool, &[7, u32::MAX]).unwrap();
         assert_eq!((&ids[..], pool.ledger.live(MemoryKind::Data)), (&[7, u32::MAX][..], 64));
         let all = ids.part(0..2);
@@ -189,7 +189,7 @@ mod tests {
 
     #[test]
     fn no_memory_is_an_error() {
-        let pool = Arc::new(Pool::default());
+        let pool = Arc::new(HostPool::default());
         let _taken = pool.take(MemoryKind::Parameters, 1 << 18).unwrap();
         let error = pool.take(MemoryKind::Activations, usize::MAX / 8).err().unwrap();
         assert_eq!(error.exit_code(), 2);

@@ -45,7 +45,8 @@ use std::sync::Arc;
 
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{
-    Backend, CommBuffer, Event, Gemm, KernelCost, Kernels, Launch, MemoryKind, MemoryStats, Profile,
+    Backend, CommBuffer, DeviceEvent, Gemm, KernelCost, Kernels, Launch, MemoryKind, MemoryStats,
+    Profile,
 };
 
 pub use elementwise::add_serial;
@@ -111,7 +112,7 @@ impl Products {
 /// The CPU backend of one rank. Clones share memory pool and threads.
 #[derive(Clone)]
 pub struct Cpu {
-    pool: Arc<memory::Pool>,
+    pool: Arc<memory::HostPool>,
     threads: Arc<Threads>,
     profile: Profile,
     products: Products,
@@ -354,7 +355,7 @@ impl Backend for Cpu {
         Ok(CommBuffer::Host(&mut buf.as_mut_slice()[range]))
     }
 
-    fn record_event(_: &CpuBuf) -> Result<Option<Box<dyn Event>>> {
+    fn record_event(_: &CpuBuf) -> Result<Option<Box<dyn DeviceEvent>>> {
         Ok(None)
     }
 

@@ -9,7 +9,9 @@ use super::math::simd;
 use super::threads::Threads;
 use hpctrain_base::error::Result;
 use hpctrain_device::ops::checksum::CHUNK;
-use hpctrain_device::{AdamW, Audit, Elements, Elementwise, KernelCost, OptimizerOps, Sgd};
+use hpctrain_device::{
+    AdamW, Audit, Elementwise, ElementwiseUpdate, KernelCost, OptimizerOps, Sgd,
+};
 
 /// One pass over a gradient and the `N` buffers that an update changes, all of one length.
 fn pass<const N: usize>(
@@ -212,12 +214,12 @@ pub fn approach(threads: &Threads, rate: f32, x: &[f32], y: &mut [f32], counts: 
 
 pub fn elements(
     threads: &Threads,
-    u: Elements,
+    u: ElementwiseUpdate,
     grad: &[f32],
     [first, second, p]: [&mut [f32]; 3],
     counts: Option<&Counts>,
 ) {
-    let Elements { rule, lr, weight_decay, step, grad_scale } = u;
+    let ElementwiseUpdate { rule, lr, weight_decay, step, grad_scale } = u;
     match rule {
         Elementwise::Adam { beta1, beta2, eps } => {
             let correct = |beta: f32| 1.0 - f64::from(beta).powf(step as f64);
@@ -348,7 +350,7 @@ impl OptimizerOps for Cpu {
 
     fn elements(
         &self,
-        update: Elements,
+        update: ElementwiseUpdate,
         grad: &[f32],
         first: &mut [f32],
         second: &mut [f32],

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::memory::Pool;
+use super::memory::HostPool;
 use super::packed_matrix::PackedMatrix;
 use super::threads::Threads;
 use hpctrain_base::error::Result;
@@ -79,7 +79,7 @@ impl PackedCache {
     /// The system has no such memory.
     pub fn panels(
         &self,
-        pool: &Arc<Pool>,
+        pool: &Arc<HostPool>,
         threads: &Threads,
         shape: Gemm,
         weight: &[f32],
@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn panels_have_the_bits_of_the_plain_product() {
-        let pool = Arc::new(Pool::default());
+        let pool = Arc::new(HostPool::default());
         let threads = Threads::new(2);
         for (m, k, n) in
             [(64, 48, 48), (65, 1025, 49), (130, 513, 257), (256, 96, 100), (100, 4000, 64)]
@@ -159,7 +159,7 @@ mod tests {
 
     #[test]
     fn only_what_does_not_change_is_kept() {
-        let pool = Arc::new(Pool::default());
+        let pool = Arc::new(HostPool::default());
         let threads = Threads::new(1);
         let shape = Gemm { m: 64, n: 64, k: 64, ta: false, tb: true, acc: false };
         let kept = PackedCache::default();
@@ -200,7 +200,7 @@ mod tests {
 
     #[test]
     fn room_is_limited() {
-        let pool = Arc::new(Pool::default());
+        let pool = Arc::new(HostPool::default());
         let threads = Threads::new(1);
         let kept = PackedCache::default();
         let weights = numbers(2 * 64 * 64, 3);

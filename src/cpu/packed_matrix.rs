@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use super::gemm::{TILE_ROWS, multiply};
 use super::gemm_blocking::{depths, each_of};
-use super::memory::{CpuBuf, Pool};
+use super::memory::{CpuBuf, HostPool};
 use super::output_init::OutputInit;
 use super::threads::Threads;
 use super::transpose::transpose;
@@ -54,7 +54,7 @@ impl PackedMatrix {
     ///
     /// # Errors
     /// The system has no such memory.
-    pub fn new(pool: &Arc<Pool>, threads: &Threads, shape: Gemm, b: &[f32]) -> Result<Self> {
+    pub fn new(pool: &Arc<HostPool>, threads: &Threads, shape: Gemm, b: &[f32]) -> Result<Self> {
         let Gemm { k, n, tb, .. } = shape;
         assert_eq!(b.len(), k * n, "the right operand's elements");
         let mut elements = pool.take(MemoryKind::Workspace, Self::elements(k, n))?;

@@ -12,12 +12,12 @@ use super::libraries::check;
 use super::nccl::{self, NcclComm};
 use super::nvrtc::{KernelModules, Variant};
 use super::pinned;
-use super::pool::{Piece, Pool};
+use super::pool::{DevicePool, Piece};
 use super::streams;
 use hpctrain_base::error::Result;
 use hpctrain_device::{
-    AllocatedOn, CommId, ComputeOrderedCopies, DeviceComm, DeviceCopies, Event, MemoryKind, Pinned,
-    Scratch, Span,
+    AllocatedOn, CommId, ComputeOrderedCopies, DeviceComm, DeviceCopies, DeviceEvent, DeviceSpan,
+    MemoryKind, Pinned, Scratch,
 };
 
 /// The streams that work on a buffer: the one of compute, and those of the copies.
@@ -32,7 +32,7 @@ impl CopyStreams {
     /// # Errors
     /// The device failed.
     pub fn new(
-        pool: &Arc<Pool>,
+        pool: &Arc<DevicePool>,
         compute: &Arc<CudaStream>,
         programs: &Arc<KernelModules>,
     ) -> Result<Arc<Self>> {
@@ -57,7 +57,7 @@ impl CopyStreams {
     ///
     /// # Errors
     /// The device failed.
-    pub fn stamp(&self) -> Result<Box<dyn Event>> {
+    pub fn stamp(&self) -> Result<Box<dyn DeviceEvent>> {
         mark(&self.compute)
     }
 }
@@ -65,7 +65,7 @@ impl CopyStreams {
 /// A point in a stream.
 struct Mark(CudaEvent);
 
-impl Event for Mark {
+impl DeviceEvent for Mark {
     fn is_done(&self) -> Result<bool> {
         passed(&self.0)
     }
@@ -75,12 +75,12 @@ impl Event for Mark {
     }
 }
 
-fn mark(stream: &CudaStream) -> Result<Box<dyn Event>> {
+fn mark(stream: &CudaStream) -> Result<Box<dyn DeviceEvent>> {
     Ok(Box::new(Mark(check("mark a point in its work", stream.record_event(None))?)))
 }
 
 /// The end of the queued work; after a failure, none of it is left running.
-fn all_or_nothing(stream: &CudaStream, queued: Result<()>) -> Result<Box<dyn Event>> {
+fn all_or_nothing(stream: &CudaStream, queued: Result<()>) -> Result<Box<dyn DeviceEvent>> {
     queued.and_then(|()| mark(stream)).inspect_err(|_| {
         // If it cannot be waited for either, the device has ended.
         let _ = stream.synchronize();
@@ -100,16 +100,16 @@ struct CudaScratch {
 }
 
 impl Scratch for CudaScratch {
-    fn span(&self) -> Span<'_> {
+    fn span(&self) -> DeviceSpan<'_> {
         // SAFETY: the piece has so many words and lives as long as the borrow; the pool is not of
         // the stream-ordered allocator.
-        unsafe { Span::new(self.piece.pointer() as usize, self.words) }
+        unsafe { DeviceSpan::new(self.piece.pointer() as usize, self.words) }
     }
 }
 
 /// Three streams beside the one that computes, more urgent than that.
 pub struct CudaCopies {
-    pool: Arc<Pool>,
+    pool: Arc<DevicePool>,
     compute: Arc<CudaStream>,
     programs: Arc<KernelModules>,
     /// Additions, and copies within the device.
@@ -126,7 +126,7 @@ impl CudaCopies {
     /// # Errors
     /// The device failed.
     pub fn new(
-        pool: &Arc<Pool>,
+        pool: &Arc<DevicePool>,
         compute: &Arc<CudaStream>,
         programs: &Arc<KernelModules>,
     ) -> Result<Self> {
@@ -168,7 +168,7 @@ impl DeviceCopies for CudaCopies {
         &self,
         pieces: &[AllocatedOn<'_>],
         host: *mut f32,
-    ) -> Result<Box<dyn Event>> {
+    ) -> Result<Box<dyn DeviceEvent>> {
         self.bind()?;
         let queue = |(span, at): &AllocatedOn<'_>| {
             // SAFETY: the caller's pieces have their places in the host memory, untouched until the
@@ -188,7 +188,7 @@ impl DeviceCopies for CudaCopies {
         &self,
         host: *const f32,
         pieces: &[AllocatedOn<'_>],
-    ) -> Result<Box<dyn Event>> {
+    ) -> Result<Box<dyn DeviceEvent>> {
         self.bind()?;
         let queue = |(span, at): &AllocatedOn<'_>| {
             // SAFETY: as in `download`.
@@ -202,7 +202,7 @@ impl DeviceCopies for CudaCopies {
         all_or_nothing(&self.back, pieces.iter().try_for_each(queue))
     }
 
-    fn add(&self, from: Span<'_>, to: Span<'_>) -> Result<()> {
+    fn add(&self, from: DeviceSpan<'_>, to: DeviceSpan<'_>) -> Result<()> {
         assert_eq!(from.words(), to.words(), "a sum");
         self.bind()?;
         let variant = Variant { source: "add.cu", narrow: false, head: None };
@@ -230,7 +230,7 @@ impl DeviceCopies for CudaCopies {
         check("add a message", queued)
     }
 
-    fn copy(&self, from: Span<'_>, to: Span<'_>) -> Result<()> {
+    fn copy(&self, from: DeviceSpan<'_>, to: DeviceSpan<'_>) -> Result<()> {
         assert_eq!(from.words(), to.words(), "a copy");
         self.bind()?;
         let bytes = from.words() * size_of::<f32>();
@@ -242,7 +242,7 @@ impl DeviceCopies for CudaCopies {
         check("copy a message within it", queued)
     }
 
-    fn mark(&self) -> Result<Box<dyn Event>> {
+    fn mark(&self) -> Result<Box<dyn DeviceEvent>> {
         mark(&self.sums)
     }
 

@@ -7,13 +7,13 @@ use cudarc::driver::{CudaEvent, CudaStream, result};
 
 use super::libraries::check;
 use super::pinned::Pinned;
-use super::pool::{Piece, Pool};
+use super::pool::{DevicePool, Piece};
 use hpctrain_base::error::Result;
 use hpctrain_device::MemoryKind;
 
 /// The two streams and the memory that waits for its next use.
 pub struct IndexUploader {
-    pool: Arc<Pool>,
+    pool: Arc<DevicePool>,
     pub(super) copy: Arc<CudaStream>,
     compute: Arc<CudaStream>,
     free: Mutex<Vec<Slot>>,
@@ -44,7 +44,11 @@ struct Copied {
 
 impl IndexUploader {
     /// Copies on `copy`, for kernels on `compute`.
-    pub fn new(pool: &Arc<Pool>, copy: Arc<CudaStream>, compute: Arc<CudaStream>) -> Arc<Self> {
+    pub fn new(
+        pool: &Arc<DevicePool>,
+        copy: Arc<CudaStream>,
+        compute: Arc<CudaStream>,
+    ) -> Arc<Self> {
         Arc::new(Self { pool: pool.clone(), copy, compute, free: Mutex::default() })
     }
 

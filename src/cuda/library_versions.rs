@@ -80,14 +80,14 @@ library_functions! {
 pub type Version = (u32, u32);
 
 /// A library's functions and its version.
-pub struct Found<T> {
+pub struct FoundLibrary<T> {
     /// Its functions.
     pub functions: T,
     /// Its version.
     pub version: Version,
 }
 
-impl<T> Found<T> {
+impl<T> FoundLibrary<T> {
     /// For people: `13.0`.
     pub fn version(&self) -> String {
         named(self.version)
@@ -110,8 +110,8 @@ struct Wanted {
 ///
 /// # Errors
 /// It is not there, lacks a function, or is too new for the driver.
-pub fn nvrtc() -> Result<&'static Found<Nvrtc>> {
-    static FOUND: OnceLock<Result<Found<Nvrtc>>> = OnceLock::new();
+pub fn nvrtc() -> Result<&'static FoundLibrary<Nvrtc>> {
+    static FOUND: OnceLock<Result<FoundLibrary<Nvrtc>>> = OnceLock::new();
     const WANTED: Wanted = Wanted {
         name: "NVRTC",
         use_for: "which compiles the GPU's kernels, is not there: libnvrtc.so",
@@ -126,7 +126,7 @@ pub fn nvrtc() -> Result<&'static Found<Nvrtc>> {
             // SAFETY: writes two integers.
             let status = unsafe { (functions.version)(&mut major, &mut minor) };
             status.result().map_err(|e| Error::device(format!("NVRTC failed: {e:?}")))?;
-            Ok(Found { functions, version: (major as u32, minor as u32) })
+            Ok(FoundLibrary { functions, version: (major as u32, minor as u32) })
         })
     });
     found.as_ref().map_err(Clone::clone)
@@ -136,8 +136,8 @@ pub fn nvrtc() -> Result<&'static Found<Nvrtc>> {
 ///
 /// # Errors
 /// As [`nvrtc()`].
-pub fn cublaslt() -> Result<&'static Found<CublasLt>> {
-    static FOUND: OnceLock<Result<Found<CublasLt>>> = OnceLock::new();
+pub fn cublaslt() -> Result<&'static FoundLibrary<CublasLt>> {
+    static FOUND: OnceLock<Result<FoundLibrary<CublasLt>>> = OnceLock::new();
     const WANTED: Wanted = Wanted {
         name: "cuBLASLt",
         use_for: "which multiplies matrices on the GPU, is not there: libcublasLt.so",
@@ -155,7 +155,7 @@ pub fn cublaslt() -> Result<&'static Found<CublasLt>> {
             // SAFETY: takes nothing.
             let number = unsafe { (functions.version)() } as u32;
             // Since 11 it counts 10000 a major and 100 a minor version.
-            Ok(Found { functions, version: (number / 10_000, number % 10_000 / 100) })
+            Ok(FoundLibrary { functions, version: (number / 10_000, number % 10_000 / 100) })
         })
     });
     found.as_ref().map_err(Clone::clone)
@@ -183,8 +183,8 @@ fn lacks(wanted: &Wanted, function: &str) -> Error {
 fn first<T>(
     wanted: &Wanted,
     driver: Option<Version>,
-    look: impl Fn(*mut c_void) -> Result<Found<T>>,
-) -> Result<Found<T>> {
+    look: impl Fn(*mut c_void) -> Result<FoundLibrary<T>>,
+) -> Result<FoundLibrary<T>> {
     let mut too_new = None;
     for file in wanted.files {
         // SAFETY: NVIDIA's libraries do nothing when they are opened.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::device_memcpy::CopyStreams;
 use super::pool::Piece;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{CommBuffer, Event, Span};
+use hpctrain_device::{CommBuffer, DeviceEvent, DeviceSpan};
 
 /// Element type of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -109,7 +109,7 @@ impl CudaBuf {
         // SAFETY: the words lie in the piece, which begins and ends at multiples of 256 bytes and
         // lives as long as the borrow; it is not of the stream-ordered allocator, so MPI may open
         // it.
-        let span = unsafe { Span::new(address, words) };
+        let span = unsafe { DeviceSpan::new(address, words) };
         self.lines.bind()?;
         Ok(CommBuffer::Device(span, self.lines.copies()))
     }
@@ -118,7 +118,7 @@ impl CudaBuf {
     ///
     /// # Errors
     /// The device failed.
-    pub(super) fn stamp(&self) -> Result<Box<dyn Event>> {
+    pub(super) fn stamp(&self) -> Result<Box<dyn DeviceEvent>> {
         self.lines.stamp()
     }
 

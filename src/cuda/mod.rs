@@ -80,15 +80,15 @@ use half::slice::HalfFloatSliceExt;
 
 use hpctrain_base::error::Result;
 use hpctrain_device::{
-    Backend, CommBuffer, ComputeOrderedCopies, Event, KernelCost, Kernels, Launch, MemoryKind,
-    MemoryStats, ProductAlgorithms, Profile,
+    Backend, CommBuffer, ComputeOrderedCopies, DeviceEvent, KernelCost, Kernels, Launch,
+    MemoryKind, MemoryStats, ProductAlgorithms, Profile,
 };
 use libraries::check;
 use matmul::Matmul;
 use memory::Element;
 use nvrtc::KernelModules;
 use placement_log::PlacementLog;
-use pool::{Piece, Pool};
+use pool::{DevicePool, Piece};
 
 pub use device::{Device, devices};
 pub use index_upload::CudaInts;
@@ -118,7 +118,7 @@ struct Inner {
     precision: Precision,
     /// The stream of the kernels.
     compute: Arc<CudaStream>,
-    pool: Arc<Pool>,
+    pool: Arc<DevicePool>,
     programs: Arc<KernelModules>,
     lines: Arc<device_memcpy::CopyStreams>,
     matmul: Matmul,
@@ -161,7 +161,7 @@ impl Cuda {
         };
         let programs = Arc::new(KernelModules::new(context, device.architecture())?);
         let matmul = Matmul::new(context, arithmetic)?;
-        let pool = Pool::new(context, memory)?;
+        let pool = DevicePool::new(context, memory)?;
         Ok(Self(Arc::new(Inner {
             device: device.clone(),
             journal: PlacementLog::new(format!("{} at {}", device.name, device.pci), placement),
@@ -389,7 +389,7 @@ impl Backend for Cuda {
         buf.reach(range)
     }
 
-    fn record_event(buf: &CudaBuf) -> Result<Option<Box<dyn Event>>> {
+    fn record_event(buf: &CudaBuf) -> Result<Option<Box<dyn DeviceEvent>>> {
         buf.stamp().map(Some)
     }
 

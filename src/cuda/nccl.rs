@@ -28,7 +28,9 @@ use super::streams;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::library;
 use hpctrain_device::library_functions;
-use hpctrain_device::{CommId, DeviceCollective, DeviceComm, Event, FOLDED, OrderedSum, Span};
+use hpctrain_device::{
+    CommId, DeviceCollective, DeviceComm, DeviceEvent, DeviceSpan, FOLDED, OrderedSum,
+};
 
 /// Its file: as it is installed to run programs, and to build them.
 const FILES: [&CStr; 2] = [c"libnccl.so.2", c"libnccl.so"];
@@ -353,12 +355,16 @@ fn count(number: usize) -> Result<c_int> {
 }
 
 /// The address of a span as NCCL wants it.
-fn at(span: Span<'_>) -> *mut c_void {
+fn at(span: DeviceSpan<'_>) -> *mut c_void {
     std::ptr::with_exposed_provenance_mut(span.address())
 }
 
 impl DeviceComm for NcclComm {
-    fn exchange(&self, sends: &[(usize, Span<'_>)], receives: &[(usize, Span<'_>)]) -> Result<()> {
+    fn exchange(
+        &self,
+        sends: &[(usize, DeviceSpan<'_>)],
+        receives: &[(usize, DeviceSpan<'_>)],
+    ) -> Result<()> {
         let stream = self.stream.cu_stream().cast();
         // NCCL counts ranks in this type.
         count(self.size)?;
@@ -367,10 +373,10 @@ impl DeviceComm for NcclComm {
             // caller ensures. A group that was started is ended on every path.
             unsafe {
                 let begun = (library.group_start)();
-                let send = |&(to, span): &(usize, Span<'_>)| {
+                let send = |&(to, span): &(usize, DeviceSpan<'_>)| {
                     (library.send)(at(span), span.words(), WORD, to as c_int, handle, stream)
                 };
-                let receive = |&(from, span): &(usize, Span<'_>)| {
+                let receive = |&(from, span): &(usize, DeviceSpan<'_>)| {
                     (library.recv)(at(span), span.words(), WORD, from as c_int, handle, stream)
                 };
                 let failed = |code: &c_int| *code != 0;
@@ -404,7 +410,7 @@ impl DeviceComm for NcclComm {
         }
     }
 
-    fn vendor(&self, call: DeviceCollective, memory: Span<'_>) -> Result<()> {
+    fn vendor(&self, call: DeviceCollective, memory: DeviceSpan<'_>) -> Result<()> {
         let stream = self.stream.cu_stream().cast();
         let part = memory.words() / self.size;
         let mine = at(memory.part(self.rank * part..(self.rank + 1) * part));
@@ -445,14 +451,14 @@ impl DeviceComm for NcclComm {
         self.communicator.call("part", |library, handle| unsafe { (library.comm_finalize)(handle) })
     }
 
-    fn mark(&self) -> Result<Box<dyn Event>> {
+    fn mark(&self) -> Result<Box<dyn DeviceEvent>> {
         self.after_folds(0)?;
         let communicator = self.communicator.clone();
         let stream = self.stream.clone();
         Ok(Box::new(Mark { communicator, stream, point: OnceCell::new() }))
     }
 
-    fn queued(&self) -> Box<dyn Event> {
+    fn queued(&self) -> Box<dyn DeviceEvent> {
         Box::new(Queued(self.communicator.clone()))
     }
 
@@ -474,7 +480,7 @@ impl Drop for NcclComm {
 /// The moment from which the operation started last is in its stream.
 struct Queued(Arc<Communicator>);
 
-impl Event for Queued {
+impl DeviceEvent for Queued {
     fn is_done(&self) -> Result<bool> {
         self.0.is_settled()
     }
@@ -495,7 +501,7 @@ struct Mark {
     point: OnceCell<CudaEvent>,
 }
 
-impl Event for Mark {
+impl DeviceEvent for Mark {
     fn is_done(&self) -> Result<bool> {
         // Also while the stream works: the error of another rank may be all that comes of it.
         if !self.communicator.is_settled()? {

@@ -22,7 +22,7 @@ use hpctrain_base::user_dirs;
 
 /// A file below `kernels/`: its name and text.
 #[derive(Debug, Clone, Copy)]
-pub struct Source {
+pub struct KernelSource {
     /// Such as `adamw.cu`.
     pub name: &'static str,
     /// CUDA C++ that includes none but [`HEADERS`].
@@ -30,7 +30,7 @@ pub struct Source {
 }
 
 macro_rules! sources {
-    ($($name:literal)*) => { [$(Source { name: $name, text: include_str!(concat!("kernels/", $name)) }),*] };
+    ($($name:literal)*) => { [$(KernelSource { name: $name, text: include_str!(concat!("kernels/", $name)) }),*] };
 }
 
 /// Bytes of shared memory that a block may be given without asking: 48 KiB, less those that a
@@ -38,11 +38,11 @@ macro_rules! sources {
 const UNASKED_SHARED: u32 = 40 << 10;
 
 /// Headers that kernels include.
-pub const HEADERS: [Source; 6] =
+pub const HEADERS: [KernelSource; 6] =
     sources!["attention.cuh" "common.cuh" "ptx.cuh" "rows.cuh" "sum.cuh" "vector.cuh"];
 
 /// Every kernel.
-pub const KERNELS: [Source; 28] = sources![
+pub const KERNELS: [KernelSource; 28] = sources![
     "activation.cu" "adamw.cu" "add.cu" "attention.cu" "attention_backward.cu" "channel_norm.cu"
     "checksum.cu" "column_sum.cu" "convert.cu" "cross_entropy.cu" "dot_interaction.cu" "dropout.cu"
     "embedding.cu" "embedding_backward.cu" "im2col_pool.cu" "lamb.cu" "lerp.cu" "norm.cu"
@@ -151,7 +151,7 @@ impl Drop for End {
     }
 }
 
-fn source(name: &str) -> Result<Source> {
+fn source(name: &str) -> Result<KernelSource> {
     let source = KERNELS.into_iter().find(|source| source.name == name);
     source.ok_or_else(|| Error::internal(format!("there is no kernel {name}")))
 }
@@ -318,7 +318,7 @@ fn unsealed(sealed: &[u8]) -> Option<Vec<u8>> {
 /// Names a compilation by all that it depends on, the compiler's version aside.
 fn key(variant: Variant, architecture: &str) -> Result<String> {
     let mut hash = Sha256::new();
-    for Source { name, text } in HEADERS.into_iter().chain([source(variant.source)?]) {
+    for KernelSource { name, text } in HEADERS.into_iter().chain([source(variant.source)?]) {
         hash.update(name);
         hash.update(text);
     }

@@ -6,7 +6,7 @@ use super::memory::{Element, View, ViewMut};
 use super::{Cuda, Scalar};
 use hpctrain_base::error::Result;
 use hpctrain_device::{
-    AdamW, Audit, Backend, Elements, Elementwise, KernelCost, OptimizerOps, Sgd,
+    AdamW, Audit, Backend, Elementwise, ElementwiseUpdate, KernelCost, OptimizerOps, Sgd,
 };
 
 impl OptimizerOps for Cuda {
@@ -111,7 +111,7 @@ impl OptimizerOps for Cuda {
 
     fn elements(
         &self,
-        u: Elements,
+        u: ElementwiseUpdate,
         grad: View<'_>,
         first: ViewMut<'_>,
         second: ViewMut<'_>,

@@ -38,7 +38,7 @@ pub struct PoolBudget {
 }
 
 /// The memory of one rank on its device.
-pub struct Pool {
+pub struct DevicePool {
     context: Arc<CudaContext>,
     allotment: PoolBudget,
     blocks: Mutex<Blocks>,
@@ -48,7 +48,7 @@ pub struct Pool {
 
 /// A piece of the pool, given back when dropped.
 pub struct Piece {
-    pool: Arc<Pool>,
+    pool: Arc<DevicePool>,
     place: Place,
     pointer: u64,
     bytes: usize,
@@ -56,7 +56,7 @@ pub struct Piece {
     what: Option<MemoryKind>,
 }
 
-impl Pool {
+impl DevicePool {
     /// Takes the memory, or the first block of it.
     ///
     /// # Errors
@@ -109,10 +109,10 @@ impl Pool {
         Ok(piece)
     }
 
-    /// As [`Pool::take`], for a caller that counts it.
+    /// As [`DevicePool::take`], for a caller that counts it.
     ///
     /// # Errors
-    /// As [`Pool::take`].
+    /// As [`DevicePool::take`].
     pub fn take_uncounted(self: &Arc<Self>, what: MemoryKind, bytes: usize) -> Result<Piece> {
         self.piece(what, bytes)
     }
@@ -192,7 +192,7 @@ impl Pool {
     }
 }
 
-impl Drop for Pool {
+impl Drop for DevicePool {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
             for block in &self.lock().blocks {

@@ -6,7 +6,7 @@ use cudarc::driver::{CudaStream, result};
 
 use super::libraries::check;
 use super::pinned::Pinned;
-use super::pool::{Piece, Pool};
+use super::pool::{DevicePool, Piece};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::MemoryKind;
 
@@ -43,7 +43,7 @@ impl Scalars {
     ///
     /// # Errors
     /// Out of memory.
-    pub fn new(pool: &Arc<Pool>, stream: &CudaStream) -> Result<Arc<Self>> {
+    pub fn new(pool: &Arc<DevicePool>, stream: &CudaStream) -> Result<Arc<Self>> {
         let slots = pool.take(MemoryKind::Workspace, BYTES)?;
         let copy = Pinned::new(stream.context(), SLOTS)?;
         let free = (0..SLOTS as u32).rev().collect();

@@ -30,7 +30,7 @@ const DEPTH: usize = 4;
 
 /// One way to lay out data and to read it.
 #[derive(Debug, Clone)]
-pub struct Timing {
+pub struct ReadTiming {
     /// The case that was measured.
     pub what: &'static str,
     /// Samples of a pass.
@@ -62,7 +62,7 @@ struct Case {
 ///
 /// # Errors
 /// The file system refused.
-pub fn time(folder: &Path, samples: usize, rounds: usize) -> Result<Vec<Timing>> {
+pub fn time(folder: &Path, samples: usize, rounds: usize) -> Result<Vec<ReadTiming>> {
     let [images, packed, tokens] =
         ["images.h5", "packed.h5", "tokens.h5"].map(|name| folder.join(name));
     let written = |path: &Path, written: hdf5::Result<()>| {
@@ -106,7 +106,7 @@ pub fn time(folder: &Path, samples: usize, rounds: usize) -> Result<Vec<Timing>>
 }
 
 impl Case {
-    fn time(&self, rounds: usize) -> Result<Timing> {
+    fn time(&self, rounds: usize) -> Result<ReadTiming> {
         let open = || {
             let spec = DataSpec {
                 samples: self.samples.clone(),
@@ -139,7 +139,7 @@ impl Case {
                 plain.extend(of_plain);
             }
         }
-        Ok(Timing { what: self.what, samples: samples / BATCH * BATCH, bytes, seconds, plain })
+        Ok(ReadTiming { what: self.what, samples: samples / BATCH * BATCH, bytes, seconds, plain })
     }
 
     /// Seconds of plain reads of the same rows.

@@ -9,7 +9,7 @@ use super::element_convert::ReadAs;
 use super::import::left_out;
 use super::preprocessing::{self, Converted, Preprocessing, Recoded, Transform};
 use super::rows::RowReader;
-use super::sample_fields::{SampleMut, Sizes};
+use super::sample_fields::{SampleMut, SampleSizes};
 use super::shard::{Shard, first_invalid};
 use super::shard_index::ShardIndex;
 use super::shard_schema::{Field, Rows, ShardSchema};
@@ -293,13 +293,14 @@ impl Dataset {
     }
 
     /// Elements of a sample's parts.
-    pub fn sizes(&self) -> Sizes {
+    pub fn sizes(&self) -> SampleSizes {
         let sizes = self.spec.sizes(self.context);
         match self.spec {
             SampleSpec::Text | SampleSpec::Anything => sizes,
-            SampleSpec::Rows { .. } => {
-                Sizes { weights: usize::from(self.shards[0].content.weights().is_some()), ..sizes }
-            }
+            SampleSpec::Rows { .. } => SampleSizes {
+                weights: usize::from(self.shards[0].content.weights().is_some()),
+                ..sizes
+            },
         }
     }
 

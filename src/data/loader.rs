@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::sample_fields::{SampleFields, Sizes};
+use super::sample_fields::{SampleFields, SampleSizes};
 use super::{Draw, SampleOrder, Source};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spans::{Activity, Doing, Track, span};
@@ -24,7 +24,7 @@ pub struct Batch {
 
 impl Batch {
     /// Empty, with room for so many samples.
-    fn with_room(sizes: Sizes, samples: usize) -> Self {
+    fn with_room(sizes: SampleSizes, samples: usize) -> Self {
         let parts = sizes.times(samples).map(Vec::with_capacity, Vec::with_capacity);
         Self { positions: 0..0, parts }
     }

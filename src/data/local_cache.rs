@@ -15,7 +15,7 @@ use super::spec::file_names;
 use super::{DataSpec, Held, Split};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::user_dirs;
-use hpctrain_base::user_dirs::Found;
+use hpctrain_base::user_dirs::Trust;
 
 /// Record of the copies in a directory.
 const RECORD: &str = "staged.json";
@@ -79,7 +79,7 @@ pub fn stage(spec: &DataSpec, root: &Path) -> Result<Staged> {
     lock.lock().map_err(|e| Error::io("lock", &lock_path, e))?;
     let record = folder.join(RECORD);
     // One that cannot be read is as good as none, and so is one that others could write.
-    let text = if found == Found::Trusted { fs::read(&record).ok() } else { None };
+    let text = if found == Trust::Trusted { fs::read(&record).ok() } else { None };
     let mut known: BTreeMap<String, Copied> =
         text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default();
     let mut missing = Vec::new();

@@ -57,7 +57,7 @@ pub use h5::one_line;
 pub use image_layout::Axes;
 pub use loader::{Batch, Loader};
 pub use preprocessing::{Preprocessing, Scale};
-pub use sample_fields::{SampleFields, SampleMut, Sizes};
+pub use sample_fields::{SampleFields, SampleMut, SampleSizes};
 pub use sample_order::{Draw, Mix, SampleOrder};
 pub use sampler::Sampler;
 pub use shard_index::{ShardIndex, described};

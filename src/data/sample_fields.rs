@@ -17,7 +17,7 @@ pub struct SampleFields<I, F> {
 }
 
 /// Elements of each part of a sample; 0 where samples have no such part.
-pub type Sizes = SampleFields<usize, usize>;
+pub type SampleSizes = SampleFields<usize, usize>;
 
 /// Buffers for samples: each part has the length that [`Dataset::sizes`](super::Dataset::sizes)
 /// gives, times the number of samples.
@@ -70,7 +70,7 @@ impl<T> SampleFields<T, T> {
     }
 }
 
-impl Sizes {
+impl SampleSizes {
     /// Sizes of so many samples.
     pub fn times(self, count: usize) -> Self {
         self.map(|ids| ids * count, |numbers| numbers * count)
@@ -79,7 +79,7 @@ impl Sizes {
 
 impl SampleMut<'_> {
     /// Elements of each part.
-    pub(super) fn lens(&self) -> Sizes {
+    pub(super) fn lens(&self) -> SampleSizes {
         self.as_ref().map(|ids| ids.len(), |numbers| numbers.len())
     }
 
@@ -89,7 +89,12 @@ impl SampleMut<'_> {
     }
 
     /// The part `first..first + count` of samples of `sizes`.
-    pub(super) fn samples(&mut self, sizes: Sizes, first: usize, count: usize) -> SampleMut<'_> {
+    pub(super) fn samples(
+        &mut self,
+        sizes: SampleSizes,
+        first: usize,
+        count: usize,
+    ) -> SampleMut<'_> {
         let of = |size: usize| first * size..(first + count) * size;
         self.as_mut()
             .zip(sizes)

@@ -1,6 +1,6 @@
 //! Sources of samples: files, or a program's own code.
 
-use super::sample_fields::{SampleMut, Sizes};
+use super::sample_fields::{SampleMut, SampleSizes};
 use super::{Dataset, Fingerprint, Preprocessing, Tokenizer, preprocessing};
 use hpctrain_base::error::Result;
 
@@ -53,7 +53,7 @@ pub trait Source: Send {
     /// Elements of a sample's parts: the inputs of the network, and its targets. Of text, as many
     /// ids as classes; of rows, ids or features, and one class or some values, and if samples are
     /// not to count alike in training, a weight.
-    fn sizes(&self) -> Sizes;
+    fn sizes(&self) -> SampleSizes;
 
     /// Overwrites `into`, whose parts have the lengths that [`Source::sizes`] gives, with sample
     /// number `sample`.
@@ -127,7 +127,7 @@ pub trait Source: Send {
 
     /// Elements of inputs that all samples have together, for people.
     fn tokens(&self) -> u64 {
-        let Sizes { ids, features, .. } = self.sizes();
+        let SampleSizes { ids, features, .. } = self.sizes();
         self.samples().saturating_mul((ids + features) as u64)
     }
 
@@ -158,7 +158,7 @@ impl Source for Dataset {
         self.samples()
     }
 
-    fn sizes(&self) -> Sizes {
+    fn sizes(&self) -> SampleSizes {
         self.sizes()
     }
 
@@ -230,7 +230,7 @@ impl<S: Source + ?Sized> Source for Box<S> {
         (**self).samples()
     }
 
-    fn sizes(&self) -> Sizes {
+    fn sizes(&self) -> SampleSizes {
         (**self).sizes()
     }
 

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::image_layout::Axes;
 use super::raw_path;
-use super::sample_fields::Sizes;
+use super::sample_fields::SampleSizes;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::pattern::matches;
 
@@ -166,9 +166,9 @@ pub enum Target {
 impl SampleSpec {
     /// Elements of a sample's parts, of `context` predictions; no weights, which rows may have or
     /// not.
-    pub fn sizes(&self, context: usize) -> Sizes {
+    pub fn sizes(&self, context: usize) -> SampleSizes {
         let Self::Rows { input, ids, target } = self else {
-            return Sizes { ids: context, classes: context, ..Sizes::default() };
+            return SampleSizes { ids: context, classes: context, ..SampleSizes::default() };
         };
         let (ids, features) = match ids {
             Ids::None => (0, *input),
@@ -180,7 +180,7 @@ impl SampleSpec {
             Target::Values(width) => (0, *width),
             Target::Unknown => (0, 0),
         };
-        Sizes { ids, features, classes, values, weights: 0 }
+        SampleSizes { ids, features, classes, values, weights: 0 }
     }
 
     /// The number that all ids are below; none of text, whose vocabulary is the network's.

@@ -29,7 +29,7 @@ const CACHE_BYTES: usize = 32 << 20;
 
 /// Counts of a successful verification.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct Report {
+pub struct VerifyReport {
     /// Files read.
     pub files: usize,
     /// Ids read, inputs and targets counted apart.
@@ -42,7 +42,7 @@ pub struct Report {
     pub notes: Vec<String>,
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for VerifyReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let files = count(self.files, "file");
         write!(f, "{files} in order: {} ids, ", self.ids)?;
@@ -61,7 +61,7 @@ fn count(n: usize, noun: &str) -> String {
 /// Checks one file, or all `.h5` files of a directory: checksums, ids, agreement with each other.
 ///
 /// All problems are collected; the error lists them below a summary.
-pub fn verify(path: &Path) -> Result<Report> {
+pub fn verify(path: &Path) -> Result<VerifyReport> {
     let files = h5_files(path)?;
     let mut check = Check::default();
     let mut shards: Vec<Shard> = Vec::new();
@@ -113,7 +113,7 @@ pub fn verify(path: &Path) -> Result<Report> {
 
 #[derive(Default)]
 struct Check {
-    report: Report,
+    report: VerifyReport,
     problems: Vec<String>,
 }
 

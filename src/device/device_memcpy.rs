@@ -1,12 +1,12 @@
 //! Access of messages to the memory of a device.
 //!
 //! The communication thread knows nothing of devices.
-//! [`Backend::comm_buffer`](super::Backend::comm_buffer) gives it a buffer as a [`Span`], which it
+//! [`Backend::comm_buffer`](super::Backend::comm_buffer) gives it a buffer as a [`DeviceSpan`], which it
 //! cannot look into, and the [`DeviceCopies`] that copies and adds spans: a stream of the device
 //! that compute does not use. Memory is counted in **words** of four bytes: a pair of bf16 travels
 //! as one word, and only f32 is ever added.
 //!
-//! All of it is asynchronous. A caller that needs a result waits for an [`Event`].
+//! All of it is asynchronous. A caller that needs a result waits for a [`DeviceEvent`].
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -19,11 +19,11 @@ pub enum CommBuffer<'a> {
     /// Host memory.
     Host(&'a mut [f32]),
     /// Device memory, and the copies that move it.
-    Device(Span<'a>, Arc<dyn DeviceCopies>),
+    Device(DeviceSpan<'a>, Arc<dyn DeviceCopies>),
 }
 
 /// A point in the work of a device.
-pub trait Event: Send {
+pub trait DeviceEvent: Send {
     /// Whether the device has passed it. Does not block.
     ///
     /// # Errors
@@ -40,13 +40,13 @@ pub trait Event: Send {
 /// Words of device memory that live for `'a`. The host cannot look into them: copies of a span are
 /// addresses.
 #[derive(Debug, Clone, Copy)]
-pub struct Span<'a> {
+pub struct DeviceSpan<'a> {
     address: usize,
     words: usize,
     memory: PhantomData<&'a mut [f32]>,
 }
 
-impl<'a> Span<'a> {
+impl<'a> DeviceSpan<'a> {
     /// The words at an address.
     ///
     /// # Safety
@@ -91,7 +91,7 @@ pub trait Pinned: Send {
 /// Device memory that belongs to the communication thread.
 pub trait Scratch: Send {
     /// All of it.
-    fn span(&self) -> Span<'_>;
+    fn span(&self) -> DeviceSpan<'_>;
 }
 
 /// A collective that a library has of its own, in place.
@@ -124,11 +124,11 @@ pub const FOLDED: usize = 255;
 #[derive(Debug, Clone, Copy)]
 pub struct OrderedSum<'a> {
     /// One term, which becomes the sum.
-    pub own: Span<'a>,
+    pub own: DeviceSpan<'a>,
     /// Its number among the terms.
     pub number: usize,
     /// The others one after the other, each as long as `own`, in the order of their numbers.
-    pub others: Span<'a>,
+    pub others: DeviceSpan<'a>,
 }
 
 /// Ranks with a device each, which exchange memory by a library of the device's vendor.
@@ -142,7 +142,11 @@ pub trait DeviceComm: Send {
     ///
     /// # Errors
     /// The library failed.
-    fn exchange(&self, sends: &[(usize, Span<'_>)], receives: &[(usize, Span<'_>)]) -> Result<()>;
+    fn exchange(
+        &self,
+        sends: &[(usize, DeviceSpan<'_>)],
+        receives: &[(usize, DeviceSpan<'_>)],
+    ) -> Result<()>;
 
     /// Starts sums, if there are any, behind all messages that were started, and beside those that
     /// will be.
@@ -162,7 +166,7 @@ pub trait DeviceComm: Send {
     ///
     /// # Errors
     /// The library failed.
-    fn vendor(&self, call: DeviceCollective, memory: Span<'_>) -> Result<()>;
+    fn vendor(&self, call: DeviceCollective, memory: DeviceSpan<'_>) -> Result<()>;
 
     /// Starts a good end, after which nothing else is started.
     ///
@@ -174,11 +178,11 @@ pub trait DeviceComm: Send {
     ///
     /// # Errors
     /// The library failed.
-    fn mark(&self) -> Result<Box<dyn Event>>;
+    fn mark(&self) -> Result<Box<dyn DeviceEvent>>;
 
     /// An event that is done when the device has the operation started last among its work, which
     /// it need not have begun.
-    fn queued(&self) -> Box<dyn Event>;
+    fn queued(&self) -> Box<dyn DeviceEvent>;
 
     /// Stops the operations under way here, at once. Nothing more can be started; the other ranks
     /// may wait for ever.
@@ -191,7 +195,7 @@ pub(super) fn no_device_comm() -> Error {
 }
 
 /// Device words, and the place of their first one in a piece of host memory.
-pub type AllocatedOn<'a> = (Span<'a>, usize);
+pub type AllocatedOn<'a> = (DeviceSpan<'a>, usize);
 
 /// The communication thread's access to a device. Operations run in the order they were started,
 /// apart from compute, save that copies in one direction may run beside all else. A call that
@@ -217,8 +221,11 @@ pub trait DeviceCopies: Send + Sync {
     ///
     /// # Errors
     /// The device failed.
-    unsafe fn download(&self, pieces: &[AllocatedOn<'_>], host: *mut f32)
-    -> Result<Box<dyn Event>>;
+    unsafe fn download(
+        &self,
+        pieces: &[AllocatedOn<'_>],
+        host: *mut f32,
+    ) -> Result<Box<dyn DeviceEvent>>;
 
     /// Starts copies to the device from the host memory that begins at `host`.
     ///
@@ -228,28 +235,31 @@ pub trait DeviceCopies: Send + Sync {
     ///
     /// # Errors
     /// The device failed.
-    unsafe fn upload(&self, host: *const f32, pieces: &[AllocatedOn<'_>])
-    -> Result<Box<dyn Event>>;
+    unsafe fn upload(
+        &self,
+        host: *const f32,
+        pieces: &[AllocatedOn<'_>],
+    ) -> Result<Box<dyn DeviceEvent>>;
 
     /// Starts `to += from`, in f32, each element rounded once and as it is, denormal or not: the
     /// sums of the CPU.
     ///
     /// # Errors
     /// The device failed.
-    fn add(&self, from: Span<'_>, to: Span<'_>) -> Result<()>;
+    fn add(&self, from: DeviceSpan<'_>, to: DeviceSpan<'_>) -> Result<()>;
 
     /// Starts a copy within the device, in order with [`DeviceCopies::add`].
     ///
     /// # Errors
     /// The device failed.
-    fn copy(&self, from: Span<'_>, to: Span<'_>) -> Result<()>;
+    fn copy(&self, from: DeviceSpan<'_>, to: DeviceSpan<'_>) -> Result<()>;
 
     /// An event that is done when every addition and copy within the device that was started before
     /// is.
     ///
     /// # Errors
     /// The device failed.
-    fn mark(&self) -> Result<Box<dyn Event>>;
+    fn mark(&self) -> Result<Box<dyn DeviceEvent>>;
 
     /// Makes the identifier of a new communicator.
     ///
@@ -306,7 +316,7 @@ impl Pinned for Vec<f32> {
 pub struct Slot {
     /// Taken on drop only.
     memory: Option<Box<dyn Pinned>>,
-    copy: Option<Box<dyn Event>>,
+    copy: Option<Box<dyn DeviceEvent>>,
 }
 
 impl Slot {
@@ -324,7 +334,7 @@ impl Slot {
     }
 
     /// The copy under way, if one is.
-    pub fn copy(&self) -> Option<&dyn Event> {
+    pub fn copy(&self) -> Option<&dyn DeviceEvent> {
         self.copy.as_deref()
     }
 

@@ -20,7 +20,7 @@ use hpctrain_base::error::Result;
 
 pub use device_memcpy::{
     AllocatedOn, CommBuffer, CommId, ComputeOrderedCopies, DeviceCollective, DeviceComm,
-    DeviceCopies, Event, FOLDED, OrderedSum, Pinned, Scratch, Slot, Span,
+    DeviceCopies, DeviceEvent, DeviceSpan, FOLDED, OrderedSum, Pinned, Scratch, Slot,
 };
 pub use kernel_cost::KernelCost;
 pub use matmul_algo::{Algorithm, Chosen, ProductAlgorithms, ProductKind};
@@ -28,8 +28,8 @@ pub use memory::{MemoryKind, MemoryStats, readable};
 pub use ops::{
     Activation, ActivationOps, AdamW, Attention, AttentionOps, Audit, ChannelNormShape, ChannelOps,
     ClassifierOps, ColumnsOps, Convolution, ConvolutionOps, CrossEntropy, CrossEntropyPart,
-    Deviation, DigestOps, DotInteraction, Dropout, DropoutOps, Elements, Elementwise,
-    ElementwiseOps, EmbeddingOps, Gemm, Im2colShape, Kernels, Linear, LinearOps, LogitsPart,
+    Deviation, DigestOps, DotInteraction, Dropout, DropoutOps, Elementwise, ElementwiseOps,
+    ElementwiseUpdate, EmbeddingOps, Gemm, Im2colShape, Kernels, Linear, LinearOps, LogitsPart,
     LossWeights, Norm, NormOps, OptimizerOps, PairsOps, Regression, RegressionOps, Rotary,
     RotaryOps, Sgd, SoftmaxOps, StridedCopy, SwigluOps, WindowOps,
 };
@@ -159,7 +159,7 @@ pub trait Backend: Clone + Send + Sync + 'static {
     ///
     /// # Errors
     /// The device failed.
-    fn record_event(buf: &Self::Buf) -> Result<Option<Box<dyn Event>>>;
+    fn record_event(buf: &Self::Buf) -> Result<Option<Box<dyn DeviceEvent>>>;
 
     /// The copies between the device and the host beside compute; none where buffers are host
     /// memory.

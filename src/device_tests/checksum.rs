@@ -2,7 +2,7 @@
 
 use crate::common::{Results, down, random, up, up_f32};
 use hpctrain_device::ops::checksum::{CHUNK, weight};
-use hpctrain_device::{AdamW, Audit, Elements, Elementwise, Kernels, Sgd};
+use hpctrain_device::{AdamW, Audit, Elementwise, ElementwiseUpdate, Kernels, Sgd};
 
 fn digest_of(x: &[f32]) -> f64 {
     let of_chunk = |(number, chunk): (usize, &[f32])| {
@@ -52,7 +52,8 @@ fn updates<B: Kernels>(b: &B) -> Results {
         grad_scale: 0.5,
     };
     let sgd = Sgd { lr: 0.1, momentum: 0.9, nesterov: true, weight_decay: 0.2, grad_scale: 0.5 };
-    let of = |rule| Elements { rule, lr: 0.1, weight_decay: 0.2, step: 3, grad_scale: 0.5 };
+    let of =
+        |rule| ElementwiseUpdate { rule, lr: 0.1, weight_decay: 0.2, step: 3, grad_scale: 0.5 };
     let two = of(Elementwise::Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 });
     let one = of(Elementwise::Lion { beta1: 0.9, beta2: 0.99 });
     for rule in 0..5 {

@@ -1,7 +1,7 @@
 //! Operations of `hpctrain_device::ops`, file `optimizer.rs`.
 
 use crate::common::{Results, close, down, random, rounded, up, up_f32, wide};
-use hpctrain_device::{AdamW, Elements, Elementwise, Kernels, Sgd};
+use hpctrain_device::{AdamW, Elementwise, ElementwiseUpdate, Kernels, Sgd};
 
 pub fn optimizers<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
@@ -89,7 +89,8 @@ pub fn optimizers<B: Kernels>(b: &B) -> Results {
             Elementwise::RmsProp { alpha: 0.9, eps: 1e-6, momentum: 0.8 },
             Elementwise::Lion { beta1: 0.9, beta2: 0.99 },
         ] {
-            let u = Elements { rule, lr: 0.1, weight_decay: 0.2, step: 3, grad_scale: 0.5 };
+            let u =
+                ElementwiseUpdate { rule, lr: 0.1, weight_decay: 0.2, step: 3, grad_scale: 0.5 };
             let squares = matches!(rule, Elementwise::Adam { .. });
             let of_second = if squares {
                 &v[..]

@@ -8,7 +8,7 @@ use super::probe::ProbeReporter;
 use crate::backend::cuda::nvrtc::{self, Variant};
 use crate::backend::cuda::{Arithmetic, Cuda, Device, Precision, devices, libraries, nccl};
 use crate::backend::{Backend, ElementwiseOps, Gemm, LinearOps, MemoryKind};
-use crate::energy::{Counters, Source};
+use crate::energy::{Counters, EnergySource};
 use crate::error::{Error, Result};
 use crate::telemetry::bytes;
 
@@ -148,7 +148,7 @@ fn describe(device: &Device) -> Result<Finding> {
 
 /// Whether runs can record the energy of a GPU.
 fn energy(device: &Device) -> Finding {
-    match Counters::open(std::slice::from_ref(&device.id)).has(Source::Gpu) {
+    match Counters::open(std::slice::from_ref(&device.id)).has(EnergySource::Gpu) {
         Ok(()) => Finding::ok("NVML counts its energy: runs record joules per token"),
         Err(why) => Finding::ok(format!("runs record no energy of GPUs: {why}")),
     }

@@ -7,7 +7,7 @@ use rustix::io::Errno;
 
 use super::probe::ProbeReporter;
 use super::{Finding, gpu};
-use crate::energy::{Counters, Source};
+use crate::energy::{Counters, EnergySource};
 use crate::engine::memory::available;
 use crate::telemetry::bytes;
 
@@ -52,7 +52,7 @@ pub(super) fn probe(tell: &ProbeReporter) {
 
 /// Whether runs can record the energy of the CPUs.
 fn cpu_energy() -> Finding {
-    match Counters::open(&[]).has(Source::Cpu) {
+    match Counters::open(&[]).has(EnergySource::Cpu) {
         Ok(()) => Finding::ok("RAPL counters are readable: runs record joules per token"),
         Err(why) if why.contains(UNREADABLE) => Finding::warning(
             format!("runs record no energy of CPUs: {why}"),
@@ -134,7 +134,7 @@ fn limit(limits: &str, name: &str) -> Option<usize> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Status::{Ok, Warning};
+    use super::super::CheckStatus::{Ok, Warning};
     use super::*;
 
     #[test]

@@ -3,7 +3,7 @@
 //!
 //! Each rank checks its own resources, the first rank of each node those of the node as well.
 //! Checks that could crash or hang run in a child process ([`probe`]), which the doctor outlives.
-//! All findings meet in one [`Report`].
+//! All findings meet in one [`DoctorReport`].
 
 mod gpu;
 mod h5;
@@ -30,12 +30,12 @@ use crate::topology::Topology;
 use probe::Probe;
 use ranks::{Gpu, Seat};
 
-pub use report::Report;
+pub use report::DoctorReport;
 
 /// Outcome of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Status {
+pub enum CheckStatus {
     /// Fit.
     Ok,
     /// Training will run; not as well as it could, or not everywhere.
@@ -48,7 +48,7 @@ pub enum Status {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Finding {
     /// The outcome.
-    pub status: Status,
+    pub status: CheckStatus,
     /// A short fact.
     pub found: String,
     /// Advice for the user.
@@ -57,21 +57,21 @@ pub struct Finding {
 
 impl Finding {
     fn ok(found: impl Into<String>) -> Self {
-        Self { status: Status::Ok, found: found.into(), hint: None }
+        Self { status: CheckStatus::Ok, found: found.into(), hint: None }
     }
 
     fn warning(found: impl Into<String>, hint: impl Into<String>) -> Self {
-        Self { status: Status::Warning, found: found.into(), hint: Some(hint.into()) }
+        Self { status: CheckStatus::Warning, found: found.into(), hint: Some(hint.into()) }
     }
 
     fn failure(found: impl Into<String>, hint: impl Into<String>) -> Self {
-        Self { status: Status::Failure, found: found.into(), hint: Some(hint.into()) }
+        Self { status: CheckStatus::Failure, found: found.into(), hint: Some(hint.into()) }
     }
 
     /// A failure that can be lived with.
     fn at_most_a_warning(mut self) -> Self {
-        if self.status == Status::Failure {
-            self.status = Status::Warning;
+        if self.status == CheckStatus::Failure {
+            self.status = CheckStatus::Warning;
         }
         self
     }
@@ -110,7 +110,7 @@ pub struct Check {
 
 /// Arguments of the doctor.
 #[derive(Debug, Clone)]
-pub struct Request {
+pub struct DoctorOptions {
     /// Directory of the runs.
     pub run_root: PathBuf,
     /// The launcher of the ranks; none for a process that was started alone.
@@ -141,7 +141,7 @@ struct Facts {
 ///
 /// # Errors
 /// A message between ranks failed.
-pub fn run(comm: &Comm<Cpu>, request: &Request) -> Result<Report> {
+pub fn run(comm: &Comm<Cpu>, request: &DoctorOptions) -> Result<DoctorReport> {
     let world = comm.world();
     let node = comm.node();
     let topology = Topology::gather(&world, node.host.clone())?;
@@ -153,7 +153,7 @@ pub fn run(comm: &Comm<Cpu>, request: &Request) -> Result<Report> {
         (comm.rank() == 0 && spread).then(|| run_root::marker(&request.run_root)).flatten();
     let greeting = Greeting {
         marker: marker.as_ref().map(|file| file.path().to_owned()),
-        gpus_work: devices.iter().all(|check| check.finding.status != Status::Failure),
+        gpus_work: devices.iter().all(|check| check.finding.status != CheckStatus::Failure),
     };
     let greetings = gather(&world, &greeting)?;
 
@@ -200,7 +200,7 @@ pub fn run(comm: &Comm<Cpu>, request: &Request) -> Result<Report> {
     let facts = gather(&world, &Facts { seat, devices, messages, node: of_node })?;
     // Every rank has looked for it by now.
     drop::<Option<NamedTempFile>>(marker);
-    Ok(Report::new(facts))
+    Ok(DoctorReport::new(facts))
 }
 
 /// Ranks of a node do not see the same GPUs.

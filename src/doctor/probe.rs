@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Check, Finding, Status, gpu, h5, limits, run_root};
+use super::{Check, CheckStatus, Finding, gpu, h5, limits, run_root};
 use crate::error::{Error, Result};
 use crate::spawn::spawn;
 use crate::telemetry::say;
@@ -64,7 +64,7 @@ impl ProbeReporter {
     pub fn attempt(&self, name: &str, work: impl FnOnce() -> Finding) -> bool {
         self.line(&Line::Trying(name.to_owned()));
         let finding = work();
-        let fine = finding.status != Status::Failure;
+        let fine = finding.status != CheckStatus::Failure;
         self.line(&Line::Found(finding.named(name)));
         fine
     }

@@ -120,7 +120,7 @@ fn nearness(seats: &[Seat]) -> Option<Finding> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Status::{Ok, Warning};
+    use super::super::CheckStatus::{Ok, Warning};
     use super::*;
 
     fn seat(host: &str, cores: &[usize], gpu: Option<(&str, &[usize])>) -> Seat {
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[track_caller]
-    fn comes_out(finding: &Finding, status: super::super::Status, words: &str) {
+    fn comes_out(finding: &Finding, status: super::super::CheckStatus, words: &str) {
         assert!(finding.status == status && finding.found.contains(words), "{finding:?}");
     }
 

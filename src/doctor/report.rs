@@ -6,11 +6,11 @@ use std::fmt;
 use serde::Serialize;
 
 use super::ranks::{self, Seat};
-use super::{Check, Facts, Status};
+use super::{Check, CheckStatus, Facts};
 
 /// The findings, the same on every rank.
 #[derive(Debug, Serialize)]
-pub struct Report {
+pub struct DoctorReport {
     checks: Vec<Line>,
     ranks: Vec<Seat>,
 }
@@ -26,7 +26,7 @@ struct Line {
     partial: bool,
 }
 
-impl Report {
+impl DoctorReport {
     /// The report of the ranks' findings.
     pub(super) fn new(facts: Vec<Facts>) -> Self {
         let seats: Vec<Seat> = facts.iter().map(|facts| facts.seat.clone()).collect();
@@ -44,7 +44,7 @@ impl Report {
 
     /// Whether a check failed.
     pub fn has_failures(&self) -> bool {
-        self.checks.iter().any(|line| line.check.finding.status == Status::Failure)
+        self.checks.iter().any(|line| line.check.finding.status == CheckStatus::Failure)
     }
 }
 
@@ -86,16 +86,16 @@ fn listed(ranks: &[usize]) -> String {
     runs.collect::<Vec<_>>().join(",")
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for DoctorReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let width = self.checks.iter().map(|line| line.check.name.len()).max().unwrap_or(0);
         for (at, Line { check: Check { name, finding }, ranks, partial }) in
             self.checks.iter().enumerate()
         {
             let sign = match finding.status {
-                Status::Ok => '✓',
-                Status::Warning => '!',
-                Status::Failure => '✗',
+                CheckStatus::Ok => '✓',
+                CheckStatus::Warning => '!',
+                CheckStatus::Failure => '✗',
             };
             let who = match partial {
                 true => format!("rank {} on {}: ", listed(ranks), self.ranks[ranks[0]].host),
@@ -129,7 +129,7 @@ mod tests {
         let driver = Finding::ok("13.0").named("driver");
         let nvrtc = Finding::warning("none", "get it").named("nvrtc");
         let old = Finding::ok("12.0").named("driver");
-        let report = Report::new(vec![
+        let report = DoctorReport::new(vec![
             facts("a", &[driver.clone(), nvrtc.clone()]),
             facts("a", &[driver.clone(), nvrtc]),
         ]);
@@ -139,7 +139,7 @@ mod tests {
                 .starts_with("✓ driver  13.0\n! nvrtc   none\n  hint: get it\n✓ ranks   2 on a\n"),
             "{report}"
         );
-        let report = Report::new(vec![
+        let report = DoctorReport::new(vec![
             facts("a", std::slice::from_ref(&driver)),
             facts("a", &[driver]),
             facts("b", &[old]),
@@ -151,7 +151,7 @@ mod tests {
         );
         assert!(!report.has_failures());
         let failed = Finding::failure("gone", "call").named("driver");
-        let report = Report::new(vec![facts("a", &[]), facts("b", &[failed])]);
+        let report = DoctorReport::new(vec![facts("a", &[]), facts("b", &[failed])]);
         assert!(
             report.has_failures() && report.to_string().starts_with("✗ driver  rank 1 on b: gone"),
             "{report}"

@@ -108,8 +108,8 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let file = marker(root.path()).unwrap();
         let path = file.path().to_owned();
-        assert_eq!(is_shared(&path).finding.status, super::super::Status::Ok);
+        assert_eq!(is_shared(&path).finding.status, super::super::CheckStatus::Ok);
         drop(file);
-        assert_eq!(is_shared(&path).finding.status, super::super::Status::Failure);
+        assert_eq!(is_shared(&path).finding.status, super::super::CheckStatus::Failure);
     }
 }

@@ -10,7 +10,7 @@ use hpctrain_comm::Group;
 use hpctrain_config::topology::Topology;
 use hpctrain_config::{Config, ResolvedConfig};
 use hpctrain_data::{
-    Fingerprint, Preprocessing, SampleMut, SampleSpec, Sizes, Source, Tokenizer, is_weight,
+    Fingerprint, Preprocessing, SampleMut, SampleSizes, SampleSpec, Source, Tokenizer, is_weight,
 };
 use hpctrain_device::Backend;
 
@@ -84,7 +84,7 @@ pub fn check_sizes(plan: &ResolvedConfig, source: &dyn Source) -> Result<()> {
 }
 
 /// Sizes for people.
-fn told(Sizes { ids, features, classes, values, weights }: Sizes) -> String {
+fn told(SampleSizes { ids, features, classes, values, weights }: SampleSizes) -> String {
     let weights = if weights > 0 { format!(", {weights} weights") } else { String::new() };
     format!("{ids} ids, {features} features, {classes} classes and {values} values{weights}")
 }
@@ -92,7 +92,7 @@ fn told(Sizes { ids, features, classes, values, weights }: Sizes) -> String {
 /// Sample sizes and id ranges of a network.
 #[derive(Debug, Clone, Copy)]
 struct Wanted {
-    sizes: Sizes,
+    sizes: SampleSizes,
     /// Ids and classes are below these.
     ids: usize,
     classes: usize,
@@ -100,12 +100,12 @@ struct Wanted {
 
 impl Wanted {
     /// Sizes that the network requires of samples with `sizes`: rows may have weights, or not.
-    fn by(plan: &ResolvedConfig, sizes: Sizes) -> Self {
+    fn by(plan: &ResolvedConfig, sizes: SampleSizes) -> Self {
         let spec = &plan.samples;
         let outputs = plan.network.outputs();
         // Text has no weights.
         let weights = if *spec == SampleSpec::Text { 0 } else { sizes.weights.min(1) };
-        let sizes = Sizes { weights, ..spec.sizes(plan.network.context()) };
+        let sizes = SampleSizes { weights, ..spec.sizes(plan.network.context()) };
         Self { sizes, ids: spec.ids_below().unwrap_or(outputs), classes: outputs }
     }
 }
@@ -128,7 +128,7 @@ impl Source for Checked {
         self.source.samples()
     }
 
-    fn sizes(&self) -> Sizes {
+    fn sizes(&self) -> SampleSizes {
         self.wanted.sizes
     }
 

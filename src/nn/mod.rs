@@ -31,7 +31,7 @@ use hpctrain_device::{Backend, Kernels, MemoryKind};
 
 pub use custom::{CustomModel, Input, ModelBuilder};
 pub use kv_cache::KvCache;
-pub use network::{Network, Summary};
+pub use network::{LayerSummary, Network};
 pub use rope::FrequencyScaling;
 pub use wgrad::{DeferredWgrad, Grads};
 

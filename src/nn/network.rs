@@ -37,7 +37,7 @@ pub enum Network {
 
 /// A layer, or a block of a language model, in numbers.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Summary {
+pub struct LayerSummary {
     /// Its name and kind.
     pub name: String,
     /// Shape of its output, of one sample.
@@ -53,7 +53,7 @@ pub struct Summary {
 
 impl Network {
     /// The parts of the network in order.
-    pub fn summary(&self) -> Vec<Summary> {
+    pub fn summary(&self) -> Vec<LayerSummary> {
         let (width, heads) = match self {
             Network::Layers(layers) => return layers.summary().to_vec(),
             Network::Own(_) => return self.own_summary(),
@@ -78,7 +78,7 @@ impl Network {
             } else {
                 product(&[2, context, context, width / heads, heads])
             };
-            Summary {
+            LayerSummary {
                 name: block.name(),
                 output: vec![context, columns],
                 parameters: trained(&tensors),
@@ -90,7 +90,7 @@ impl Network {
     }
 
     /// The parts of a network of a program's own: each matrix counts as one product a row.
-    fn own_summary(&self) -> Vec<Summary> {
+    fn own_summary(&self) -> Vec<LayerSummary> {
         let context = self.context();
         let blocks = self.blocks::<Cpu>();
         let row = |i: usize, block: &dyn Block<Cpu>| {
@@ -98,7 +98,7 @@ impl Network {
             let matrices: usize =
                 tensors.iter().filter(|tensor| tensor.decays()).map(Tensor::len).sum();
             let columns = blocks.get(i + 1).map_or(self.outputs(), |next| next.input_per_row());
-            Summary {
+            LayerSummary {
                 name: block.name(),
                 output: vec![context, columns],
                 parameters: trained(&tensors),
@@ -110,7 +110,7 @@ impl Network {
     }
 
     /// As [`Network::summary`], by blocks, which are pieces of work that stay together.
-    pub fn blocks_summary(&self) -> Vec<Summary> {
+    pub fn blocks_summary(&self) -> Vec<LayerSummary> {
         match self {
             Network::Layers(layers) => layers.blocks_summary(),
             Network::Gpt(_) | Network::Llama(_) | Network::Own(_) => self.summary(),
@@ -143,7 +143,7 @@ impl Network {
         let last = blocks.len() - 1;
         // A forward, a backward twice as long, and another forward where nothing inside is kept.
         let passes = |block: usize| if recompute && block != last { 4.0 } else { 3.0 };
-        let one = |(i, block): (usize, &Summary)| {
+        let one = |(i, block): (usize, &LayerSummary)| {
             passes(i) * (block.flops as f64 + AN_ELEMENT * block.kept as f64)
         };
         blocks.iter().enumerate().map(one).collect()

@@ -34,13 +34,13 @@ use hpctrain_nn::optim::Pair;
 
 /// The host's side of a device: the CPU that updates in its stead, and the copies between them.
 #[derive(Clone)]
-pub struct Host {
+pub struct HostUpdater {
     cpu: Cpu,
     /// None where the device's buffers are host memory.
     copies: Option<Arc<dyn ComputeOrderedCopies>>,
 }
 
-impl Host {
+impl HostUpdater {
     /// The host of `backend`, which updates with `cpu`.
     ///
     /// # Errors
@@ -86,7 +86,7 @@ enum OffloadTransfer {
 pub struct Offloaded<B: Kernels> {
     /// The device that computes.
     backend: B,
-    host: Host,
+    host: HostUpdater,
     held: DeviceState<Cpu>,
     slot: Slot,
     cargo: OffloadTransfer,
@@ -101,7 +101,7 @@ impl<B: Kernels> Offloaded<B> {
     ///
     /// # Errors
     /// Out of memory.
-    pub fn new(backend: &B, host: &Host, recipe: Recipe, values: &[f32]) -> Result<Self> {
+    pub fn new(backend: &B, host: &HostUpdater, recipe: Recipe, values: &[f32]) -> Result<Self> {
         let len = values.len();
         let slot = match &host.copies {
             Some(copies) => Slot::new(&**copies, len)?,
@@ -233,7 +233,7 @@ impl<B: Kernels> Offloaded<B> {
         self.host.arrived()
     }
 
-    /// Starts to bring the parameters up. Compute may read them after [`Host::arrived`].
+    /// Starts to bring the parameters up. Compute may read them after [`HostUpdater::arrived`].
     ///
     /// # Errors
     /// The device failed.

@@ -8,7 +8,7 @@ use super::sdc_checksum::SdcChecksum;
 use super::step_params::{Hyper, nowhere, state_names};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_device::{Audit, Kernels, MemoryKind, Sgd};
-use hpctrain_nn::optim::{AVERAGE, Pair, Part, UpdateRule};
+use hpctrain_nn::optim::{AVERAGE, GroupRun, Pair, UpdateRule};
 
 /// Rule and parts of a range's update.
 pub struct Recipe {
@@ -19,7 +19,7 @@ pub struct Recipe {
     /// The outer step on the average of replicas, if there is one.
     pub outer: Option<OuterOptimizer>,
     /// The parts of the range that are updated alike.
-    pub parts: Vec<Part>,
+    pub parts: Vec<GroupRun>,
     /// Whether updates are audited.
     pub audits: bool,
 }
@@ -348,7 +348,7 @@ fn set<B: Kernels>(
 impl<B: Kernels> OuterState<B> {
     /// The step from the last average towards the `mean` of the replicas. Statistics are no
     /// parameters that are trained: they become the mean.
-    fn take(&mut self, backend: &B, parts: &[Part], mean: B::View<'_>) -> Result<()> {
+    fn take(&mut self, backend: &B, parts: &[GroupRun], mean: B::View<'_>) -> Result<()> {
         let OuterOptimizer { lr, momentum } = self.step;
         let mut mean = mean;
         let mut anchor = B::all_mut(&mut self.anchor);

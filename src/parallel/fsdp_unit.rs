@@ -10,7 +10,7 @@ use hpctrain_base::random;
 use hpctrain_base::tree_sum::Tree;
 use hpctrain_comm::{Group, Pending};
 use hpctrain_device::{Kernels, MemoryKind};
-use hpctrain_nn::optim::Part;
+use hpctrain_nn::optim::GroupRun;
 
 /// A full buffer: at hand, on the wire, or given up.
 pub enum BufferState<T> {
@@ -70,7 +70,7 @@ pub struct InactiveReplica<B: Kernels> {
 pub struct Unit<B: Kernels> {
     pub layout: UnitLayout,
     /// Settings of the update of each tensor.
-    pub tensors: Vec<Part>,
+    pub tensors: Vec<GroupRun>,
     /// The shard of this rank.
     pub owner: OptimizerShard<B>,
     /// Full parameters.

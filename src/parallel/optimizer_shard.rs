@@ -8,7 +8,7 @@
 use std::ops::Range;
 
 use super::Storage;
-use super::cpu_offload::{Host, Offloaded};
+use super::cpu_offload::{HostUpdater, Offloaded};
 use super::device_state::{DeviceState, Recipe};
 use super::local_sgd::LocalSgd;
 use super::step_params::Hyper;
@@ -102,7 +102,7 @@ impl<B: Kernels> OptimizerShard<B> {
     /// Out of memory.
     pub fn new(
         backend: &B,
-        host: Option<&Host>,
+        host: Option<&HostUpdater>,
         updates: Option<&Updates>,
         layout: &UnitLayout,
         range: Range<usize>,

@@ -2,7 +2,7 @@
 
 use super::local_sgd::OuterOptimizer;
 use hpctrain_base::error::Error;
-use hpctrain_nn::optim::{AVERAGE, OUTER_MOMENTUM, Part, Update, UpdateRule};
+use hpctrain_nn::optim::{AVERAGE, GroupRun, OUTER_MOMENTUM, Update, UpdateRule};
 
 /// Constants of one update.
 #[derive(Debug, Clone, Copy)]
@@ -19,7 +19,7 @@ pub struct Hyper {
 
 impl Hyper {
     /// The update of a part, with this factor on its step.
-    pub fn of(self, part: &Part, trust: f32) -> Update {
+    pub fn of(self, part: &GroupRun, trust: f32) -> Update {
         let Hyper { lr, weight_decay, step, grad_scale } = self;
         Update {
             lr: lr * part.lr_factor,

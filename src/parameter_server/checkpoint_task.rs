@@ -7,10 +7,10 @@ use super::coordinator_service::SessionError;
 use super::protocol::{ServerRequest, ServerResponse};
 use super::server_clients::ServerClients;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_checkpoint::{Progress, Published, SaveContext, SaveThread, Task};
+use hpctrain_checkpoint::{Progress, Published, SaveContext, SaveTask, SaveThread};
 
 /// A save that is under way.
-pub struct Saving(Task<Result<Published, SessionError>>);
+pub struct Saving(SaveTask<Result<Published, SessionError>>);
 
 /// Begins to write the servers' cut `cut` as the checkpoint of `progress` on `thread`, by the
 /// connections of `fleet`, which no other save uses.

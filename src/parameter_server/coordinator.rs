@@ -15,10 +15,10 @@ use super::scheduler::WorkScheduler;
 use super::server_clients::ServerClients;
 use super::session::{Session, SessionContext, StartPoint};
 use super::trace::Collected;
-use super::wal::{Entry, WalHeader};
+use super::wal::{WalEntry, WalHeader};
 use hpctrain_base::error::{Error, Kind, Result};
 use hpctrain_checkpoint::lease::LeaseGuard;
-use hpctrain_checkpoint::run_dir::markers::{End, Status};
+use hpctrain_checkpoint::run_dir::markers::{End, RunStatus};
 use hpctrain_checkpoint::run_dir::{
     Branch, RestoreOptions, RestoreScope, Resume, RunDirectory, RunOutcome, data_changes,
 };
@@ -33,7 +33,7 @@ use hpctrain_cpu::Cpu;
 use hpctrain_data::{Fingerprint, TrainedOn};
 use hpctrain_engine::{Splits, check_size};
 use hpctrain_parallel::state_names;
-use hpctrain_train::Request;
+use hpctrain_train::TrainRequest;
 
 /// Time without a newcomer after which a run that was not told its workers begins.
 const QUIET_PERIOD: Duration = Duration::from_secs(2);
@@ -49,7 +49,7 @@ const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 #[derive(Debug, Clone)]
 pub struct CoordinatorOptions {
     /// The run.
-    pub run: Request,
+    pub run: TrainRequest,
     /// Servers.
     pub servers: usize,
     /// Workers that the run is meant for; without them, `parameter_server.workers`, or those that
@@ -147,8 +147,11 @@ impl CoordinatorRun {
         let listener = RpcServer::open(listener, credentials.clone(), hub.clone(), patience * 10)?;
         site.publish(&contact)?;
         let data = splits.train.fingerprint();
-        let call =
-            CoordinatorOptions { run: Request { config, resume, ..call.run }, workers, ..call };
+        let call = CoordinatorOptions {
+            run: TrainRequest { config, resume, ..call.run },
+            workers,
+            ..call
+        };
         Ok(Self {
             call,
             directory,
@@ -214,7 +217,7 @@ impl CoordinatorRun {
                 self.hub.with(|state| state.told.get("step").and_then(serde_json::Value::as_u64));
             let failed = End {
                 step: step.unwrap_or(0),
-                status: Status::Failed,
+                status: RunStatus::Failed,
                 why: Some(e.message().into()),
             };
             // A start that is refused leaves the run as it was.
@@ -295,7 +298,7 @@ impl CoordinatorRun {
     ///
     /// # Errors
     /// Returns an error if the journal cannot be read.
-    fn before(&self) -> Result<Option<(WalHeader, Entry)>> {
+    fn before(&self) -> Result<Option<(WalHeader, WalEntry)>> {
         let Some((grounds, entry)) = self.site.journal().read()? else { return Ok(None) };
         let RunSpec { config, workers, addresses, vocabulary, trace, .. } = &grounds.terms;
         let given = &RunSpec::counted(&self.call.run.config, *workers, self.splits.train.samples());
@@ -324,7 +327,7 @@ impl CoordinatorRun {
     /// Goes on with servers that have their ranges since a coordinator before this one.
     fn go_on(
         &mut self,
-        (grounds, entry): (WalHeader, Entry),
+        (grounds, entry): (WalHeader, WalEntry),
         threads: usize,
     ) -> Result<RunOutcome, SessionError> {
         let WalHeader { terms, trained_on } = grounds;
@@ -364,7 +367,7 @@ impl CoordinatorRun {
         let step = self.directory.checkpoints().steps()?.last().copied().unwrap_or(0);
         self.directory.marks().end(&End {
             step,
-            status: Status::Preempted,
+            status: RunStatus::Preempted,
             why: Some(why.clone()),
         })?;
         log::info!("ended at step {step}: {why}");

@@ -10,7 +10,8 @@ use serde_json::json;
 use super::address::host_name;
 use super::program::{Program, Programs, Role};
 use super::protocol::{
-    CoordinatorRequest, CoordinatorResponse, Load, Report, ServerRequest, ServerResponse, Work,
+    CoordinatorRequest, CoordinatorResponse, Load, ServerRequest, ServerResponse, Work,
+    WorkerReport,
 };
 use super::rpc_client::RpcClient;
 use super::rpc_server::RpcHandler;
@@ -247,7 +248,7 @@ impl CoordinatorService {
         member: u64,
         generation: u64,
         data: Option<String>,
-        report: Option<Report>,
+        report: Option<WorkerReport>,
     ) -> Result<Work> {
         let mut state = self.lock();
         state.heard.insert(member, Instant::now());
@@ -261,7 +262,7 @@ impl CoordinatorService {
         }
         if generation == state.generation {
             match report {
-                Some(Report::Failed { fault }) => {
+                Some(WorkerReport::Failed { fault }) => {
                     // One that was sent away has a reason of its own.
                     if let Some(member) = state.pool.members().get(&member) {
                         let error = fault.error().at(format_args!("worker {}", member.place));

@@ -292,7 +292,7 @@ pub enum CoordinatorRequest {
         /// The digest of its training data, where it is known: told once, before its first work.
         data: Option<String>,
         /// The work that it has done.
-        report: Option<Report>,
+        report: Option<WorkerReport>,
     },
     /// A worker lives.
     Beat {
@@ -392,7 +392,7 @@ pub enum Work {
 
 /// Work that was done.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub enum Report {
+pub enum WorkerReport {
     /// The gradients of virtual ranks were pushed.
     VirtualRanks {
         /// The ticket.
@@ -585,7 +585,7 @@ mod tests {
     fn messages_arrive_as_they_were() {
         let mut wire = Vec::new();
         let mut body = Vec::new();
-        let report = Report::Batch {
+        let report = WorkerReport::Batch {
             ticket: 3,
             batch: 7,
             loss: f64::NAN.to_bits(),
@@ -596,7 +596,7 @@ mod tests {
         write(&mut wire, &report, &[b"ab", b"", b"cde"]).unwrap();
         write(&mut wire, &Work::Lease { ticket: u64::MAX, batches: 0..5 }, &[]).unwrap();
         let mut stream = &wire[..];
-        assert_eq!(read::<Report>(&mut stream, 5, &mut body).unwrap(), Some(report));
+        assert_eq!(read::<WorkerReport>(&mut stream, 5, &mut body).unwrap(), Some(report));
         assert_eq!(body, b"abcde");
         let lease = read::<Work>(&mut stream, 0, &mut body).unwrap();
         assert_eq!((lease, body.len()), (Some(Work::Lease { ticket: u64::MAX, batches: 0..5 }), 0));

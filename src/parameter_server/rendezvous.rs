@@ -13,7 +13,7 @@ use hpctrain_base::own_files;
 use hpctrain_base::signals;
 use hpctrain_base::user_dirs;
 use hpctrain_checkpoint::run_dir::REQUEUE;
-use hpctrain_checkpoint::run_dir::markers::{Markers, Status};
+use hpctrain_checkpoint::run_dir::markers::{Markers, RunStatus};
 use hpctrain_comm::{Credentials, Secret, write_secret};
 
 /// Name of the file with the coordinator's address.
@@ -51,9 +51,9 @@ impl PsRendezvous {
     /// of that.
     pub fn ended(&self) -> Option<i32> {
         Markers::new(&self.run).ended().map(|end| match end.status {
-            Status::Finished => 0,
-            Status::Preempted => REQUEUE,
-            Status::Failed => 1,
+            RunStatus::Finished => 0,
+            RunStatus::Preempted => REQUEUE,
+            RunStatus::Failed => 1,
         })
     }
 

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::protocol::{Report, Work, WorkerTimes, bits};
+use super::protocol::{Work, WorkerReport, WorkerTimes, bits};
 use super::tree_reducer::TreeReducer;
 use hpctrain_config::Staleness;
 
@@ -414,12 +414,12 @@ impl WorkScheduler {
     }
 
     /// A worker has done something. A report of one that counts as gone is of no account.
-    pub fn done(&mut self, member: u64, report: &Report) {
+    pub fn done(&mut self, member: u64, report: &WorkerReport) {
         let ticket = match report {
-            Report::VirtualRanks { ticket, .. }
-            | Report::Batch { ticket, .. }
-            | Report::Chunks { ticket, .. } => *ticket,
-            Report::Failed { .. } => return,
+            WorkerReport::VirtualRanks { ticket, .. }
+            | WorkerReport::Batch { ticket, .. }
+            | WorkerReport::Chunks { ticket, .. } => *ticket,
+            WorkerReport::Failed { .. } => return,
         };
         let Some((owner, task)) = self.given.get_mut(&ticket) else { return };
         if *owner != member {
@@ -430,7 +430,7 @@ impl WorkScheduler {
         let mut is_over = true;
         match (report, task, &mut self.course, &mut self.evaluation) {
             (
-                Report::VirtualRanks { losses, seconds, .. },
+                WorkerReport::VirtualRanks { losses, seconds, .. },
                 Task::VirtualRanks(virtual_ranks),
                 Course::Step { losses: sums, compute: most, .. },
                 _,
@@ -452,7 +452,7 @@ impl WorkScheduler {
                 });
             }
             (
-                Report::Batch { batch, loss, norm, staleness, seconds, .. },
+                WorkerReport::Batch { batch, loss, norm, staleness, seconds, .. },
                 Task::Batches(left),
                 Course::Batches { low, ahead, done, .. },
                 _,
@@ -492,7 +492,7 @@ impl WorkScheduler {
                     *self.histogram.entry(staleness).or_default() += 1;
                 }
             }
-            (Report::Chunks { sums, .. }, Task::Chunks(chunks), _, Some(evaluation)) => {
+            (WorkerReport::Chunks { sums, .. }, Task::Chunks(chunks), _, Some(evaluation)) => {
                 let values =
                     sums.iter().map(|sums| sums.iter().map(|bits| f64::from_bits(*bits)).collect());
                 evaluation.sums.extend(chunks.clone().zip(values));
@@ -515,11 +515,11 @@ mod tests {
         pool
     }
 
-    fn batch(ticket: u64, batch: u64) -> Report {
+    fn batch(ticket: u64, batch: u64) -> WorkerReport {
         let loss = 1f64.to_bits();
         let norm = 1f64.to_bits();
         let seconds = WorkerTimes { compute: 0.1, ..WorkerTimes::default() };
-        Report::Batch { ticket, batch, loss, norm, staleness: Some(0), seconds }
+        WorkerReport::Batch { ticket, batch, loss, norm, staleness: Some(0), seconds }
     }
 
     #[test]
@@ -535,7 +535,7 @@ mod tests {
             panic!("no virtual ranks")
         };
         assert_eq!((virtual_ranks.clone(), others, pool.next(1)), (0..2, 2..4, None));
-        let report = |ticket, losses: [f64; 2]| Report::VirtualRanks {
+        let report = |ticket, losses: [f64; 2]| WorkerReport::VirtualRanks {
             ticket,
             losses: losses.map(f64::to_bits).to_vec(),
             seconds: WorkerTimes { compute: 1.0, ..WorkerTimes::default() },
@@ -689,7 +689,7 @@ mod tests {
             let sums = chunks.clone().map(|chunk| vec![(chunk as f64).to_bits()]).collect();
             seen.extend(chunks);
             assert!(pool.take_evaluation().is_none());
-            pool.done(1, &Report::Chunks { ticket, sums });
+            pool.done(1, &WorkerReport::Chunks { ticket, sums });
         }
         assert_eq!(seen, [0, 1, 2, 3, 4, 5]);
         assert_eq!(

@@ -148,8 +148,9 @@ impl Recording {
     /// The coordinator is gone.
     pub fn send(&self, coordinator: &mut RpcClient, activity: &Activity) -> Result<()> {
         let events = activity.take();
-        let event =
-            |event: &hpctrain_base::spans::Event| (event.track, TraceEvent::of(event, self.offset));
+        let event = |event: &hpctrain_base::spans::SpanEvent| {
+            (event.track, TraceEvent::of(event, self.offset))
+        };
         let named = |(track, event): (Track, TraceEvent)| (track.name().to_string(), event);
         self.tell(coordinator, events.kept.iter().map(event).map(named).collect(), events.lost)
     }

@@ -33,7 +33,7 @@ pub struct WalHeader {
 
 /// A step whose results are known, and whose update is under way.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Entry {
+pub struct WalEntry {
     /// The start of the servers that it belongs to.
     pub generation: u64,
     /// Progress before it.
@@ -108,7 +108,7 @@ impl Journal {
     ///
     /// # Errors
     /// The file system refused.
-    pub fn decide(&self, entry: &Entry) -> Result<()> {
+    pub fn decide(&self, entry: &WalEntry) -> Result<()> {
         self.replace("journal.json", entry)
     }
 
@@ -116,9 +116,9 @@ impl Journal {
     ///
     /// # Errors
     /// Returns an error if the file system does not give the files.
-    pub fn read(&self) -> Result<Option<(WalHeader, Entry)>> {
+    pub fn read(&self) -> Result<Option<(WalHeader, WalEntry)>> {
         let grounds: Option<WalHeader> = self.parse("terms.json")?;
-        let found = grounds.zip(self.parse::<Entry>("journal.json")?);
+        let found = grounds.zip(self.parse::<WalEntry>("journal.json")?);
         Ok(found.filter(|(grounds, entry)| grounds.terms.generation == entry.generation))
     }
 
@@ -189,7 +189,7 @@ mod tests {
         journal.begin(&grounds).unwrap();
         assert_eq!(journal.read().unwrap(), None);
         let batch = Batch { loss: f64::INFINITY, norm: 1.0, staleness: None, compute: 0.1 };
-        let entry = |generation, step| Entry {
+        let entry = |generation, step| WalEntry {
             generation,
             before: Progress { step, ..Progress::default() },
             decided: CommittedStep {

@@ -12,7 +12,8 @@ use super::address::host_name;
 use super::heartbeat::HeartbeatThread;
 use super::program::Program;
 use super::protocol::{
-    CoordinatorRequest, CoordinatorResponse, Pushed, RemoteError, Report, Values, Work, WorkerTimes,
+    CoordinatorRequest, CoordinatorResponse, Pushed, RemoteError, Values, Work, WorkerReport,
+    WorkerTimes,
 };
 use super::push_pull::{Current, Servers, longest};
 use super::rendezvous::PsRendezvous;
@@ -207,7 +208,7 @@ fn join<B: Kernels>(
         }
         // The error ends the run, and is told there.
         Err(e) if e.kind() != Kind::Comm => {
-            let report = Some(Report::Failed { fault: RemoteError::from(e) });
+            let report = Some(WorkerReport::Failed { fault: RemoteError::from(e) });
             let next = CoordinatorRequest::Next {
                 member,
                 generation: terms.generation,
@@ -414,7 +415,7 @@ impl<'a, B: Kernels> Member<'a, B> {
         ticket: u64,
         step: u64,
         virtual_ranks: &Range<usize>,
-    ) -> Result<Option<Report>> {
+    ) -> Result<Option<WorkerReport>> {
         let start = self.terms.start;
         let base = start.position + (step - start.step) * self.plan.config.batch.global;
         self.want(
@@ -432,7 +433,7 @@ impl<'a, B: Kernels> Member<'a, B> {
         if self.push(|_, _| of.clone())?.is_none() {
             return Ok(None);
         }
-        Ok(Some(Report::VirtualRanks {
+        Ok(Some(WorkerReport::VirtualRanks {
             ticket,
             losses: vec![reduced.loss.to_bits()],
             seconds: self.seconds,
@@ -441,7 +442,7 @@ impl<'a, B: Kernels> Member<'a, B> {
 
     /// Computes the gradient of the next batch of the lease, and pushes it; none if the generation
     /// is over.
-    fn batch(&mut self) -> Result<Option<Report>> {
+    fn batch(&mut self) -> Result<Option<WorkerReport>> {
         let lease = self.lease.as_mut().and_then(|(ticket, left)| Some((*ticket, left.next()?)));
         let (ticket, batch) = lease
             .ok_or_else(|| Error::comm("the coordinator goes on with a lease that has ended"))?;
@@ -472,7 +473,7 @@ impl<'a, B: Kernels> Member<'a, B> {
         let loss = loss.to_bits();
         let norm = reduced.norm.to_bits();
         let seconds = self.seconds;
-        Ok(Some(Report::Batch { ticket, batch, loss, norm, staleness, seconds }))
+        Ok(Some(WorkerReport::Batch { ticket, batch, loss, norm, staleness, seconds }))
     }
 
     /// The gradient of the micro-batches that were asked for, and the time that it took.
@@ -486,7 +487,12 @@ impl<'a, B: Kernels> Member<'a, B> {
     }
 
     /// Evaluates chunks with the parameters of a cut; none if the generation is over.
-    fn chunks(&mut self, ticket: u64, cut: u64, chunks: Range<u64>) -> Result<Option<Report>> {
+    fn chunks(
+        &mut self,
+        ticket: u64,
+        cut: u64,
+        chunks: Range<u64>,
+    ) -> Result<Option<WorkerReport>> {
         if !self.pull(Values::Cut(cut))? {
             return Ok(None);
         }
@@ -501,7 +507,7 @@ impl<'a, B: Kernels> Member<'a, B> {
             let of_chunk = evaluator.measure_chunk(&mut self.engine.model, chunk)?;
             sums.push(of_chunk.into_iter().flatten().map(f64::to_bits).collect());
         }
-        Ok(Some(Report::Chunks { ticket, sums }))
+        Ok(Some(WorkerReport::Chunks { ticket, sums }))
     }
 
     /// Takes values from all servers.

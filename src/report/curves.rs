@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::downsample::{Curve, Point, mean, parts, rounded};
 use crate::run_records::RunRecords;
-use hpctrain_config::telemetry::evaluations::{Evaluation, Over, Status};
+use hpctrain_config::telemetry::evaluations::{Evaluation, EvaluationStatus, Over};
 use hpctrain_config::telemetry::metrics::Step;
 
 /// Buckets of a curve: all curves of a page together have as many as those of four runs would.
@@ -242,7 +242,7 @@ impl RunData {
 /// The losses of evaluations over one kind of samples.
 fn losses(run: &RunRecords, over: Over) -> Vec<Point> {
     let done = run.evaluations.iter();
-    let done = done.filter(|one| one.over == over && one.status == Status::Done);
+    let done = done.filter(|one| one.over == over && one.status == EvaluationStatus::Done);
     ascending(done.filter_map(|one| Some((one.step, one.loss?))).collect())
 }
 

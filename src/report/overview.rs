@@ -3,9 +3,9 @@
 use super::html::{Cell, digits, number, quiet, seconds, table, text, time, wide};
 use super::{chip, curves};
 use crate::run_records::RunRecords;
-use hpctrain_checkpoint::run_dir::markers::Status;
+use hpctrain_checkpoint::run_dir::markers::RunStatus;
 use hpctrain_config::telemetry::efficiency::readable_rate;
-use hpctrain_config::telemetry::evaluations::{Over, Status as Outcome};
+use hpctrain_config::telemetry::evaluations::{EvaluationStatus as Outcome, Over};
 use hpctrain_config::telemetry::metrics::Step;
 use hpctrain_config::telemetry::{bytes, grouped};
 
@@ -41,9 +41,9 @@ fn status(run: &RunRecords) -> String {
         _ if run.running => "running".into(),
         Some(end) => {
             let status = match end.status {
-                Status::Finished => "finished",
-                Status::Preempted => "preempted",
-                Status::Failed => "failed",
+                RunStatus::Finished => "finished",
+                RunStatus::Preempted => "preempted",
+                RunStatus::Failed => "failed",
             };
             end.why.as_ref().map_or_else(|| status.into(), |why| format!("{status}: {why}"))
         }

@@ -8,7 +8,7 @@ use super::html::{
     digits, escaped, heading, number, paragraph, quiet, seconds, table, text, time, wide,
 };
 use crate::run_records::RunRecords;
-use hpctrain_config::telemetry::evaluations::{Evaluation, Over, Status};
+use hpctrain_config::telemetry::evaluations::{Evaluation, EvaluationStatus, Over};
 use hpctrain_config::telemetry::{bytes, grouped};
 
 /// Lines of a table: of more than that, the last ones.
@@ -84,10 +84,14 @@ pub fn evaluations(run: &RunRecords) -> String {
             Over::Training => "an epoch of training",
         };
         let loss = match (one.status, one.loss) {
-            (Status::Done, loss) if loss == Some(best) => format!("{} (best)", digits(loss)),
-            (Status::Done, loss) => digits(loss),
-            (Status::Retried, _) => "tried again".into(),
-            (Status::Failed, _) => format!("failed: {}", one.error.as_deref().unwrap_or("unknown")),
+            (EvaluationStatus::Done, loss) if loss == Some(best) => {
+                format!("{} (best)", digits(loss))
+            }
+            (EvaluationStatus::Done, loss) => digits(loss),
+            (EvaluationStatus::Retried, _) => "tried again".into(),
+            (EvaluationStatus::Failed, _) => {
+                format!("failed: {}", one.error.as_deref().unwrap_or("unknown"))
+            }
         };
         let mut row = vec![number(grouped(one.step)), text(over), number(loss)];
         row.extend(has_perplexity.then(|| number(digits(one.perplexity))));

@@ -25,7 +25,7 @@ pub const RANKS: &str = "{ranks}";
 
 /// A host, and the ranks that it has room for.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Host {
+pub struct HostSlots {
     /// The name by which the agent and the launcher reach it.
     pub name: String,
     /// Ranks at most.
@@ -34,7 +34,7 @@ pub struct Host {
 
 /// Hosts in the order in which they are taken, such as `h0:2,h1:2`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HostList(pub Vec<Host>);
+pub struct HostList(pub Vec<HostSlots>);
 
 impl HostList {
     /// Ranks at most.
@@ -51,7 +51,7 @@ impl FromStr for HostList {
             Error::input(format!("--hosts {text}: not a list of hosts with their ranks"))
                 .hint("such as --hosts node1:8,node2:8, each host once")
         };
-        let mut hosts: Vec<Host> = Vec::new();
+        let mut hosts: Vec<HostSlots> = Vec::new();
         for word in text.split(',') {
             let (name, slots) = word.split_once(':').unwrap_or((word, "1"));
             let slots = slots.parse().ok().filter(|slots| *slots > 0).ok_or_else(wrong)?;
@@ -61,7 +61,7 @@ impl FromStr for HostList {
             {
                 return Err(wrong());
             }
-            hosts.push(Host { name: name.into(), slots });
+            hosts.push(HostSlots { name: name.into(), slots });
         }
         Ok(Self(hosts))
     }
@@ -105,10 +105,11 @@ impl Hosts {
     /// none.
     pub fn seats(&self) -> Result<Seats, String> {
         let present = self.present();
-        let names = |hosts: &[&Host]| {
+        let names = |hosts: &[&HostSlots]| {
             hosts.iter().map(|host| host.name.as_str()).collect::<Vec<_>>().join(", ")
         };
-        let gone: Vec<&Host> = self.list.0.iter().filter(|host| !present.contains(host)).collect();
+        let gone: Vec<&HostSlots> =
+            self.list.0.iter().filter(|host| !present.contains(host)).collect();
         if !gone.is_empty() {
             log::warn!("no answer from {}", names(&gone));
         }
@@ -126,13 +127,13 @@ impl Hosts {
     }
 
     /// The hosts that answer, in their order. This one needs not be asked.
-    fn present(&self) -> Vec<&Host> {
+    fn present(&self) -> Vec<&HostSlots> {
         let here = uname();
         let here = here.nodename().to_string_lossy();
-        let asked: Vec<(&Host, Option<Child>)> =
+        let asked: Vec<(&HostSlots, Option<Child>)> =
             self.list.0.iter().map(|host| (host, self.ask(host, &here))).collect();
         let begun = Instant::now();
-        let answers = |(host, child): (&'_ Host, Option<Child>)| match child {
+        let answers = |(host, child): (&'_ HostSlots, Option<Child>)| match child {
             None => is_here(&host.name, &here),
             Some(child) => succeeds(child, begun),
         };
@@ -145,7 +146,7 @@ impl Hosts {
     }
 
     /// Starts a question to another host.
-    fn ask(&self, host: &Host, here: &str) -> Option<Child> {
+    fn ask(&self, host: &HostSlots, here: &str) -> Option<Child> {
         let [program, arguments @ ..] = &self.agent[..] else { return None };
         if is_here(&host.name, here) {
             return None;
@@ -191,7 +192,7 @@ fn succeeds(mut child: Child, begun: Instant) -> bool {
 
 /// So many ranks on as few hosts as hold them: equally many on each where that is possible, else
 /// the first hosts are filled.
-fn share(hosts: &[&Host], ranks: usize) -> Seats {
+fn share(hosts: &[&HostSlots], ranks: usize) -> Seats {
     let even = (1..=hosts.len()).filter(|count| ranks.is_multiple_of(*count)).find_map(|count| {
         let each = ranks / count;
         let chosen: Vec<_> = hosts.iter().filter(|host| host.slots >= each).take(count).collect();
@@ -200,7 +201,7 @@ fn share(hosts: &[&Host], ranks: usize) -> Seats {
     });
     let filled = || {
         let mut left = ranks;
-        let mut take = |host: &&'_ Host| {
+        let mut take = |host: &&'_ HostSlots| {
             let here = host.slots.min(left);
             left -= here;
             here
@@ -227,7 +228,7 @@ mod tests {
         let list: HostList = "h0:2,h1".parse().unwrap();
         assert_eq!(
             list.0,
-            [("h0", 2), ("h1", 1)].map(|(name, slots)| Host { name: name.into(), slots })
+            [("h0", 2), ("h1", 1)].map(|(name, slots)| HostSlots { name: name.into(), slots })
         );
         assert_eq!(list.slots(), 3);
         for wrong in ["", "h0:", "h0:0", "h0:x", ":2", "h0,h0", "h0,,h1", "-o:2"] {

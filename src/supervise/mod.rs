@@ -36,7 +36,7 @@ const LONGEST: Duration = Duration::from_secs(120);
 
 /// A job to be supervised.
 #[derive(Debug, Clone)]
-pub struct Request {
+pub struct SuperviseOptions {
     /// The command: a launcher with its arguments, or this program.
     pub command: Vec<String>,
     /// Starts in a row that may gain no checkpoint, besides the first.
@@ -52,7 +52,7 @@ pub struct Request {
 ///
 /// # Errors
 /// The command cannot be started.
-pub fn supervise(request: &Request) -> Result<i32> {
+pub fn supervise(request: &SuperviseOptions) -> Result<i32> {
     signals::listen()?;
     let place = place::of_this_process()?;
     let ended = starts(request, &place);
@@ -62,7 +62,7 @@ pub fn supervise(request: &Request) -> Result<i32> {
 }
 
 /// All starts. Trainers write their run's directory to `place`.
-fn starts(request: &Request, place: &Path) -> Result<i32> {
+fn starts(request: &SuperviseOptions, place: &Path) -> Result<i32> {
     let mut account = RestartLog::default();
     let mut run = None;
     let mut fruitless = 0;

@@ -1,6 +1,6 @@
 //! Training on the device of `run.device`.
 
-use super::run::{Customization, GpuPlace, Request, train_on};
+use super::run::{Customization, GpuPlace, TrainRequest, train_on};
 use crate::planner::{Here, choose_here};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_checkpoint::run_dir::RunOutcome;
@@ -21,11 +21,11 @@ use hpctrain_device::Kernels;
 /// As [`train`], or there are no such devices.
 pub fn train(
     comm: &Comm<Cpu>,
-    request: &Request,
+    request: &TrainRequest,
     own: Customization<'_>,
     beside: Option<&Comm<Cpu>>,
 ) -> Result<RunOutcome> {
-    let request = &Request { config: own.configured(&request.config), ..request.clone() };
+    let request = &TrainRequest { config: own.configured(&request.config), ..request.clone() };
     let vocabulary =
         own.data.as_ref().map(|splits| splits.train.vocabulary()).filter(|ids| *ids > 0);
     let threads = request.threads;
@@ -46,7 +46,7 @@ pub fn train(
                 sharers: gpu.sharers,
             };
             let here = Here { comm, backend, gpu: Some(gpu.memory), threads, vocabulary };
-            let request = Request { gpu: Some(place), ..laid_out(request, &here)? };
+            let request = TrainRequest { gpu: Some(place), ..laid_out(request, &here)? };
             let beside = beside.map(|beside| beside.on().world());
             train_on(comm, &request, own, beside.as_ref(), backend)
         }
@@ -55,9 +55,9 @@ pub fn train(
 
 /// The request with the layout that is fastest here, if it leaves the choice: collective.
 fn laid_out<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
-    request: &Request,
+    request: &TrainRequest,
     here: &Here<'_, B, F>,
-) -> Result<Request> {
+) -> Result<TrainRequest> {
     if request.config.parallel.layout == LayoutMode::Given {
         return Ok(request.clone());
     }
@@ -75,5 +75,5 @@ fn laid_out<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
             best.keys
         ));
     }
-    Ok(Request { config: best.keys.config(&request.config), ..request.clone() })
+    Ok(TrainRequest { config: best.keys.config(&request.config), ..request.clone() })
 }

@@ -1,6 +1,6 @@
 //! The energy of a run: one rank of each machine reads its counters, rank 0 records the sum.
 
-use hpctrain_base::energy::{Counters, Meter, Source, machine};
+use hpctrain_base::energy::{Counters, EnergySource, Meter, machine};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_comm::Group;
 use hpctrain_config::telemetry::metrics::Step;
@@ -16,7 +16,7 @@ pub struct Energy<B: Backend> {
     /// On the ranks that read; none anywhere if nothing can be counted.
     meter: Option<Meter>,
     /// The sources that all machines have.
-    sources: Vec<Source>,
+    sources: Vec<EnergySource>,
     machines: usize,
 }
 
@@ -45,12 +45,15 @@ impl<B: Backend> Energy<B> {
         gpus.dedup();
         let counters = is_reader(world.rank()).then(|| Counters::open(&gpus));
 
-        let has =
-            |source: Source| counters.as_ref().is_none_or(|counters| counters.has(source).is_ok());
-        let all =
-            world.all_gather_u64(&[u64::from(has(Source::Gpu)), u64::from(has(Source::Cpu))])?;
+        let has = |source: EnergySource| {
+            counters.as_ref().is_none_or(|counters| counters.has(source).is_ok())
+        };
+        let all = world.all_gather_u64(&[
+            u64::from(has(EnergySource::Gpu)),
+            u64::from(has(EnergySource::Cpu)),
+        ])?;
         let everywhere = |at: usize| all.iter().all(|rank| rank.get(at) == Some(&1));
-        let sources: Vec<Source> = [Source::Gpu, Source::Cpu]
+        let sources: Vec<EnergySource> = [EnergySource::Gpu, EnergySource::Cpu]
             .into_iter()
             .enumerate()
             .filter(|(at, _)| everywhere(*at))
@@ -86,7 +89,7 @@ impl<B: Backend> Energy<B> {
     }
 
     /// The devices that are counted.
-    pub fn sources(&self) -> &[Source] {
+    pub fn sources(&self) -> &[EnergySource] {
         &self.sources
     }
 }
@@ -119,7 +122,7 @@ impl EnergyAccount {
     }
 
     /// The energy of the run, for its card, after `step` steps.
-    pub fn total(&self, joules: f64, step: u64, sources: &[Source]) -> EnergyUse {
+    pub fn total(&self, joules: f64, step: u64, sources: &[EnergySource]) -> EnergyUse {
         let joules_per_token = joules / self.predictions(self.began, step);
         EnergyUse { sources: sources.to_vec(), kwh: self.kwh(joules), joules_per_token }
     }
@@ -147,7 +150,7 @@ mod tests {
         record.step = 22;
         account.add_to(&mut record, 3.6e6 + 400.0);
         assert_eq!(record.joules_per_token, Some(2.0));
-        let total = account.total(7.2e6, 30, &[Source::Gpu]);
+        let total = account.total(7.2e6, 30, &[EnergySource::Gpu]);
         assert_eq!((total.kwh, total.joules_per_token), (2.5, 3600.0));
     }
 }

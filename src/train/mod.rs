@@ -22,6 +22,6 @@ pub use hooks::{Hook, Outcome};
 pub use io_retry::{IoFailureTolerance, is_outage};
 pub use records::Records;
 pub use run::fresh_id;
-pub use run::{Customization, GpuPlace, Request, train_on};
+pub use run::{Customization, GpuPlace, TrainRequest, train_on};
 pub use stop_requests::StopRequests;
 pub use time_limit::TimeLimit;

@@ -10,7 +10,7 @@ use hpctrain_checkpoint::run_dir::RunDirectory;
 use hpctrain_config::ResolvedConfig;
 use hpctrain_config::telemetry::epoch_loss::EpochLoss;
 use hpctrain_config::telemetry::evaluations;
-use hpctrain_config::telemetry::evaluations::{Evaluation, Status};
+use hpctrain_config::telemetry::evaluations::{Evaluation, EvaluationStatus};
 use hpctrain_config::telemetry::json_lines::JsonLines;
 use hpctrain_config::telemetry::metrics::{Step, energy_so_far};
 use hpctrain_config::telemetry::progress::Progress;
@@ -178,7 +178,7 @@ impl Records {
         let is_new = |one: &&Evaluation| one.checkpoint.is_some() && one.step > self.taken_in;
         let mut of_others: Vec<&Evaluation> = all.known().iter().filter(is_new).collect();
         of_others.sort_by_key(|one| one.step);
-        for evaluation in of_others.into_iter().filter(|one| one.status == Status::Done) {
+        for evaluation in of_others.into_iter().filter(|one| one.status == EvaluationStatus::Done) {
             board.evaluation(evaluation);
             self.taken_in = evaluation.step;
         }

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use hpctrain_comm::Stats;
-use hpctrain_config::telemetry::profile::Report;
+use hpctrain_config::telemetry::profile::KernelReport;
 use hpctrain_config::telemetry::times::{TimeCounters, Times};
 use hpctrain_device::{Profile, Tallies};
 use hpctrain_engine::StepResult;
@@ -134,8 +134,8 @@ impl StepTimers {
 
     /// The profile, if the rank counts the time of its kernels; the device was waited for after
     /// each of them, or not.
-    pub fn profile(&self, threads: usize, waits: bool) -> Option<Report> {
+    pub fn profile(&self, threads: usize, waits: bool) -> Option<KernelReport> {
         let Profiled { steps, times, tallies } = self.profile.as_ref()?;
-        Some(Report::new(tallies, *steps, *times, threads, waits))
+        Some(KernelReport::new(tallies, *steps, *times, threads, waits))
     }
 }

@@ -7,8 +7,8 @@
 use std::fmt;
 
 use super::run_layout::Recording;
-use super::snapshot::Difference;
-use super::tensor_entry::Entry;
+use super::snapshot::TensorDifference;
+use super::tensor_entry::TensorRecord;
 use crate::backend::Elementwise;
 use crate::optim::UpdateRule;
 
@@ -91,7 +91,7 @@ pub fn describe(reference: &Recording, row: &Recording) -> String {
 }
 
 /// The name of a tensor and which of its values are meant.
-fn name(entry: &Entry) -> String {
+fn name(entry: &TensorRecord) -> String {
     match entry.state.as_str() {
         "" => format!("tensor {}", entry.tensor),
         state => format!("tensor {} of the optimizer's {state}", entry.tensor),
@@ -246,7 +246,7 @@ pub fn closely(
 }
 
 /// The relative 2-norm of the difference of several tensors.
-fn distance<'a>(differences: impl Iterator<Item = &'a Difference>) -> f64 {
+fn distance<'a>(differences: impl Iterator<Item = &'a TensorDifference>) -> f64 {
     let mut squares = 0.0;
     let mut reference = 0.0;
     for difference in differences {
@@ -265,7 +265,7 @@ mod tests {
 
     /// Three steps of two tensors with their moments.
     fn recording() -> Recording {
-        let entry = |tensor: &str, state: &str| Entry {
+        let entry = |tensor: &str, state: &str| TensorRecord {
             unit: "h.0".into(),
             tensor: tensor.into(),
             state: state.into(),
@@ -278,7 +278,7 @@ mod tests {
             lr: 1e-3f64.to_bits(),
             digests: vec![i; 4],
         };
-        let mut differences = vec![Difference::default(); 4];
+        let mut differences = vec![TensorDifference::default(); 4];
         differences.iter_mut().for_each(|difference| difference.add(0, &[1.0; 100], &[1.0; 100]));
         Recording { entries, steps: (0..3).map(step).collect(), differences }
     }
@@ -287,7 +287,7 @@ mod tests {
     fn other(entry: usize, from: usize, value: f32) -> Recording {
         let mut other = recording();
         other.steps[from..].iter_mut().for_each(|step| step.digests[entry] += 1);
-        other.differences[entry] = Difference::default();
+        other.differences[entry] = TensorDifference::default();
         let mut here = [1.0; 100];
         here[37] = value;
         other.differences[entry].add(0, &here, &[1.0; 100]);

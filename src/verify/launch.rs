@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use super::run_layout::{Recording, Task, record};
+use super::run_layout::{LayoutTask, Recording, record};
 use crate::backend::cpu::Cpu;
 use crate::comm::{self, Comm};
 use crate::engine::on_threads;
@@ -49,7 +49,7 @@ impl Launcher {
     ///
     /// # Errors
     /// Of the ranks, or they could not be started.
-    pub fn run(self, ranks: usize, task: Task, folder: &Path) -> Result<Recording> {
+    pub fn run(self, ranks: usize, task: LayoutTask, folder: &Path) -> Result<Recording> {
         match self {
             Self::Threads => local(ranks, task),
             Self::Mpirun { open_mpi } => processes(ranks, &task, folder, open_mpi),
@@ -63,8 +63,8 @@ fn cores() -> usize {
 }
 
 /// Ranks in this process.
-pub fn local(ranks: usize, task: Task) -> Result<Recording> {
-    let task = Task { threads: Some((cores() / ranks).max(1)), ..task };
+pub fn local(ranks: usize, task: LayoutTask) -> Result<Recording> {
+    let task = LayoutTask { threads: Some((cores() / ranks).max(1)), ..task };
     if ranks == 1 {
         return on_device(&comm::single(), &task);
     }
@@ -72,7 +72,7 @@ pub fn local(ranks: usize, task: Task) -> Result<Recording> {
     recordings.into_iter().next().ok_or_else(|| Error::internal("no rank 0"))
 }
 
-fn processes(ranks: usize, task: &Task, folder: &Path, open_mpi: bool) -> Result<Recording> {
+fn processes(ranks: usize, task: &LayoutTask, folder: &Path, open_mpi: bool) -> Result<Recording> {
     let asked = folder.join("task.json");
     let given = folder.join("recording.json");
     let text = serde_json::to_vec(task).map_err(|e| Error::internal(format!("task: {e}")))?;
@@ -108,7 +108,7 @@ fn processes(ranks: usize, task: &Task, folder: &Path, open_mpi: bool) -> Result
 }
 
 /// Records where `run.device` wants it.
-fn on_device(comm: &Comm<Cpu>, task: &Task) -> Result<Recording> {
+fn on_device(comm: &Comm<Cpu>, task: &LayoutTask) -> Result<Recording> {
     match place(comm, &task.config)? {
         None => record(comm, task, cpu),
         Some(gpu) => record(&gpu.beside(comm), task, |plan| gpu.backend(plan)),
@@ -120,7 +120,7 @@ fn on_device(comm: &Comm<Cpu>, task: &Task) -> Result<Recording> {
 ///
 /// # Errors
 /// Of the task.
-pub fn rank(comm: &Comm<Cpu>, task: &Task, given: &Path) -> Result<()> {
+pub fn rank(comm: &Comm<Cpu>, task: &LayoutTask, given: &Path) -> Result<()> {
     let recording = on_device(comm, task)?;
     let written = || {
         let text = serde_json::to_vec(&recording)
@@ -134,7 +134,7 @@ pub fn rank(comm: &Comm<Cpu>, task: &Task, given: &Path) -> Result<()> {
 ///
 /// # Errors
 /// It is not there.
-pub fn task(asked: &Path) -> Result<Task> {
+pub fn task(asked: &Path) -> Result<LayoutTask> {
     let text = std::fs::read(asked)
         .map_err(|e| Error::io("read", asked, e).hint("hpctrain verify --mpi writes it"))?;
     serde_json::from_slice(&text).map_err(|e| Error::internal(format!("task: {e}")))

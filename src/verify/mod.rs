@@ -31,11 +31,11 @@ use crate::parallel::Zero;
 use crate::telemetry::say;
 
 pub use launch::{Launcher, rank, task};
-pub use run_layout::Task;
+pub use run_layout::LayoutTask;
 
 /// The layouts to be verified.
 #[derive(Debug, Clone)]
-pub struct Request {
+pub struct VerifyOptions {
     /// The configuration; its layout is replaced by those of the matrix.
     pub config: Config,
     /// Its name.
@@ -56,7 +56,7 @@ pub struct Request {
     pub json: bool,
 }
 
-impl Request {
+impl VerifyOptions {
     /// Prints a line for people.
     fn say(&self, line: impl fmt::Display) {
         if !self.json {
@@ -104,7 +104,7 @@ impl RowReport {
 ///
 /// # Errors
 /// The configuration is wrong, no row can run, or a row failed.
-pub fn verify(request: &Request) -> Result<bool> {
+pub fn verify(request: &VerifyOptions) -> Result<bool> {
     let storage = request.config.parallel.storage;
     let rows =
         matrix(&request.ranks, &request.pipelines, &request.tensors, &request.stages, storage);
@@ -156,7 +156,7 @@ pub fn verify(request: &Request) -> Result<bool> {
 
 /// The reference, and the bounds that the rows are compared by.
 struct Verifier<'a> {
-    request: &'a Request,
+    request: &'a VerifyOptions,
     vocabulary: usize,
     reference: Recording,
     /// For rows that add in another order than the reference; none if there are no such rows.
@@ -170,7 +170,7 @@ struct Verifier<'a> {
 }
 
 impl<'a> Verifier<'a> {
-    fn start(request: &'a Request, rows: &[Row], vocabulary: usize) -> Result<Self> {
+    fn start(request: &'a VerifyOptions, rows: &[Row], vocabulary: usize) -> Result<Self> {
         let config = &request.config;
         let folder = tempfile::Builder::new().prefix("hpctrain-verify-").tempdir();
         let folder =
@@ -315,7 +315,8 @@ impl<'a> Verifier<'a> {
     }
 
     fn run(&self, row: Row, steps: u64, then: Then) -> Result<Recording> {
-        let task = Task { config: row.config(&self.request.config), threads: None, steps, then };
+        let task =
+            LayoutTask { config: row.config(&self.request.config), threads: None, steps, then };
         self.request.launcher.run(row.ranks, task, self.folder.path()).map_err(|e| {
             let Row { ranks, pipeline, tensor, shard, replica, .. } = row;
             let place =
@@ -335,8 +336,11 @@ impl<'a> Verifier<'a> {
 }
 
 /// One rank, in this process.
-fn refer(request: &Request, steps: u64, then: Then) -> Result<Recording> {
-    launch::local(1, Task { config: REFERENCE.config(&request.config), threads: None, steps, then })
+fn refer(request: &VerifyOptions, steps: u64, then: Then) -> Result<Recording> {
+    launch::local(
+        1,
+        LayoutTask { config: REFERENCE.config(&request.config), threads: None, steps, then },
+    )
 }
 
 /// Whether a row must give the bits of one rank: with fixed virtual ranks, and fixed slices of blocks,

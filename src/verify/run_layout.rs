@@ -8,8 +8,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::snapshot::{Difference, Snapshot};
-use super::tensor_entry::Entry;
+use super::snapshot::{Snapshot, TensorDifference};
+use super::tensor_entry::TensorRecord;
 use crate::backend::Kernels;
 use crate::checkpoint::Progress;
 use crate::comm::{self, Comm, Group};
@@ -23,7 +23,7 @@ use crate::topology::Topology;
 
 /// The task of the ranks of a job.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Task {
+pub struct LayoutTask {
     /// The configuration, not yet resolved.
     pub config: Config,
     /// Compute threads a rank, where the caller knows better than the affinity mask.
@@ -62,11 +62,11 @@ pub struct Marks {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Recording {
     /// The tensors, in the order of [`Marks::digests`].
-    pub entries: Vec<Entry>,
+    pub entries: Vec<TensorRecord>,
     /// Every step.
     pub steps: Vec<Marks>,
     /// Difference of every entry from the file, if it was compared with one.
-    pub differences: Vec<Difference>,
+    pub differences: Vec<TensorDifference>,
 }
 
 /// Runs a task on this rank: collective over the world of `comm`. `backend` makes the device. Every
@@ -76,7 +76,7 @@ pub struct Recording {
 /// The error that stopped the run.
 pub fn record<B: Kernels>(
     comm: &Comm<B>,
-    task: &Task,
+    task: &LayoutTask,
     backend: impl FnOnce(&ResolvedConfig) -> Result<B>,
 ) -> Result<Recording> {
     let world = comm.world();
@@ -133,7 +133,7 @@ pub fn record<B: Kernels>(
         }
         Then::Compare(file) => {
             let mine = world.all_ok(Snapshot::open(file, &entries).and_then(|mut snapshot| {
-                let mut mine = vec![Difference::default(); entries.len()];
+                let mut mine = vec![TensorDifference::default(); entries.len()];
                 visit(&mut engine.model.sharded, |entry, start, values| {
                     snapshot.compare(entry, start, values, &mut mine[entry])
                 })?;
@@ -156,12 +156,12 @@ pub fn record<B: Kernels>(
 }
 
 /// Every tensor of every unit: its parameters, then each buffer of its optimizer state.
-fn entries<B: Kernels>(sharded: &Sharded<B>) -> Vec<Entry> {
+fn entries<B: Kernels>(sharded: &Sharded<B>) -> Vec<TensorRecord> {
     let states: Vec<&str> = std::iter::once("").chain(sharded.state_names()).collect();
     let mut entries = Vec::new();
     for unit in sharded.layouts() {
         for tensor in &unit.tensors {
-            entries.extend(states.iter().map(|state| Entry {
+            entries.extend(states.iter().map(|state| TensorRecord {
                 unit: unit.name.to_string(),
                 tensor: tensor.name.clone(),
                 state: state.to_string(),

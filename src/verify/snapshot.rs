@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::tensor_entry::Entry;
+use super::tensor_entry::TensorRecord;
 use crate::error::{Error, Result};
 
 /// The file: the elements of one entry after those of the other, as they are in memory.
@@ -46,7 +46,7 @@ impl Element {
 
 /// Difference of a tensor from that of one rank.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Difference {
+pub struct TensorDifference {
     /// Elements whose bits differ.
     pub elements: u64,
     /// The one with the lowest index.
@@ -59,7 +59,7 @@ pub struct Difference {
     pub reference_squares: f64,
 }
 
-impl Difference {
+impl TensorDifference {
     /// Compares runs of elements, of which the first has index `start`.
     pub fn add(&mut self, start: usize, here: &[f32], reference: &[f32]) {
         for (index, (here, reference)) in (start..).zip(here.iter().zip(reference)) {
@@ -97,7 +97,7 @@ impl Difference {
 }
 
 impl Snapshot {
-    fn new(path: &Path, file: File, entries: &[Entry]) -> Self {
+    fn new(path: &Path, file: File, entries: &[TensorRecord]) -> Self {
         let ends = entries.iter().scan(0, |end, entry| {
             let start = *end;
             *end += entry.len;
@@ -110,7 +110,7 @@ impl Snapshot {
     ///
     /// # Errors
     /// The file system refused.
-    pub fn create(path: &Path, entries: &[Entry]) -> Result<Self> {
+    pub fn create(path: &Path, entries: &[TensorRecord]) -> Result<Self> {
         let file = File::create(path).map_err(|e| {
             Error::io("create", path, e)
                 .hint("set TMPDIR to a directory with room for parameters and optimizer state")
@@ -122,7 +122,7 @@ impl Snapshot {
     ///
     /// # Errors
     /// The file system refused.
-    pub fn open(path: &Path, entries: &[Entry]) -> Result<Self> {
+    pub fn open(path: &Path, entries: &[TensorRecord]) -> Result<Self> {
         let file = File::open(path).map_err(|e| {
             Error::io("open", path, e)
                 .hint("with --mpi, set TMPDIR to a directory that all nodes share")
@@ -150,7 +150,7 @@ impl Snapshot {
         entry: usize,
         start: usize,
         values: &[f32],
-        into: &mut Difference,
+        into: &mut TensorDifference,
     ) -> Result<()> {
         for (chunk, values) in values.chunks(CHUNK).enumerate() {
             let start = start + chunk * CHUNK;
@@ -173,7 +173,8 @@ mod tests {
     fn the_element_is_found_whoever_holds_it() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("all");
-        let entry = |len| Entry { unit: "u".into(), tensor: "t".into(), state: String::new(), len };
+        let entry =
+            |len| TensorRecord { unit: "u".into(), tensor: "t".into(), state: String::new(), len };
         let entries = [entry(3), entry(CHUNK + 10)];
         let values: Vec<f32> = (0..CHUNK + 10).map(|i| i as f32 * 0.5).collect();
         let mut snapshot = Snapshot::create(&path, &entries).unwrap();
@@ -183,7 +184,7 @@ mod tests {
         let mut here = values.clone();
         (here[5], here[CHUNK + 3]) = (2.75, f32::NAN);
         let mut snapshot = Snapshot::open(&path, &entries).unwrap();
-        let mut parts = [Difference::default(), Difference::default()];
+        let mut parts = [TensorDifference::default(), TensorDifference::default()];
         snapshot.compare(1, 0, &here[..1000], &mut parts[0]).unwrap();
         snapshot.compare(1, 1000, &here[1000..], &mut parts[1]).unwrap();
         let [mut low, high] = parts.clone();
@@ -197,7 +198,7 @@ mod tests {
             assert_eq!(all.worst.unwrap().index, CHUNK + 3);
             assert!(all.squares.is_finite());
         }
-        let mut none = Difference::default();
+        let mut none = TensorDifference::default();
         snapshot.compare(0, 1, &[7.0; 2], &mut none).unwrap();
         assert_eq!((none.elements, none.reference_squares), (0, 98.0));
     }

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// A tensor of the parameters or of the optimizer's state.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Entry {
+pub struct TensorRecord {
     /// The unit it belongs to.
     pub unit: String,
     /// The parameter's name.
@@ -15,7 +15,7 @@ pub struct Entry {
     pub len: usize,
 }
 
-impl Entry {
+impl TensorRecord {
     /// Whether it is a parameter.
     pub fn is_parameter(&self) -> bool {
         self.state.is_empty()

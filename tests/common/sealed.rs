@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use hpctrain::backend::{
-    AllocatedOn, Backend, CommBuffer, DeviceCopies, Event, MemoryKind, MemoryStats, Pinned,
-    Profile, Scratch, Span,
+    AllocatedOn, Backend, CommBuffer, DeviceCopies, DeviceEvent, DeviceSpan, MemoryKind,
+    MemoryStats, Pinned, Profile, Scratch,
 };
 use hpctrain::error::{Error, Result};
 
@@ -70,7 +70,7 @@ impl Stream {
     }
 
     /// An event that is done when all present jobs are.
-    fn event(self: &Arc<Self>) -> Box<dyn Event> {
+    fn event(self: &Arc<Self>) -> Box<dyn DeviceEvent> {
         let jobs = self.jobs.lock().unwrap();
         Box::new(Later {
             stream: self.clone(),
@@ -95,7 +95,7 @@ struct Later {
     asked: AtomicBool,
 }
 
-impl Event for Later {
+impl DeviceEvent for Later {
     fn is_done(&self) -> Result<bool> {
         if self.stream.is_stuck.load(Ordering::SeqCst) {
             return Ok(false);
@@ -120,11 +120,13 @@ struct SealedPort {
 }
 
 impl SealedPort {
-    fn span<'a>(&self, words: &'a Words, range: Range<usize>) -> Span<'a> {
+    fn span<'a>(&self, words: &'a Words, range: Range<usize>) -> DeviceSpan<'a> {
         assert!(range.end <= words.len);
         // SAFETY: the words live for 'a. Where addresses are hidden MPI is not given any, which the
         // tests make sure of.
-        unsafe { Span::new(words.at.expose_provenance() + self.hidden, words.len).part(range) }
+        unsafe {
+            DeviceSpan::new(words.at.expose_provenance() + self.hidden, words.len).part(range)
+        }
     }
 
     /// The span as the device sees it.
@@ -139,7 +141,7 @@ impl SealedPort {
         }
     }
 
-    fn later(&self, from: Span<'_>, to: Span<'_>, act: fn(&mut f32, f32)) {
+    fn later(&self, from: DeviceSpan<'_>, to: DeviceSpan<'_>, act: fn(&mut f32, f32)) {
         assert_eq!(from.words(), to.words());
         let (hidden, from, to, words) = (self.hidden, from.address(), to.address(), to.words());
         self.stream.queue(move || {
@@ -161,9 +163,9 @@ impl Pinned for Words {
 struct Place(Words, usize);
 
 impl Scratch for Place {
-    fn span(&self) -> Span<'_> {
+    fn span(&self) -> DeviceSpan<'_> {
         // SAFETY: as in `SealedPort::span`.
-        unsafe { Span::new(self.0.at.expose_provenance() + self.1, self.0.len) }
+        unsafe { DeviceSpan::new(self.0.at.expose_provenance() + self.1, self.0.len) }
     }
 }
 
@@ -182,7 +184,7 @@ impl DeviceCopies for SealedPort {
         &self,
         pieces: &[AllocatedOn<'_>],
         host: *mut f32,
-    ) -> Result<Box<dyn Event>> {
+    ) -> Result<Box<dyn DeviceEvent>> {
         for (span, at) in pieces {
             let hidden = self.hidden;
             let address = span.address();
@@ -200,7 +202,7 @@ impl DeviceCopies for SealedPort {
         &self,
         host: *const f32,
         pieces: &[AllocatedOn<'_>],
-    ) -> Result<Box<dyn Event>> {
+    ) -> Result<Box<dyn DeviceEvent>> {
         for (span, at) in pieces {
             let hidden = self.hidden;
             let address = span.address();
@@ -214,17 +216,17 @@ impl DeviceCopies for SealedPort {
         Ok(self.stream.event())
     }
 
-    fn add(&self, from: Span<'_>, to: Span<'_>) -> Result<()> {
+    fn add(&self, from: DeviceSpan<'_>, to: DeviceSpan<'_>) -> Result<()> {
         self.later(from, to, |to, from| *to += from);
         Ok(())
     }
 
-    fn copy(&self, from: Span<'_>, to: Span<'_>) -> Result<()> {
+    fn copy(&self, from: DeviceSpan<'_>, to: DeviceSpan<'_>) -> Result<()> {
         self.later(from, to, |to, from| *to = from);
         Ok(())
     }
 
-    fn mark(&self) -> Result<Box<dyn Event>> {
+    fn mark(&self) -> Result<Box<dyn DeviceEvent>> {
         Ok(self.stream.event())
     }
 }
@@ -393,7 +395,7 @@ impl Backend for Sealed {
         ))
     }
 
-    fn record_event(buf: &SealedBuf) -> Result<Option<Box<dyn Event>>> {
+    fn record_event(buf: &SealedBuf) -> Result<Option<Box<dyn DeviceEvent>>> {
         Ok(Some(buf.device.compute.event()))
     }
 

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use hpctrain::checkpoint::Checkpoints;
-use hpctrain::telemetry::evaluations::{self, Evaluation, Status};
+use hpctrain::telemetry::evaluations::{self, Evaluation, EvaluationStatus};
 use libc::{SIGTERM, SIGUSR1};
 
 use crate::disks::flip;
@@ -71,7 +71,8 @@ fn read(files: &RunFiles) -> Vec<Evaluation> {
 /// Bits of the losses by step; panics if a save was evaluated twice.
 #[track_caller]
 fn losses(files: &RunFiles) -> BTreeMap<u64, u64> {
-    let done: Vec<_> = read(files).into_iter().filter(|one| one.status == Status::Done).collect();
+    let done: Vec<_> =
+        read(files).into_iter().filter(|one| one.status == EvaluationStatus::Done).collect();
     let losses: BTreeMap<u64, u64> =
         done.iter().map(|one| (one.step, one.loss.unwrap().to_bits())).collect();
     assert_eq!(losses.len(), done.len(), "a checkpoint was evaluated twice: {done:#?}");
@@ -164,7 +165,7 @@ fn the_latest_is_evaluated_while_others_go() {
     start_beside(&evaluator, &mut run.command()).finish(LIMIT).succeeded();
     let ended = evaluator.finish(LIMIT).succeeded();
     let all = read(&files);
-    assert!(all.iter().all(|one| one.status == Status::Done), "{ended}");
+    assert!(all.iter().all(|one| one.status == EvaluationStatus::Done), "{ended}");
     assert_eq!(all.last().unwrap().step, 400, "{ended}");
     let evaluated = losses(&files).len();
     assert!((2..400).contains(&evaluated), "{evaluated}: {ended}");
@@ -301,10 +302,10 @@ fn a_damaged_checkpoint_is_given_up_and_the_next_evaluated() {
     let all = read(&files);
     for (step, file) in [(4, "rank-00001.h5"), (6, "rank-00000.h5")] {
         let of_it: Vec<_> = all.iter().filter(|one| one.step == step).collect();
-        let statuses: Vec<Status> = of_it.iter().map(|one| one.status).collect();
+        let statuses: Vec<EvaluationStatus> = of_it.iter().map(|one| one.status).collect();
         assert_eq!(
             statuses,
-            [Status::Retried, Status::Retried, Status::Failed],
+            [EvaluationStatus::Retried, EvaluationStatus::Retried, EvaluationStatus::Failed],
             "step {step}: {ended}"
         );
         assert!(of_it.iter().all(|one| one.error.as_ref().unwrap().contains(file)), "{of_it:#?}");

@@ -12,7 +12,7 @@ use hpctrain::nn::gpt::Gpt;
 use hpctrain::nn::llama::Llama;
 use hpctrain::nn::loss::Loss;
 use hpctrain::nn::{FrequencyScaling, Network};
-use hpctrain::optim::{Schedule, Shape, UpdateRule};
+use hpctrain::optim::{LrDecay, Schedule, UpdateRule};
 use hpctrain::parallel::{ControlFlags, Hyper, Zero};
 
 use hpctrain_testkit::simulator::under;
@@ -282,7 +282,7 @@ fn ten_steps_of_adamw<B: Kernels>(b: &B, within: Within) {
     each_case(|_, case, network| {
         let golden = case.group("adamw").unwrap();
         let schedule = Schedule {
-            shape: Shape::Cosine,
+            shape: LrDecay::Cosine,
             peak: attribute(&golden, "lr"),
             min: attribute(&golden, "min_lr"),
             warmup: size(&golden, "warmup_steps") as u64,

@@ -4,11 +4,11 @@
 use std::path::Path;
 
 use hpctrain::config::{Config, Sources, load};
-use hpctrain::data::{SampleMut, Sizes, Source};
+use hpctrain::data::{SampleMut, SampleSizes, Source};
 use hpctrain::engine::{Splits, on_threads};
 use hpctrain::error::Result;
 use hpctrain::run_dir::{Resume, RunOutcome};
-use hpctrain::train::{Customization, Request, train};
+use hpctrain::train::{Customization, TrainRequest, train};
 use serde_json::Value;
 
 use hpctrain_testkit::launch::{finish, program};
@@ -28,12 +28,12 @@ impl Source for Circle {
         self.sets.iter().sum()
     }
 
-    fn sizes(&self) -> Sizes {
-        Sizes {
+    fn sizes(&self) -> SampleSizes {
+        SampleSizes {
             features: 2,
             classes: usize::from(!self.value),
             values: usize::from(self.value),
-            ..Sizes::default()
+            ..SampleSizes::default()
         }
     }
 
@@ -98,10 +98,10 @@ fn train_on_circle(
             }),
             ..Customization::default()
         };
-        let request = Request {
+        let request = TrainRequest {
             threads: Some(1),
             resume: resume.clone(),
-            ..Request::new(config.clone(), "circle")
+            ..TrainRequest::new(config.clone(), "circle")
         };
         train(comm, &request, own, None)
     });

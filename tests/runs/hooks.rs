@@ -5,13 +5,13 @@ use std::path::Path;
 
 use hpctrain::comm;
 use hpctrain::config::{Config, Sources, load};
-use hpctrain::data::{SampleMut, Sizes, Source};
+use hpctrain::data::{SampleMut, SampleSizes, Source};
 use hpctrain::engine::{Splits, on_threads};
 use hpctrain::error::{Error, Result};
 use hpctrain::evaluate::Metrics;
 use hpctrain::run_dir::RunOutcome;
 use hpctrain::telemetry::metrics::Step;
-use hpctrain::train::{Customization, Hook, Outcome, Request, train};
+use hpctrain::train::{Customization, Hook, Outcome, TrainRequest, train};
 
 /// Samples of a line, and of what the network does not take.
 #[derive(Clone, Copy)]
@@ -30,12 +30,12 @@ impl Source for Line {
         40
     }
 
-    fn sizes(&self) -> Sizes {
-        Sizes {
+    fn sizes(&self) -> SampleSizes {
+        SampleSizes {
             features: 1,
             values: self.values,
             weights: usize::from(self.weight.is_some()),
-            ..Sizes::default()
+            ..SampleSizes::default()
         }
     }
 
@@ -168,7 +168,8 @@ fn run_with(
     let each = on_threads(ranks, |comm| {
         let mut hook = hook(comm.rank());
         let own = Customization { hooks: vec![&mut hook], data: Some(line(data)), network: None };
-        let request = Request { threads: Some(1), ..Request::new(config.clone(), "line") };
+        let request =
+            TrainRequest { threads: Some(1), ..TrainRequest::new(config.clone(), "line") };
         let ended = train(comm, &request, own, None);
         Ok((hook.told, ended))
     });
@@ -319,7 +320,7 @@ fn samples_that_the_network_cannot_take_are_refused() {
     let root = tempfile::tempdir().unwrap();
     let splits = Splits { validation: Some(Box::new(Line { values: 0, ..LINE })), ..line(LINE) };
     let own = Customization { data: Some(splits), ..Customization::default() };
-    let ended = train(&comm::single(), &Request::new(config(root.path()), "line"), own, None);
+    let ended = train(&comm::single(), &TrainRequest::new(config(root.path()), "line"), own, None);
     assert!(ended.unwrap_err().to_string().starts_with("a line, validation: 40 samples of 0 ids"));
     let message = message(Line { broken: Some(17), ..LINE });
     assert!(message.starts_with("a line: sample 17: NaN is not a finite number"), "{message}");
@@ -332,7 +333,7 @@ fn samples_of_a_source_may_have_weights() {
         data: Some(line(Line { weight: Some(2.0), ..LINE })),
         ..Customization::default()
     };
-    train(&comm::single(), &Request::new(config(root.path()), "line"), own, None).unwrap();
+    train(&comm::single(), &TrainRequest::new(config(root.path()), "line"), own, None).unwrap();
     let text = std::fs::read_to_string(root.path().join("here/metrics.jsonl")).unwrap();
     // One sample counts, and six steps of four see it once.
     assert_eq!(text.lines().filter(|line| line.contains("\"loss\":0.0,")).count(), 5, "{text}");

@@ -156,7 +156,7 @@ fn what_has_no_room_on_a_gpu_is_proposed_for_its_host() {
         best["toml"]
             .as_str()
             .unwrap()
-            .ends_with("[optimizer]\noffload = true\n\n[batch]\nmicro = 1"),
+            .ends_with("[offload]\noptimizer = true\n\n[batch]\nmicro = 1"),
         "{best}"
     );
     let text = plan(&[]).succeeded().stdout;

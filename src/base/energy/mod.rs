@@ -23,7 +23,7 @@ const KEEP_UP: Duration = Duration::from_secs(30);
 /// The devices whose energy is counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Source {
+pub enum EnergySource {
     /// GPUs, by NVML's counter of each.
     Gpu,
     /// CPU packages and DRAM, by RAPL.
@@ -48,18 +48,18 @@ impl Counters {
     ///
     /// # Errors
     /// Returns the reason.
-    pub fn has(&self, source: Source) -> Result<(), &str> {
+    pub fn has(&self, source: EnergySource) -> Result<(), &str> {
         let missing = match source {
-            Source::Gpu => self.gpus.as_ref().err(),
-            Source::Cpu => self.cpus.as_ref().err(),
+            EnergySource::Gpu => self.gpus.as_ref().err(),
+            EnergySource::Cpu => self.cpus.as_ref().err(),
         };
         missing.map_or(Ok(()), |why| Err(why))
     }
 
     /// Starts to count the energy of `sources`, of those that are there.
-    pub fn start(self, sources: &[Source]) -> Meter {
-        let gpus = self.gpus.ok().filter(|_| sources.contains(&Source::Gpu));
-        let cpus = self.cpus.ok().filter(|_| sources.contains(&Source::Cpu));
+    pub fn start(self, sources: &[EnergySource]) -> Meter {
+        let gpus = self.gpus.ok().filter(|_| sources.contains(&EnergySource::Gpu));
+        let cpus = self.cpus.ok().filter(|_| sources.contains(&EnergySource::Cpu));
         Meter::start(Reading { gpus, cpus, joules: Ok(0.0) })
     }
 }

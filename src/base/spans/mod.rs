@@ -138,7 +138,7 @@ pub struct Message {
 
 /// A piece of time that a thread spent. Times are those of [`now`].
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Event {
+pub struct SpanEvent {
     /// The thread.
     pub track: Track,
     /// Name of the work.
@@ -157,7 +157,7 @@ pub struct Event {
 #[derive(Debug, Default)]
 pub struct Events {
     /// In the order of their ends.
-    pub kept: Vec<Event>,
+    pub kept: Vec<SpanEvent>,
     /// Events beyond the most that are kept.
     pub lost: u64,
 }
@@ -219,7 +219,7 @@ impl Activity {
     }
 
     /// Keeps an event, if there is room.
-    pub fn keep(&self, event: Event) {
+    pub fn keep(&self, event: SpanEvent) {
         let mut events = self.events();
         if events.kept.len() < MOST {
             events.kept.push(event);
@@ -276,7 +276,7 @@ impl Drop for Span {
             activity.0.phase.store(before, Ordering::Relaxed);
         }
         if activity.records() {
-            activity.keep(Event {
+            activity.keep(SpanEvent {
                 track,
                 name: doing.name(),
                 unit,

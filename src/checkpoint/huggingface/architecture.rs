@@ -31,8 +31,8 @@ impl Tokens {
 #[derive(Serialize)]
 #[serde(untagged)]
 pub enum Architecture {
-    Gpt2(gpt2::Architecture),
-    Llama(Box<llama::Architecture>),
+    Gpt2(gpt2::Gpt2Architecture),
+    Llama(Box<llama::LlamaArchitecture>),
 }
 
 impl Architecture {
@@ -43,9 +43,9 @@ impl Architecture {
     pub fn of(network: &Network, tokenizer: Option<&Tokenizer>) -> Result<Self> {
         let tokens = Tokens::of(tokenizer);
         match network {
-            Network::Gpt(gpt) => Ok(Self::Gpt2(gpt2::Architecture::of(gpt, tokens))),
+            Network::Gpt(gpt) => Ok(Self::Gpt2(gpt2::Gpt2Architecture::of(gpt, tokens))),
             Network::Llama(llama) => {
-                Ok(Self::Llama(Box::new(llama::Architecture::of(llama, tokens))))
+                Ok(Self::Llama(Box::new(llama::LlamaArchitecture::of(llama, tokens))))
             }
             Network::Layers(_) | Network::Own(_) => Err(unknown()),
         }

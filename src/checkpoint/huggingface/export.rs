@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::architecture::Architecture;
 use super::name_map::{Spelling, transposed};
 use super::safetensors::Writer;
-use super::staging::Staging;
+use super::staging::ExportStaging;
 use super::tokenizer::{GENERATION, Generation, SETTINGS, TOKENIZER};
 use super::{CONFIG, MODEL, tensors};
 use crate::Reader;
@@ -44,7 +44,7 @@ pub fn export(reader: &mut Reader, out: &Path) -> Result<Exported> {
         Network::Llama(_) | Network::Layers(_) | Network::Own(_) => network.clone(),
     });
     let ours: BTreeSet<String> = tensors(&network).into_iter().map(|tensor| tensor.name).collect();
-    let staging = Staging::new(out)?;
+    let staging = ExportStaging::new(out)?;
     let named =
         |tensor: &Tensor| (spelling.name(spelling.prefix, &tensor.name), spelling.shape(tensor));
     let table: Vec<(String, Vec<usize>)> = there.iter().map(named).collect();

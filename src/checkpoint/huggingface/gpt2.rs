@@ -10,7 +10,7 @@ use hpctrain_nn::gpt::{EPSILON, Gpt};
 /// The keys that determine the network's computation. Left out, a key has the default of
 /// `transformers`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Architecture {
+pub struct Gpt2Architecture {
     /// Classes that read the model.
     #[serde(default)]
     architectures: Vec<String>,
@@ -19,7 +19,7 @@ pub struct Architecture {
     /// Token ids.
     vocab_size: usize,
     /// Positions a sequence.
-    #[serde(default = "Architecture::context")]
+    #[serde(default = "Gpt2Architecture::context")]
     n_positions: usize,
     /// The same under its old name.
     #[serde(default)]
@@ -34,22 +34,22 @@ pub struct Architecture {
     #[serde(default)]
     n_inner: Option<usize>,
     /// The nonlinearity there.
-    #[serde(default = "Architecture::activation")]
+    #[serde(default = "Gpt2Architecture::activation")]
     activation_function: String,
     /// Added to the variance in layer norms.
-    #[serde(default = "Architecture::epsilon")]
+    #[serde(default = "Gpt2Architecture::epsilon")]
     layer_norm_epsilon: f64,
     /// Dropout at the end of residual branches.
-    #[serde(default = "Architecture::dropout")]
+    #[serde(default = "Gpt2Architecture::dropout")]
     resid_pdrop: f32,
     /// Dropout after the embedding.
-    #[serde(default = "Architecture::dropout")]
+    #[serde(default = "Gpt2Architecture::dropout")]
     embd_pdrop: f32,
     /// Dropout of attention's weights, which our network has none of.
-    #[serde(default = "Architecture::dropout")]
+    #[serde(default = "Gpt2Architecture::dropout")]
     attn_pdrop: f32,
     /// Divide attention's scores by the root of a head's width.
-    #[serde(default = "Architecture::yes")]
+    #[serde(default = "Gpt2Architecture::yes")]
     scale_attn_weights: bool,
     /// Divide them by the number of the layer as well.
     #[serde(default)]
@@ -58,7 +58,7 @@ pub struct Architecture {
     #[serde(default)]
     add_cross_attention: bool,
     /// The output matrix is the token table.
-    #[serde(default = "Architecture::yes")]
+    #[serde(default = "Gpt2Architecture::yes")]
     tie_word_embeddings: bool,
     /// Type of the tensors in the file.
     #[serde(default, skip_deserializing)]
@@ -68,7 +68,7 @@ pub struct Architecture {
     tokens: Tokens,
 }
 
-impl Architecture {
+impl Gpt2Architecture {
     fn context() -> usize {
         1024
     }

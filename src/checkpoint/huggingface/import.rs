@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use super::architecture::Architecture;
 use super::name_map::{HEAD, Spelling, transposed};
 use super::safetensors::Reader;
-use super::staging::Staging;
+use super::staging::ExportStaging;
 use super::{CONFIG, INDEX, MODEL, tensors};
 use crate::manifest::VERSION;
 use crate::shard::{Extent, ShardWriter, file_name};
@@ -48,7 +48,7 @@ pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<M
     let tensors = tensors(&plan.network);
     let source = Source::open(from, Spelling::of(&plan.network)?, &tensors)?;
 
-    let staging = Staging::new(out)?;
+    let staging = ExportStaging::new(out)?;
     let extent = |tensor: &Tensor| Extent {
         tensor: tensor.name.clone(),
         shape: tensor.shape.clone(),

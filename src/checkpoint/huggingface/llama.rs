@@ -14,7 +14,7 @@ use hpctrain_nn::llama::Llama;
 /// The keys that determine the network's computation. Left out, a key has the default of
 /// `transformers`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Architecture {
+pub struct LlamaArchitecture {
     /// Classes that read the model.
     #[serde(default)]
     architectures: Vec<String>,
@@ -23,7 +23,7 @@ pub struct Architecture {
     /// Token ids.
     vocab_size: usize,
     /// Positions a sequence.
-    #[serde(default = "Architecture::context")]
+    #[serde(default = "LlamaArchitecture::context")]
     max_position_embeddings: usize,
     /// Width of the residual stream.
     hidden_size: usize,
@@ -40,10 +40,10 @@ pub struct Architecture {
     #[serde(default)]
     head_dim: Option<usize>,
     /// The nonlinearity of the gates.
-    #[serde(default = "Architecture::activation")]
+    #[serde(default = "LlamaArchitecture::activation")]
     hidden_act: String,
     /// Added to the mean square in norms.
-    #[serde(default = "Architecture::epsilon")]
+    #[serde(default = "LlamaArchitecture::epsilon")]
     rms_norm_eps: f64,
     /// Base of the angles of positions, unless one of the following has it.
     #[serde(default)]
@@ -191,7 +191,7 @@ impl Rope {
     }
 }
 
-impl Architecture {
+impl LlamaArchitecture {
     fn context() -> usize {
         2048
     }

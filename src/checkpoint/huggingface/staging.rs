@@ -10,12 +10,12 @@ use crate::directory::sync;
 use hpctrain_base::error::{Error, Result};
 
 /// A directory that is being filled, beside its place. It is removed unless published.
-pub struct Staging {
+pub struct ExportStaging {
     folder: TempDir,
     place: PathBuf,
 }
 
-impl Staging {
+impl ExportStaging {
     /// A directory that will be at `place`, where there may be nothing but an empty directory.
     ///
     /// # Errors

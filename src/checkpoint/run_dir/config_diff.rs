@@ -60,7 +60,7 @@ impl Changes {
         let of = |wanted: &[Decides]| {
             let all =
                 differences(before, now, |section, key| wanted.contains(&decides(section, key)));
-            all.iter().map(Difference::to_string).collect()
+            all.iter().map(KeyDifference::to_string).collect()
         };
         Self {
             curve: of(&[Decides::Curve, Decides::Length]),
@@ -76,11 +76,11 @@ pub fn of_run(before: &Config, now: &Config) -> Vec<String> {
     let wanted = |section: &str, key: &str| {
         section != "precision" && decides(section, key) == Decides::Curve
     };
-    differences(before, now, wanted).iter().map(Difference::to_string).collect()
+    differences(before, now, wanted).iter().map(KeyDifference::to_string).collect()
 }
 
 /// A key with another value in one configuration than in another.
-pub struct Difference {
+pub struct KeyDifference {
     /// `section.key`.
     pub key: String,
     /// Its value before, or in the first, in TOML.
@@ -89,7 +89,7 @@ pub struct Difference {
     pub now: String,
 }
 
-impl fmt::Display for Difference {
+impl fmt::Display for KeyDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} was {}, is {}", self.key, self.before, self.now)
     }
@@ -100,7 +100,7 @@ pub fn differences(
     before: &Config,
     now: &Config,
     wanted: impl Fn(&str, &str) -> bool,
-) -> Vec<Difference> {
+) -> Vec<KeyDifference> {
     let [before, now] = [before, now].map(|config| config.to_table().unwrap_or_default());
     let empty = Table::new();
     let section = |table: &Table, name: &str| {
@@ -117,7 +117,7 @@ pub fn differences(
                 |value: Option<&Value>| value.map_or_else(|| "left out".into(), Value::to_string);
             if before.get(key) != now.get(key) {
                 let [before, now] = [before.get(key), now.get(key)].map(told);
-                changes.push(Difference { key: format!("{name}.{key}"), before, now });
+                changes.push(KeyDifference { key: format!("{name}.{key}"), before, now });
             }
         }
     }

@@ -14,7 +14,7 @@ use hpctrain_base::{own_files, safe_open};
 /// Status of a trainer at its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Status {
+pub enum RunStatus {
     /// All steps are done, or an evaluator asked it to stop: there will be no more checkpoints.
     Finished,
     /// It saved and will be continued.
@@ -29,7 +29,7 @@ pub struct End {
     /// Steps finished.
     pub step: u64,
     /// Status of the trainer.
-    pub status: Status,
+    pub status: RunStatus,
     /// The reason, unless all steps are done.
     pub why: Option<String>,
 }
@@ -163,7 +163,7 @@ mod tests {
         let marks = Markers::new(dir.path());
         assert_eq!(marks.begin().unwrap(), None);
         assert!(marks.ended().is_none() && marks.asked_to_stop().is_none());
-        let end = End { step: 5, status: Status::Preempted, why: Some("SIGTERM".into()) };
+        let end = End { step: 5, status: RunStatus::Preempted, why: Some("SIGTERM".into()) };
         marks.end(&end).unwrap();
         marks.ask_to_stop("no better for 3 evaluations").unwrap();
         assert_eq!(

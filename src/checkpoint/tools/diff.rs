@@ -25,7 +25,7 @@ pub struct Compared {
 /// A difference of two checkpoints.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(tag = "what", rename_all = "lowercase")]
-pub enum Difference {
+pub enum CheckpointDifference {
     /// A count of the progress.
     Count {
         /// Its name.
@@ -66,13 +66,13 @@ pub enum Difference {
         name: String,
         /// How they differ.
         #[serde(flatten)]
-        found: Elements,
+        found: ElementDiff,
     },
 }
 
 /// Elements that differ, of two tensors of one shape.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Elements {
+pub struct ElementDiff {
     /// Elements with other bits.
     pub elements: u64,
     /// Elements of the tensor.
@@ -87,7 +87,7 @@ pub struct Elements {
     pub largest: f64,
 }
 
-impl fmt::Display for Difference {
+impl fmt::Display for CheckpointDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Count { name, a, b } => write!(f, "{name}: {a} in A, {b} in B"),
@@ -97,7 +97,7 @@ impl fmt::Display for Difference {
             Self::Elements {
                 group,
                 name,
-                found: Elements { elements, of, first, a, b, largest },
+                found: ElementDiff { elements, of, first, a, b, largest },
             } => write!(
                 f,
                 "/{group}/{name}: {} of {} elements differ, the first is {first}: {a:e} and {b:e}; \
@@ -118,7 +118,7 @@ pub fn diff(
     a: &mut Reader,
     b: &mut Reader,
     weights_only: bool,
-    tell: &mut dyn FnMut(Difference),
+    tell: &mut dyn FnMut(CheckpointDifference),
 ) -> Result<Compared> {
     let mine = a.manifest().clone();
     let others = b.manifest().clone();
@@ -133,17 +133,17 @@ pub fn diff(
         progress(&mine, &others).into_iter().chain(buffers(&mine, &others)).for_each(&mut tell);
     }
     for name in others.tensors.keys().filter(|name| !mine.tensors.contains_key(*name)) {
-        tell(Difference::Tensor { name: name.clone(), only_in: 'B' });
+        tell(CheckpointDifference::Tensor { name: name.clone(), only_in: 'B' });
     }
     for (name, entry) in &mine.tensors {
         let Some(other) = others.tensors.get(name) else {
-            tell(Difference::Tensor { name: name.clone(), only_in: 'A' });
+            tell(CheckpointDifference::Tensor { name: name.clone(), only_in: 'A' });
             continue;
         };
         if entry.shape != other.shape {
             let a = entry.shape.clone();
             let b = other.shape.clone();
-            tell(Difference::Shape { name: name.clone(), a, b });
+            tell(CheckpointDifference::Shape { name: name.clone(), a, b });
             continue;
         }
         let len = entry.shape.iter().product();
@@ -151,7 +151,7 @@ pub fn diff(
             tensors += 1;
             elements += len as u64;
             if let Some(found) = tensor(a, b, name, [part_a, part_b], len)? {
-                tell(Difference::Elements { group, name: name.clone(), found });
+                tell(CheckpointDifference::Elements { group, name: name.clone(), found });
             }
         }
     }
@@ -159,7 +159,7 @@ pub fn diff(
 }
 
 /// Counts that differ.
-fn progress(a: &Manifest, b: &Manifest) -> Vec<Difference> {
+fn progress(a: &Manifest, b: &Manifest) -> Vec<CheckpointDifference> {
     let counts = [
         ("step", a.step, b.step),
         ("updates", a.updates, b.updates),
@@ -167,14 +167,14 @@ fn progress(a: &Manifest, b: &Manifest) -> Vec<Difference> {
         ("seed", a.seed, b.seed),
     ];
     let differ = counts.into_iter().filter(|(_, a, b)| a != b);
-    differ.map(|(name, a, b)| Difference::Count { name, a, b }).collect()
+    differ.map(|(name, a, b)| CheckpointDifference::Count { name, a, b }).collect()
 }
 
 /// Buffers that only one of them has.
-fn buffers(a: &Manifest, b: &Manifest) -> Vec<Difference> {
-    let only = |have: &Manifest, lack: &Manifest, only_in: char| -> Vec<Difference> {
+fn buffers(a: &Manifest, b: &Manifest) -> Vec<CheckpointDifference> {
+    let only = |have: &Manifest, lack: &Manifest, only_in: char| -> Vec<CheckpointDifference> {
         let missing = have.state.iter().filter(|name| !lack.state.contains(name));
-        missing.map(|name| Difference::State { name: name.clone(), only_in }).collect()
+        missing.map(|name| CheckpointDifference::State { name: name.clone(), only_in }).collect()
     };
     [only(a, b, 'A'), only(b, a, 'B')].concat()
 }
@@ -197,8 +197,8 @@ fn tensor(
     name: &str,
     parts: [usize; 2],
     len: usize,
-) -> Result<Option<Elements>> {
-    let mut found: Option<Elements> = None;
+) -> Result<Option<ElementDiff>> {
+    let mut found: Option<ElementDiff> = None;
     let mut mine = vec![0.0; CHUNK.min(len)];
     let mut others = vec![0.0; CHUNK.min(len)];
     for start in (0..len).step_by(CHUNK) {
@@ -213,7 +213,7 @@ fn tensor(
             }
             let apart = (f64::from(*x) - f64::from(*y)).abs();
             let of = len as u64;
-            let found = found.get_or_insert(Elements {
+            let found = found.get_or_insert(ElementDiff {
                 elements: 0,
                 of,
                 first: at,

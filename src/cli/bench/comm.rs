@@ -4,7 +4,7 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::backend::cpu::Cpu;
-use crate::bench::collectives::{self, Timing};
+use crate::bench::collectives::{self, CollectiveTiming};
 use crate::cli::json;
 use crate::comm::{Algorithm, Comm, Operation};
 use crate::config::Size;
@@ -117,7 +117,7 @@ pub fn table(comm: &Comm<Cpu>, args: &CommArgs) -> Result<()> {
     Ok(())
 }
 
-fn row(timing: &Timing, copy: f64) -> Row {
+fn row(timing: &CollectiveTiming, copy: f64) -> Row {
     Row {
         operation: timing.operation,
         algorithm: timing.algorithm,

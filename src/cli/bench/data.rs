@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::backend::cpu::Cpu;
 use crate::cli::json;
 use crate::comm::Comm;
-use crate::data::bench::{self, Timing};
+use crate::data::bench::{self, ReadTiming};
 use crate::error::{Error, Result};
 use crate::telemetry::say;
 
@@ -82,7 +82,7 @@ pub fn table(comm: &Comm<Cpu>, args: &DataArgs) -> Result<()> {
     Ok(())
 }
 
-fn row(timing: &Timing) -> Row {
+fn row(timing: &ReadTiming) -> Row {
     let rate = timing.samples as f64 / median(timing.seconds.clone());
     let ratios: Vec<f64> =
         timing.plain.iter().zip(&timing.seconds).map(|(plain, seconds)| plain / seconds).collect();

@@ -6,7 +6,7 @@ use serde::Serialize;
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::{Arithmetic, Cuda, Device, Precision, libraries};
 use crate::backend::readable;
-use crate::bench::operations::{Sizes, Timing, operations};
+use crate::bench::operations::{OpSizes, OpTiming, operations};
 use crate::cli::json;
 use crate::comm::Comm;
 use crate::config::{Compute, Size};
@@ -93,7 +93,7 @@ pub fn table(comm: &Comm<Cpu>, args: &GpuArgs) -> Result<()> {
         None => device.free_memory()? / 10 * 9,
     };
     let cuda = Cuda::new(&device, memory, precision)?;
-    let sizes = if args.small { Sizes::small() } else { Sizes::gpt2() };
+    let sizes = if args.small { OpSizes::small() } else { OpSizes::gpt2() };
     if !args.json {
         say(format_args!(
             "{}, {}, {} of it taken\n",
@@ -134,7 +134,7 @@ pub fn table(comm: &Comm<Cpu>, args: &GpuArgs) -> Result<()> {
     Ok(())
 }
 
-fn row(timing: &Timing, copy: f64) -> Row {
+fn row(timing: &OpTiming, copy: f64) -> Row {
     let bandwidth = timing.bytes / timing.seconds;
     Row {
         operation: timing.operation.clone(),

@@ -16,7 +16,7 @@ use crate::polling;
 use crate::shared::Shared;
 use crate::transport::{DeviceCollective, GroupRanks, Transport, least_sent};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{CommId, DeviceComm, DeviceCopies, OrderedSum, Span};
+use hpctrain_device::{CommId, DeviceComm, DeviceCopies, DeviceSpan, OrderedSum};
 
 /// Cached communicators, in the order in which they were created; creation is slow.
 pub struct DeviceComms {
@@ -133,8 +133,8 @@ impl GroupComm<'_> {
         &self,
         wire: &mut dyn Transport,
         group: &GroupRanks,
-        send: Option<(usize, Span<'_>)>,
-        receive: Option<(usize, Span<'_>)>,
+        send: Option<(usize, DeviceSpan<'_>)>,
+        receive: Option<(usize, DeviceSpan<'_>)>,
     ) -> Result<()> {
         let peer = |side: Option<(usize, _)>| {
             side.map(|(rank, span)| Ok((self.number(group, rank)?, span))).transpose()
@@ -152,8 +152,8 @@ impl GroupComm<'_> {
         &self,
         wire: &mut dyn Transport,
         group: &GroupRanks,
-        sends: &[(usize, Span<'_>)],
-        receives: &[(usize, Span<'_>)],
+        sends: &[(usize, DeviceSpan<'_>)],
+        receives: &[(usize, DeviceSpan<'_>)],
     ) -> Result<()> {
         self.shared.add_sent(sends.iter().map(|(_, span)| span.words() * size_of::<f32>()).sum());
         let mut start = || {
@@ -167,8 +167,8 @@ impl GroupComm<'_> {
     fn peers<'a>(
         &self,
         group: &GroupRanks,
-        side: &[(usize, Span<'a>)],
-    ) -> Result<Vec<(usize, Span<'a>)>> {
+        side: &[(usize, DeviceSpan<'a>)],
+    ) -> Result<Vec<(usize, DeviceSpan<'a>)>> {
         side.iter().map(|&(rank, span)| Ok((self.number(group, rank)?, span))).collect()
     }
 
@@ -193,7 +193,7 @@ impl GroupComm<'_> {
         wire: &mut dyn Transport,
         group: &GroupRanks,
         call: DeviceCollective,
-        memory: Span<'_>,
+        memory: DeviceSpan<'_>,
     ) -> Result<()> {
         self.shared.add_sent(least_sent(group, call, memory.words()));
         self.until_done(wire, |comm| comm.vendor(call, memory))

@@ -14,7 +14,7 @@ use crate::reduce_buffer::{Combine, ReduceBuffer};
 use crate::shared::Shared;
 use crate::transport::{DeviceCollective, GroupRanks, Transport};
 use hpctrain_base::error::Result;
-use hpctrain_device::{DeviceCopies, Event, Scratch, Span};
+use hpctrain_device::{DeviceCopies, DeviceEvent, DeviceSpan, Scratch};
 
 /// Words of one message that is to be added, 4 MiB.
 const WORDS: usize = 1 << 20;
@@ -76,14 +76,14 @@ impl Places {
     }
 
     /// The words of a number that are held.
-    pub fn span(&self, number: usize, range: Range<usize>) -> Option<Span<'_>> {
+    pub fn span(&self, number: usize, range: Range<usize>) -> Option<DeviceSpan<'_>> {
         Some(self.places.get(number)?.as_ref()?.span().part(range))
     }
 }
 
 /// Device memory whose addresses a library takes.
 pub struct CudaAware<'a> {
-    pub memory: Span<'a>,
+    pub memory: DeviceSpan<'a>,
     /// The communicator that carries messages; none if the wire takes addresses itself.
     pub device_comm: Option<GroupComm<'a>>,
     pub copies: &'a dyn DeviceCopies,
@@ -112,8 +112,8 @@ fn exchange_one(
     device_comm: Option<&GroupComm<'_>>,
     wire: &mut dyn Transport,
     group: &GroupRanks,
-    send: Option<(usize, Span<'_>)>,
-    receive: Option<(usize, Span<'_>)>,
+    send: Option<(usize, DeviceSpan<'_>)>,
+    receive: Option<(usize, DeviceSpan<'_>)>,
 ) -> Result<()> {
     match device_comm {
         Some(device_comm) => device_comm.exchange(wire, group, send, receive),
@@ -130,7 +130,7 @@ impl CudaAware<'_> {
         how: Combine,
         (to, sends): (usize, &[Range<usize>]),
         (from, receives): (usize, &[Range<usize>]),
-        adding: &mut [Option<Box<dyn Event>>; DEPTH],
+        adding: &mut [Option<Box<dyn DeviceEvent>>; DEPTH],
     ) -> Result<()> {
         let Self { memory, device_comm, copies, room, shared } = self;
         let device_comm = device_comm.as_ref();

@@ -14,11 +14,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::algorithms;
 use crate::algorithms::{Algorithm, Call, Operation};
 use crate::polling;
-use crate::reduce_buffer::{Host, Scratch};
+use crate::reduce_buffer::{HostBuffer, Scratch};
 use crate::shared::Shared;
 use crate::transport::{GroupRanks, P2pBuffer, Payload, Peer, Transport};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{AllocatedOn, DeviceCopies, Slot, Span};
+use hpctrain_device::{AllocatedOn, DeviceCopies, DeviceSpan, Slot};
 
 /// Words of a slot, 4 MiB: copies to and from a GPU reach their speed, and the host's caches are
 /// not all lost.
@@ -87,7 +87,7 @@ impl Lent {
     }
 
     /// Copies the first words to the device, and waits for that.
-    pub fn upload(&mut self, copies: &dyn DeviceCopies, to: Span<'_>) -> Result<()> {
+    pub fn upload(&mut self, copies: &dyn DeviceCopies, to: DeviceSpan<'_>) -> Result<()> {
         self.slot()?.upload(copies, &[(to, 0)])?;
         self.memory(0).map(drop)
     }
@@ -119,7 +119,11 @@ impl Chunk {
     }
 
     /// The chosen ranges and their places in the slot. Neighbours are one piece.
-    fn pieces<'a>(&self, memory: Span<'a>, chosen: impl Fn(usize) -> bool) -> Vec<AllocatedOn<'a>> {
+    fn pieces<'a>(
+        &self,
+        memory: DeviceSpan<'a>,
+        chosen: impl Fn(usize) -> bool,
+    ) -> Vec<AllocatedOn<'a>> {
         let mut found: Vec<(Range<usize>, usize)> = Vec::with_capacity(self.0.len());
         let mut at = 0;
         for (i, range) in self.0.iter().enumerate().filter(|(_, range)| !range.is_empty()) {
@@ -174,19 +178,19 @@ fn cut(call: Call, words: usize, ranks: usize, slot: usize) -> Vec<Chunk> {
 }
 
 /// Resources of a collective.
-pub struct Staging<'a> {
+pub struct PinnedStaging<'a> {
     pub copies: &'a dyn DeviceCopies,
     pub slots: &'a Arc<Slots>,
     /// Words of a slot.
     pub words: usize,
 }
 
-impl Staging<'_> {
+impl PinnedStaging<'_> {
     /// Runs a collective on device memory.
     pub fn collective(
         &self,
         call: Call,
-        memory: Span<'_>,
+        memory: DeviceSpan<'_>,
         wire: &mut dyn Transport,
         scratch: &mut Scratch,
         group: &GroupRanks,
@@ -225,7 +229,7 @@ impl Staging<'_> {
             }
             let here = &mut slots[k % DEPTH];
             here.settle(wire)?;
-            let mut x = Host { memory: here.memory(chunk.words())?, scratch };
+            let mut x = HostBuffer { memory: here.memory(chunk.words())?, scratch };
             algorithms::run(call, &mut x, wire, group)?;
             here.slot()?.upload(self.copies, &up(chunk))?;
         }
@@ -235,7 +239,7 @@ impl Staging<'_> {
     /// Starts to send device memory, and returns when it may be written again.
     pub fn send(
         &self,
-        memory: Span<'_>,
+        memory: DeviceSpan<'_>,
         wire: &mut dyn Transport,
         group: &GroupRanks,
         to: usize,
@@ -254,8 +258,8 @@ impl Staging<'_> {
         Ok(())
     }
 
-    /// Slots for a message of [`Staging::send`], each with its range of the memory.
-    pub fn chunks_to_fill(&self, memory: Span<'_>) -> Result<Vec<(Lent, Range<usize>)>> {
+    /// Slots for a message of [`PinnedStaging::send`], each with its range of the memory.
+    pub fn chunks_to_fill(&self, memory: DeviceSpan<'_>) -> Result<Vec<(Lent, Range<usize>)>> {
         let words = memory.words();
         let chunk = |start| {
             Ok((self.slots.take(self.copies, self.words)?, start..words.min(start + self.words)))

@@ -24,7 +24,7 @@ use super::cuda_aware::Places;
 use crate::algorithms::{Call, Operation, Shares};
 use crate::transport::{GroupRanks, Transport};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::{DeviceCopies, OrderedSum, Span};
+use hpctrain_device::{DeviceCopies, DeviceSpan, OrderedSum};
 
 /// Slots of staged messages in a chunk, which so has 32 MiB: that long, groups of messages reach
 /// their speed.
@@ -49,11 +49,11 @@ pub fn terms(words: usize, chunk: usize, ranks: usize) -> usize {
 }
 
 /// A message: the other rank, and its words.
-type Message<'a> = (usize, Span<'a>);
+type Message<'a> = (usize, DeviceSpan<'a>);
 
 /// Device memory of one collective.
 pub struct NcclP2pCollective<'a> {
-    pub memory: Span<'a>,
+    pub memory: DeviceSpan<'a>,
     pub device_comm: GroupComm<'a>,
     pub copies: &'a dyn DeviceCopies,
     pub places: &'a mut Places,
@@ -71,7 +71,13 @@ struct Exchange<'a> {
 
 impl<'a> Exchange<'a> {
     /// Terms to those who own them. Mine come to `room`, piece by piece, and are added up.
-    fn terms(&mut self, memory: Span<'a>, level: &Level, shares: &Shares, mut room: Span<'a>) {
+    fn terms(
+        &mut self,
+        memory: DeviceSpan<'a>,
+        level: &Level,
+        shares: &Shares,
+        mut room: DeviceSpan<'a>,
+    ) {
         for place in level.others() {
             let theirs = level.of(place, shares);
             self.sends
@@ -93,7 +99,7 @@ impl<'a> Exchange<'a> {
     }
 
     /// Sums from those who own them, to the first rank of the level or to all.
-    fn sums(&mut self, memory: Span<'a>, level: &Level, shares: &Shares, to_first: bool) {
+    fn sums(&mut self, memory: DeviceSpan<'a>, level: &Level, shares: &Shares, to_first: bool) {
         let takes = |place: usize| !to_first || place == 0;
         for place in level.others() {
             let message = |range| (level.ranks[place], memory.part(range));

@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use crate::group::Group;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spawn::spawn;
-use hpctrain_device::{Backend, CommBuffer, CommId, DeviceCollective, MemoryKind, Span};
+use hpctrain_device::{Backend, CommBuffer, CommId, DeviceCollective, DeviceSpan, MemoryKind};
 
 /// The command by which a program that can be tried is started: `hpctrain prove-together RANK RANKS
 /// DEVICE`.
@@ -236,7 +236,7 @@ pub fn answer_trial<B: Backend>(backend: &B, rank: usize, size: usize) -> Result
         CommBuffer::Device(memory, _) => Ok(memory),
         CommBuffer::Host(_) => Err(none()),
     });
-    let spans: Vec<Span<'_>> = spans.collect::<Result<_>>()?;
+    let spans: Vec<DeviceSpan<'_>> = spans.collect::<Result<_>>()?;
     let next = (rank + 1) % size;
     let previous = (rank + size - 1) % size;
     comm.exchange(&[(next, spans[0])], &[(previous, spans[1])])?;

@@ -55,7 +55,7 @@ impl Size {
 
 /// One collective. Times are those of [`activity::now`].
 #[derive(Debug, Clone)]
-pub struct Entry {
+pub struct CollectiveRecord {
     /// Running number among everything that this rank does with others, from 1.
     pub number: u64,
     /// Running number from 1 among the collectives of the group, or among the messages of one rank
@@ -69,7 +69,7 @@ pub struct Entry {
     pub ended: Option<u64>,
 }
 
-impl Entry {
+impl CollectiveRecord {
     /// The entry as an event of the trace.
     pub fn message(&self) -> Message {
         let Label { group, size, algorithm, .. } = self.label;
@@ -88,7 +88,7 @@ pub struct FlightRecorder {
     number: u64,
     /// Collectives of each group, and messages from each rank in it.
     by_group: HashMap<(usize, Option<usize>), u64>,
-    entries: VecDeque<Entry>,
+    entries: VecDeque<CollectiveRecord>,
 }
 
 impl Default for FlightRecorder {
@@ -107,7 +107,7 @@ impl FlightRecorder {
         if self.entries.len() == KEPT {
             self.entries.pop_front();
         }
-        self.entries.push_back(Entry {
+        self.entries.push_back(CollectiveRecord {
             number: self.number,
             in_group: *in_group,
             label: label.clone(),
@@ -119,20 +119,20 @@ impl FlightRecorder {
     }
 
     /// Collective `number` has succeeded. None if it is no longer remembered.
-    pub fn end(&mut self, number: u64) -> Option<&Entry> {
+    pub fn end(&mut self, number: u64) -> Option<&CollectiveRecord> {
         let entry = self.entries.iter_mut().rev().find(|entry| entry.number == number)?;
         entry.ended = Some(spans::now());
         Some(entry)
     }
 
     /// All that are remembered, oldest first.
-    pub fn entries(&self) -> impl DoubleEndedIterator<Item = &Entry> {
+    pub fn entries(&self) -> impl DoubleEndedIterator<Item = &CollectiveRecord> {
         self.entries.iter()
     }
 
     /// The last one that was finished, and the one under way that holds up the others: a
     /// collective, or the oldest message where there is none.
-    pub fn place(&self) -> (Option<&Entry>, Option<&Entry>) {
+    pub fn place(&self) -> (Option<&CollectiveRecord>, Option<&CollectiveRecord>) {
         let mut underway = self.entries.iter().filter(|entry| entry.ended.is_none());
         let current =
             underway.clone().find(|entry| entry.label.op != RECV).or_else(|| underway.next());

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::flight_recorder::Entry;
+use super::flight_recorder::CollectiveRecord;
 use super::rank_ranges;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
@@ -53,8 +53,8 @@ pub fn seconds(ns: u64) -> f64 {
     ns as f64 * 1e-9
 }
 
-impl From<&Entry> for PeerHeartbeat {
-    fn from(entry: &Entry) -> Self {
+impl From<&CollectiveRecord> for PeerHeartbeat {
+    fn from(entry: &CollectiveRecord) -> Self {
         let label = &entry.label;
         Self {
             number: entry.number,

@@ -67,7 +67,7 @@ pub struct Guard {
 pub struct Settings {
     /// Zero waits for ever.
     pub timeout: Duration,
-    pub place: Option<Place>,
+    pub place: Option<WatchdogDirectory>,
 }
 
 impl Settings {
@@ -81,14 +81,14 @@ impl Settings {
 
 /// The directory in which the ranks meet.
 #[derive(Clone)]
-pub struct Place {
+pub struct WatchdogDirectory {
     pub files: Files,
     pub pulse: Pulse,
     /// Whether it goes with the watch.
     pub is_own: bool,
 }
 
-impl Place {
+impl WatchdogDirectory {
     /// The heartbeat of a rank that left in good order says nothing.
     fn leave(&self) {
         self.pulse.leave();
@@ -129,7 +129,9 @@ impl Guard {
         let mut settings = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
         let before = settings.place.clone();
         change(&mut settings);
-        let path = |place: &Option<Place>| place.as_ref().map(|place| place.pulse.path.clone());
+        let path = |place: &Option<WatchdogDirectory>| {
+            place.as_ref().map(|place| place.pulse.path.clone())
+        };
         if let Some(before) = before.as_ref().filter(|_| path(&before) != path(&settings.place)) {
             before.leave();
         }
@@ -267,7 +269,7 @@ impl Watchdog {
             settings = self.settings();
             self.look(&settings, passed);
         }
-        self.settings().place.iter().for_each(Place::leave);
+        self.settings().place.iter().for_each(WatchdogDirectory::leave);
     }
 
     fn look(&mut self, settings: &Settings, passed: Duration) {
@@ -365,7 +367,7 @@ impl Watchdog {
     }
 
     /// Writes the heartbeat. Returns the operation that the rank may be stuck in.
-    fn beat(&mut self, place: Option<&Place>) -> Option<Stuck> {
+    fn beat(&mut self, place: Option<&WatchdogDirectory>) -> Option<Stuck> {
         let beat = self.beats.fetch_add(1, Ordering::Relaxed) + 1;
         let (heartbeat, stuck) = self.seat.heartbeat(beat);
         let Some(place) = place else { return stuck };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::heartbeat::Files;
-use super::watchdog::Place;
+use super::watchdog::WatchdogDirectory;
 use crate::communicator::{Comm, Inner};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spans;
@@ -113,7 +113,7 @@ impl<B: Backend> Comm<B> {
     /// Leaves signs of life in a directory from now on.
     fn attend(&self, files: Files, timeout: Option<Duration>, is_own: bool) -> Result<()> {
         let pulse = files.pulse(self.inner.world.rank);
-        let place = Place { files, pulse, is_own };
+        let place = WatchdogDirectory { files, pulse, is_own };
         let seat = self.inner.seat();
         let path = place.pulse.path.clone();
         self.inner.watched(|guard| {

@@ -16,7 +16,7 @@ use crate::algorithms;
 use crate::shared::Shared;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_cpu::add_serial;
-use hpctrain_device::Span;
+use hpctrain_device::DeviceSpan;
 
 /// Payload with which the thread that calls [`Comm::abort`](crate::Comm::abort) unwinds, silently:
 /// the process belongs to other ranks, too.
@@ -295,13 +295,18 @@ impl Transport for Mailboxes {
     fn exchange_device(
         &mut self,
         _: &GroupRanks,
-        _: Option<(usize, Span<'_>)>,
-        _: Option<(usize, Span<'_>)>,
+        _: Option<(usize, DeviceSpan<'_>)>,
+        _: Option<(usize, DeviceSpan<'_>)>,
     ) -> Result<()> {
         Err(no_addresses())
     }
 
-    fn vendor_device(&mut self, _: &GroupRanks, _: DeviceCollective, _: Span<'_>) -> Result<()> {
+    fn vendor_device(
+        &mut self,
+        _: &GroupRanks,
+        _: DeviceCollective,
+        _: DeviceSpan<'_>,
+    ) -> Result<()> {
         Err(no_addresses())
     }
 

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::Span;
+use hpctrain_device::DeviceSpan;
 
 pub use hpctrain_device::DeviceCollective;
 
@@ -147,7 +147,7 @@ pub struct Incoming<'a, 'b> {
 pub enum Payload<'a> {
     Host(&'a mut [u8]),
     /// Device memory, for a wire that takes its addresses.
-    Device(Span<'a>),
+    Device(DeviceSpan<'a>),
 }
 
 /// The other rank of a posted message.
@@ -216,8 +216,8 @@ pub trait Transport {
     fn exchange_device(
         &mut self,
         group: &GroupRanks,
-        send: Option<(usize, Span<'_>)>,
-        receive: Option<(usize, Span<'_>)>,
+        send: Option<(usize, DeviceSpan<'_>)>,
+        receive: Option<(usize, DeviceSpan<'_>)>,
     ) -> Result<()>;
 
     /// Starts a message, and returns before it has left or arrived: otherwise two neighbours that
@@ -243,7 +243,7 @@ pub trait Transport {
         &mut self,
         group: &GroupRanks,
         call: DeviceCollective,
-        memory: Span<'_>,
+        memory: DeviceSpan<'_>,
     ) -> Result<()>;
 
     /// Collective over `parent`: a group of its ranks of one colour. Returns its number.

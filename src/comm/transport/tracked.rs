@@ -8,7 +8,7 @@ use super::{
 };
 use crate::shared::Shared;
 use hpctrain_base::error::Result;
-use hpctrain_device::Span;
+use hpctrain_device::DeviceSpan;
 
 /// Another wire, and the place for the notes.
 pub struct TrackedTransport {
@@ -63,8 +63,8 @@ impl Transport for TrackedTransport {
     fn exchange_device(
         &mut self,
         group: &GroupRanks,
-        send: Option<(usize, Span<'_>)>,
-        receive: Option<(usize, Span<'_>)>,
+        send: Option<(usize, DeviceSpan<'_>)>,
+        receive: Option<(usize, DeviceSpan<'_>)>,
     ) -> Result<()> {
         let to = send.map(|(to, _)| to);
         let from = receive.map(|(from, _)| from);
@@ -92,7 +92,7 @@ impl Transport for TrackedTransport {
         &mut self,
         group: &GroupRanks,
         call: DeviceCollective,
-        memory: Span<'_>,
+        memory: DeviceSpan<'_>,
     ) -> Result<()> {
         self.wire.vendor_device(group, call, memory)
     }

@@ -18,7 +18,7 @@ pub const FILE: &str = "eval.jsonl";
 /// Outcome of an evaluation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Status {
+pub enum EvaluationStatus {
     /// The loss is known.
     #[default]
     Done,
@@ -52,7 +52,7 @@ pub struct Evaluation {
     pub step: u64,
     /// Its outcome.
     #[serde(default)]
-    pub status: Status,
+    pub status: EvaluationStatus,
     /// The samples over which the loss is a mean.
     #[serde(default, skip_serializing_if = "Over::is_validation")]
     pub over: Over,
@@ -326,13 +326,20 @@ fn exclusively(path: &Path, work: impl FnOnce() -> std::io::Result<()>) -> Resul
 /// The loss of a step by which it is compared with others, if it is known: of validation, or of
 /// training where nothing was ever validated.
 pub fn loss(evaluations: &[Evaluation], step: u64) -> Option<f64> {
-    comparable(evaluations).rev().find(|one| one.step == step && one.status == Status::Done)?.loss
+    comparable(evaluations)
+        .rev()
+        .find(|one| one.step == step && one.status == EvaluationStatus::Done)?
+        .loss
 }
 
 /// As [`loss`], of the save called `id` of that step.
 pub fn loss_of(evaluations: &[Evaluation], step: u64, id: &str) -> Option<f64> {
     let is_of = |one: &&Evaluation| one.step == step && one.id.as_ref().is_none_or(|own| own == id);
-    comparable(evaluations).rev().filter(is_of).find(|one| one.status == Status::Done)?.loss
+    comparable(evaluations)
+        .rev()
+        .filter(is_of)
+        .find(|one| one.status == EvaluationStatus::Done)?
+        .loss
 }
 
 /// The evaluations of steps up to `last`: a run that has gone back is to be decided about by those
@@ -351,8 +358,9 @@ pub fn validation_loss(evaluations: &[Evaluation], step: u64) -> Option<f64> {
 
 /// The kind of loss by which steps are compared: one kind cannot be compared with the other.
 pub fn over(evaluations: &[Evaluation]) -> Over {
-    let validated =
-        evaluations.iter().any(|one| one.over == Over::Validation && one.status == Status::Done);
+    let validated = evaluations
+        .iter()
+        .any(|one| one.over == Over::Validation && one.status == EvaluationStatus::Done);
     if validated || evaluations.is_empty() { Over::Validation } else { Over::Training }
 }
 
@@ -367,7 +375,7 @@ pub fn best(evaluations: &[Evaluation], steps: &[u64]) -> Option<(u64, f64)> {
 /// The losses of one kind by step, as far as they can be compared. A step that was evaluated twice
 /// counts once; the last one counts.
 pub fn losses(evaluations: &[Evaluation], over: Over) -> BTreeMap<u64, Option<f64>> {
-    let is_done = |one: &&Evaluation| one.status == Status::Done && one.over == over;
+    let is_done = |one: &&Evaluation| one.status == EvaluationStatus::Done && one.over == over;
     comparable(evaluations).filter(is_done).map(|one| (one.step, one.loss)).collect()
 }
 
@@ -396,14 +404,16 @@ pub fn stop_reason(evaluations: &[Evaluation], patience: u64, min_delta: f64) ->
 
 /// Whether nobody will evaluate the checkpoint with this name any more.
 pub fn is_settled(evaluations: &[Evaluation], id: &str) -> bool {
-    evaluations.iter().any(|one| one.id.as_deref() == Some(id) && one.status != Status::Retried)
+    evaluations
+        .iter()
+        .any(|one| one.id.as_deref() == Some(id) && one.status != EvaluationStatus::Retried)
 }
 
 /// Number of times an evaluation of the checkpoint with this name was given up so far.
 pub fn retries(evaluations: &[Evaluation], id: &str) -> usize {
     evaluations
         .iter()
-        .filter(|one| one.id.as_deref() == Some(id) && one.status == Status::Retried)
+        .filter(|one| one.id.as_deref() == Some(id) && one.status == EvaluationStatus::Retried)
         .count()
 }
 
@@ -417,7 +427,7 @@ mod tests {
         Evaluation::done(step, loss, BTreeMap::new())
     }
 
-    fn of_checkpoint(step: u64, status: Status, loss: Option<f64>) -> Evaluation {
+    fn of_checkpoint(step: u64, status: EvaluationStatus, loss: Option<f64>) -> Evaluation {
         let checkpoint = Some(format!("step-{step:08}"));
         let id = Some(format!("job-{step}"));
         Evaluation { step, status, loss, checkpoint, id, ..Evaluation::default() }
@@ -432,7 +442,7 @@ mod tests {
         for step in [2, 4] {
             append(&path, &done(step, 0.1 + 0.2)).unwrap();
         }
-        append(&path, &of_checkpoint(4, Status::Done, Some(1.0))).unwrap();
+        append(&path, &of_checkpoint(4, EvaluationStatus::Done, Some(1.0))).unwrap();
         let torn = "{\"step\":6,\"lo";
         OpenOptions::new().append(true).open(&path).unwrap().write_all(torn.as_bytes()).unwrap();
         append(&path, &done(6, 2.0)).unwrap();
@@ -595,12 +605,12 @@ mod tests {
     fn the_best_is_among_those_that_exist() {
         let nan = Evaluation { loss: None, ..done(5, 0.0) };
         let mut all = vec![done(1, 3.0), done(2, 1.0), done(3, 2.0), nan];
-        all.push(of_checkpoint(4, Status::Retried, None));
+        all.push(of_checkpoint(4, EvaluationStatus::Retried, None));
         assert_eq!(best(&all, &[1, 2, 3, 4, 5]), Some((2, 1.0)));
         assert_eq!(best(&all, &[1, 3]), Some((3, 2.0)));
         assert_eq!(best(&all, &[4, 5]), None);
         assert!(!is_settled(&all, "job-4") && retries(&all, "job-4") == 1);
-        all.push(of_checkpoint(4, Status::Done, Some(0.5)));
+        all.push(of_checkpoint(4, EvaluationStatus::Done, Some(0.5)));
         assert!(is_settled(&all, "job-4"));
         assert_eq!(best(&all, &[1, 2, 3, 4]), Some((4, 0.5)));
     }

@@ -32,12 +32,12 @@ pub struct Kernel {
     /// 10⁹ of them a second.
     pub gigabytes_per_second: f64,
     /// The same by sizes, the longest first.
-    pub shapes: Vec<Shape>,
+    pub shapes: Vec<KernelShape>,
 }
 
 /// A kernel's launches with the same sizes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Shape {
+pub struct KernelShape {
     /// Sizes, in the order that the kernel counts them; as many as it has.
     pub sizes: Vec<usize>,
     /// Launches.
@@ -50,7 +50,7 @@ pub struct Shape {
 
 /// The profile of a run on rank 0.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Report {
+pub struct KernelReport {
     /// Steps that were profiled: all but the first on a device, which loads the kernels.
     pub steps: u64,
     /// Compute threads.
@@ -65,7 +65,7 @@ pub struct Report {
     pub kernels: Vec<Kernel>,
 }
 
-impl Report {
+impl KernelReport {
     /// The profile of the `tallies` of so many steps, which took `times`.
     pub fn new(tallies: &Tallies, steps: u64, times: Times, threads: usize, waits: bool) -> Self {
         let compute_seconds = times.compute + times.optimizer;
@@ -107,10 +107,10 @@ impl Report {
 }
 
 /// The launches of one kernel by their sizes.
-fn shapes(tallies: &Tallies, kernel: &str) -> Vec<Shape> {
+fn shapes(tallies: &Tallies, kernel: &str) -> Vec<KernelShape> {
     let own = tallies.iter().filter(|((name, _), _)| *name == kernel);
-    let mut shapes: Vec<Shape> = own
-        .map(|((_, sizes), tally)| Shape {
+    let mut shapes: Vec<KernelShape> = own
+        .map(|((_, sizes), tally)| KernelShape {
             sizes: sizes.iter().copied().filter(|&size| size > 0).collect(),
             calls: tally.calls,
             seconds: tally.seconds,
@@ -122,7 +122,7 @@ fn shapes(tallies: &Tallies, kernel: &str) -> Vec<Shape> {
 }
 
 /// A table.
-impl fmt::Display for Report {
+impl fmt::Display for KernelReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
@@ -181,7 +181,7 @@ mod tests {
             (("linear", [2, 2, 3, 0]), tally(1, 1.5, 6e9, 5e8)),
         ]);
         let times = Times { compute: 3.0, optimizer: 1.0, loader: 5.0, ..Times::default() };
-        let report = Report::new(&tallies, 7, times, 2, true);
+        let report = KernelReport::new(&tallies, 7, times, 2, true);
         assert_eq!(
             report.kernels.iter().map(|kernel| &kernel.kernel[..]).collect::<Vec<_>>(),
             ["linear", "add"]

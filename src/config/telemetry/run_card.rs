@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::times::Times;
-use hpctrain_base::energy::Source;
+use hpctrain_base::energy::EnergySource;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::own_files;
 use hpctrain_comm::DeviceTransport;
@@ -42,7 +42,7 @@ pub struct Goodput {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EnergyUse {
     /// Devices that were counted, on all nodes of the run.
-    pub sources: Vec<Source>,
+    pub sources: Vec<EnergySource>,
     /// Energy of all starts.
     pub kwh: f64,
     /// Joules per prediction (token or sample) of this start's steps, evaluations and saves

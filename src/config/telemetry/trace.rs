@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::trace_file::{TraceEvent, TraceFile};
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::spans::{Event, Track};
+use hpctrain_base::spans::{SpanEvent, Track};
 use hpctrain_comm::Comm;
 use hpctrain_device::Backend;
 
@@ -97,7 +97,7 @@ impl Trace {
     }
 
     /// Events as lines that each follow a comma.
-    fn lines(&self, rank: usize, events: &[Event], origin: u64) -> Result<Vec<u8>> {
+    fn lines(&self, rank: usize, events: &[SpanEvent], origin: u64) -> Result<Vec<u8>> {
         let mut lines = Vec::new();
         for event in events {
             lines.extend(TraceEvent::of(event, self.offset).line(

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use hpctrain_base::error::{Error, Result};
-use hpctrain_base::spans::Event;
+use hpctrain_base::spans::SpanEvent;
 
 /// The file, as it is written.
 pub struct TraceFile {
@@ -50,7 +50,7 @@ pub struct TraceEvent {
 
 impl TraceEvent {
     /// That of an event, whose clock lacks `offset` nanoseconds.
-    pub fn of(event: &Event, offset: i64) -> Self {
+    pub fn of(event: &SpanEvent, offset: i64) -> Self {
         Self {
             name: event.name.into(),
             unit: event.unit.as_ref().map(|unit| unit.to_string()),
@@ -163,7 +163,7 @@ impl TraceFile {
 }
 
 /// Details of an event besides its name.
-fn details(event: &Event) -> serde_json::Value {
+fn details(event: &SpanEvent) -> serde_json::Value {
     let mut args = serde_json::Map::new();
     if let Some(unit) = &event.unit {
         args.insert("unit".into(), (**unit).into());

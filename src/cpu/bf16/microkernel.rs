@@ -75,7 +75,7 @@ impl Instructions {
 }
 
 /// A part of a product.
-pub struct Part<'a> {
+pub struct OutputPart<'a> {
     pub left: Left<'a>,
     pub right: Right<'a>,
     /// Its first row; a whole number of panels where the left operand is in panels.
@@ -88,7 +88,7 @@ pub struct Part<'a> {
     pub start: OutputInit<'a>,
 }
 
-impl Part<'_> {
+impl OutputPart<'_> {
     /// Computes all of it.
     ///
     /// # Panics

@@ -279,7 +279,7 @@ fn tiles(
                 let right = right.words(words);
                 let c = c.view_mut();
                 #[cfg(target_arch = "x86_64")]
-                microkernel::Part { left, right, row, panel, c, start }.compute();
+                microkernel::OutputPart { left, right, row, panel, c, start }.compute();
                 #[cfg(not(target_arch = "x86_64"))]
                 unreachable!("the CPU has the instructions: {:?}", (c, row, panel));
             }

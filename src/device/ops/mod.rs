@@ -37,7 +37,7 @@ pub use embedding::EmbeddingOps;
 pub use im2col_pool::{Im2colShape, WindowOps};
 pub use linear::{Gemm, Linear, LinearOps};
 pub use norm::{Norm, NormOps};
-pub use optimizer::{AdamW, Elements, Elementwise, OptimizerOps, Sgd};
+pub use optimizer::{AdamW, Elementwise, ElementwiseUpdate, OptimizerOps, Sgd};
 pub use regression_loss::{Deviation, Regression, RegressionOps};
 pub use rotary::{Rotary, RotaryOps};
 pub use softmax::SoftmaxOps;

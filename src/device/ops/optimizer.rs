@@ -85,7 +85,7 @@ impl Elementwise {
 
 /// One update by such a rule.
 #[derive(Debug, Clone, Copy)]
-pub struct Elements {
+pub struct ElementwiseUpdate {
     /// The rule.
     pub rule: Elementwise,
     /// Learning rate of this step.
@@ -152,7 +152,7 @@ pub trait OptimizerOps: Backend {
     #[expect(clippy::too_many_arguments, reason = "one for each buffer")]
     fn elements(
         &self,
-        update: Elements,
+        update: ElementwiseUpdate,
         grad: Self::View<'_>,
         first: Self::ViewMut<'_>,
         second: Self::ViewMut<'_>,
@@ -184,7 +184,7 @@ impl KernelCost {
     }
 
     /// Another rule's update; `copy` elements are written besides.
-    pub fn elements(update: Elements, len: usize, copy: usize) -> Self {
+    pub fn elements(update: ElementwiseUpdate, len: usize, copy: usize) -> Self {
         Self::moves("update", copy).on([len]).exactly((3 + 2 * update.rule.states()) * len)
     }
 }

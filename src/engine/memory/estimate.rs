@@ -5,7 +5,7 @@ use hpctrain_base::layout::{TensorShards, UnitLayout};
 use hpctrain_comm::{Comm, DeviceTransport};
 use hpctrain_config::ResolvedConfig;
 use hpctrain_config::telemetry::startup_summary::Estimate;
-use hpctrain_data::{Sizes, Source};
+use hpctrain_data::{SampleSizes, Source};
 use hpctrain_device::{Backend, Kernels, MemoryKind};
 use hpctrain_nn::{Blocks, loans};
 use hpctrain_parallel::{
@@ -163,7 +163,7 @@ pub fn estimate<B: Kernels>(plan: &ResolvedConfig, stage: usize, held: Held) -> 
     let carrier = if messages_on_device { &mut device } else { &mut host };
     carrier[MemoryKind::Communication as usize] = messages;
     // Rows may have weights. The numbers of a device are among its activations.
-    let sizes = Sizes { weights: 1, ..plan.samples.sizes(plan.network.context()) };
+    let sizes = SampleSizes { weights: 1, ..plan.samples.sizes(plan.network.context()) };
     let of_host = sizes.all().into_iter().sum::<usize>() * size_of::<u32>();
     let of_device =
         (if tables.is_some() { 0 } else { sizes.ids } + sizes.classes) * size_of::<u32>();

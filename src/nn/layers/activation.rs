@@ -1,6 +1,6 @@
 //! A function of every element.
 
-use super::layer::{BackwardArgs, Op, Sizes};
+use super::layer::{BackwardArgs, LayerSizes, Op};
 use crate::Context;
 use hpctrain_base::error::Result;
 use hpctrain_device::{Activation, Kernels, MemoryKind};
@@ -14,8 +14,8 @@ pub struct Function {
 }
 
 impl Op for Function {
-    fn sizes(&self) -> Sizes {
-        Sizes { input: self.elements, output: self.elements, ..Sizes::default() }
+    fn sizes(&self) -> LayerSizes {
+        LayerSizes { input: self.elements, output: self.elements, ..LayerSizes::default() }
     }
 
     fn forward<B: Kernels>(

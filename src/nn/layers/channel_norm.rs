@@ -8,7 +8,7 @@
 //! batches, so reductions, sharding and checkpoints need no special case; the norm leaves them out,
 //! and the update moves them.
 
-use super::layer::{BackwardArgs, Op, Sizes};
+use super::layer::{BackwardArgs, LayerSizes, Op};
 use crate::{Context, Training};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::{Init, Tensor};
@@ -206,12 +206,12 @@ impl Op for ChannelNorm {
         2
     }
 
-    fn sizes(&self) -> Sizes {
+    fn sizes(&self) -> LayerSizes {
         let elements = self.places * self.channels;
         // Statistics that a batch shares are not elements of each sample.
         let groups = if let Over::Groups(groups) = self.over { groups } else { self.channels };
         let exact = if let Over::Groups(_) = self.over { 2 * groups } else { 0 };
-        Sizes { input: elements, output: elements, exact, ..Sizes::default() }
+        LayerSizes { input: elements, output: elements, exact, ..LayerSizes::default() }
     }
 
     fn forward<B: Kernels>(

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::init::he;
-use super::layer::{BackwardArgs, Op, Sizes};
+use super::layer::{BackwardArgs, LayerSizes, Op};
 use crate::Context;
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::{Init, Tensor};
@@ -75,15 +75,15 @@ impl Op for Conv {
         std::iter::once(weight).chain(bias).collect()
     }
 
-    fn sizes(&self) -> Sizes {
+    fn sizes(&self) -> LayerSizes {
         let grouped =
             if self.groups > 1 { self.window.rows() * self.filters / self.groups } else { 0 };
-        Sizes {
+        LayerSizes {
             input: self.window.elements(),
             output: self.window.rows() * self.filters,
             // Windows and their gradient, on devices that unfold them.
             scratch: 2 * self.window.rows() * self.seen() + grouped,
-            ..Sizes::default()
+            ..LayerSizes::default()
         }
     }
 

@@ -1,7 +1,7 @@
 //! An affine map of the last axis.
 
 use super::init::he;
-use super::layer::{BackwardArgs, Op, Sizes};
+use super::layer::{BackwardArgs, LayerSizes, Op};
 use crate::Context;
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::{Init, Tensor};
@@ -39,11 +39,11 @@ impl Op for Dense {
         std::iter::once(weight).chain(bias).collect()
     }
 
-    fn sizes(&self) -> Sizes {
-        Sizes {
+    fn sizes(&self) -> LayerSizes {
+        LayerSizes {
             input: self.rows * self.inputs,
             output: self.rows * self.outputs,
-            ..Sizes::default()
+            ..LayerSizes::default()
         }
     }
 

@@ -1,6 +1,6 @@
 //! A row of a sample's numbers before the rows of its categories.
 
-use super::layer::{BackwardArgs, Op, Sizes, Slice};
+use super::layer::{BackwardArgs, LayerSizes, Op, Slice};
 use super::sequential::Sequence;
 use crate::Context;
 use hpctrain_base::error::Result;
@@ -53,9 +53,9 @@ impl Op for Numbers {
         self.dense.kept()
     }
 
-    fn sizes(&self) -> Sizes {
+    fn sizes(&self) -> LayerSizes {
         let dense = self.dense.sizes();
-        Sizes {
+        LayerSizes {
             input: self.tables * self.width,
             output: (1 + self.tables) * self.width,
             // The numbers' row waits beside the whole.

@@ -1,6 +1,6 @@
 //! Products of rows in pairs.
 
-use super::layer::{BackwardArgs, Op, Sizes};
+use super::layer::{BackwardArgs, LayerSizes, Op};
 use crate::Context;
 use hpctrain_base::error::Result;
 use hpctrain_device::{DotInteraction, Kernels, MemoryKind};
@@ -21,9 +21,13 @@ impl Interaction {
 }
 
 impl Op for Interaction {
-    fn sizes(&self) -> Sizes {
+    fn sizes(&self) -> LayerSizes {
         let pairs = self.pairs(1);
-        Sizes { input: self.rows * self.width, output: pairs.outputs(), ..Sizes::default() }
+        LayerSizes {
+            input: self.rows * self.width,
+            output: pairs.outputs(),
+            ..LayerSizes::default()
+        }
     }
 
     fn flops(&self) -> u64 {

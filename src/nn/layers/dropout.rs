@@ -1,6 +1,6 @@
 //! Dropout (Hinton et al., 2012).
 
-use super::layer::{BackwardArgs, Op, Sizes};
+use super::layer::{BackwardArgs, LayerSizes, Op};
 use crate::Context;
 use crate::dropout::ResidualDropout;
 use hpctrain_base::error::Result;
@@ -22,8 +22,8 @@ impl DropoutLayer {
 }
 
 impl Op for DropoutLayer {
-    fn sizes(&self) -> Sizes {
-        Sizes { input: self.elements, output: self.elements, ..Sizes::default() }
+    fn sizes(&self) -> LayerSizes {
+        LayerSizes { input: self.elements, output: self.elements, ..LayerSizes::default() }
     }
 
     fn forward<B: Kernels>(

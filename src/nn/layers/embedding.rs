@@ -1,6 +1,6 @@
 //! A row of a table for each id of the data.
 
-use super::layer::{BackwardArgs, Op, Sizes};
+use super::layer::{BackwardArgs, LayerSizes, Op};
 use crate::{Context, INIT};
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::{Init, Tensor};
@@ -27,8 +27,8 @@ impl Op for Embedding {
         )]
     }
 
-    fn sizes(&self) -> Sizes {
-        Sizes { output: self.time * self.width, ..Sizes::default() }
+    fn sizes(&self) -> LayerSizes {
+        LayerSizes { output: self.time * self.width, ..LayerSizes::default() }
     }
 
     fn forward<B: Kernels>(

@@ -1,7 +1,7 @@
 //! Categories and numbers of a sample as rows of one width.
 
 use super::dense_features::Numbers;
-use super::layer::{BackwardArgs, Op, Sizes, Slice};
+use super::layer::{BackwardArgs, LayerSizes, Op, Slice};
 use crate::Context;
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::{Init, Tensor};
@@ -51,13 +51,13 @@ impl Op for Tables {
         self.numbers.as_ref().map_or(0, Numbers::kept)
     }
 
-    fn sizes(&self) -> Sizes {
+    fn sizes(&self) -> LayerSizes {
         let of_tables = self.ids.len() * self.width;
         match &self.numbers {
-            None => Sizes { output: of_tables, scratch: of_tables, ..Sizes::default() },
+            None => LayerSizes { output: of_tables, scratch: of_tables, ..LayerSizes::default() },
             Some(numbers) => {
                 let sizes = numbers.sizes();
-                Sizes { input: numbers.features, scratch: sizes.scratch + of_tables, ..sizes }
+                LayerSizes { input: numbers.features, scratch: sizes.scratch + of_tables, ..sizes }
             }
         }
     }

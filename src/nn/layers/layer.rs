@@ -5,7 +5,7 @@ use super::{
     dense_features::Numbers, dot_interaction::Interaction, dropout::DropoutLayer,
     embedding::Embedding, norm::LayerNorm,
 };
-use super::{embedding_tables::Tables, pool::Pool, residual::Residual, softmax::Softmax};
+use super::{embedding_tables::Tables, pool::PoolLayer, residual::Residual, softmax::Softmax};
 use crate::Context;
 use hpctrain_base::error::Result;
 use hpctrain_base::layout::Tensor;
@@ -13,7 +13,7 @@ use hpctrain_device::Kernels;
 
 /// Elements a sample.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Sizes {
+pub struct LayerSizes {
     /// Of the input.
     pub input: usize,
     /// Of the output.
@@ -49,7 +49,7 @@ pub trait Op {
     }
 
     /// Elements a sample.
-    fn sizes(&self) -> Sizes;
+    fn sizes(&self) -> LayerSizes;
 
     /// Multiplications and additions of a forward's matrix products, a sample.
     fn flops(&self) -> u64 {
@@ -96,7 +96,7 @@ pub struct BackwardArgs<'a, 'p, 'g, B: Kernels> {
 pub enum LayerOp {
     Dense(Dense),
     Conv(Conv),
-    Pool(Pool),
+    Pool(PoolLayer),
     Norm(LayerNorm),
     Channels(ChannelNorm),
     Drop(DropoutLayer),
@@ -142,7 +142,7 @@ impl Op for LayerOp {
         each!(self, op => op.kept())
     }
 
-    fn sizes(&self) -> Sizes {
+    fn sizes(&self) -> LayerSizes {
         each!(self, op => op.sizes())
     }
 

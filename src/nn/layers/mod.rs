@@ -37,13 +37,13 @@ use embedding::Embedding;
 use embedding_tables::Tables;
 use layer::{LayerOp, Op as _};
 use norm::LayerNorm;
-use pool::{By, Pool};
+use pool::{By, PoolLayer};
 use residual::Residual;
 use sequential::Sequence;
 use softmax::Softmax;
 
 use super::Blocks;
-use super::network::Summary;
+use super::network::LayerSummary;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::trained;
 use hpctrain_data::Ids;
@@ -66,7 +66,7 @@ pub struct Layers {
     blocks: Vec<(String, Sequence)>,
     /// See [`Layers::ids`].
     ids: Ids,
-    summary: Vec<Summary>,
+    summary: Vec<LayerSummary>,
     /// See [`Layers::single`].
     single: Option<(String, bool)>,
 }
@@ -156,15 +156,15 @@ impl Layers {
     }
 
     /// Every layer, one after the other.
-    pub fn summary(&self) -> &[Summary] {
+    pub fn summary(&self) -> &[LayerSummary] {
         &self.summary
     }
 
     /// Every block, one after the other.
-    pub fn blocks_summary(&self) -> Vec<Summary> {
+    pub fn blocks_summary(&self) -> Vec<LayerSummary> {
         let block = |(name, layers): &(String, Sequence)| {
             let sizes = layers.sizes();
-            Summary {
+            LayerSummary {
                 name: name.clone(),
                 output: vec![sizes.output],
                 parameters: trained(&layers.tensors()),
@@ -205,7 +205,7 @@ struct Compiler {
     /// Dropout layers so far.
     sites: usize,
     /// Layers of the network's own list.
-    summary: Vec<Summary>,
+    summary: Vec<LayerSummary>,
     /// See [`Layers::single`].
     single: Option<(String, bool)>,
 }
@@ -231,7 +231,7 @@ impl Compiler {
                     // The next layer's input is kept as well.
                     (sizes.kept + sizes.exact + sizes.output, trained(&tensors), step.flops())
                 });
-                self.summary.push(Summary {
+                self.summary.push(LayerSummary {
                     name: format!("{name} {}", layer.kind()),
                     output: after.clone(),
                     parameters,
@@ -269,11 +269,11 @@ impl Compiler {
                     bias: *bias,
                 })
             }
-            Layer::MaxPool2d { .. } => LayerOp::Pool(Pool {
+            Layer::MaxPool2d { .. } => LayerOp::Pool(PoolLayer {
                 window: shape::placed(layer, place, &self.shape)?,
                 by: By::Largest,
             }),
-            Layer::AvgPool2d { .. } => LayerOp::Pool(Pool {
+            Layer::AvgPool2d { .. } => LayerOp::Pool(PoolLayer {
                 window: shape::placed(layer, place, &self.shape)?,
                 by: By::Mean,
             }),
@@ -291,7 +291,7 @@ impl Compiler {
                     stride: size,
                     padding: [0, 0],
                 };
-                LayerOp::Pool(Pool { window, by: By::Mean })
+                LayerOp::Pool(PoolLayer { window, by: By::Mean })
             }
             Layer::LayerNorm { epsilon } => {
                 LayerOp::Norm(LayerNorm { name, rows, width, epsilon: *epsilon })

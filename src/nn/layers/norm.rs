@@ -1,6 +1,6 @@
 //! Layer normalisation of the last axis.
 
-use super::layer::{BackwardArgs, Op, Sizes};
+use super::layer::{BackwardArgs, LayerSizes, Op};
 use crate::Context;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::{Init, Tensor};
@@ -39,9 +39,14 @@ impl Op for LayerNorm {
         1
     }
 
-    fn sizes(&self) -> Sizes {
+    fn sizes(&self) -> LayerSizes {
         let elements = self.rows * self.width;
-        Sizes { input: elements, output: elements, exact: 2 * self.rows, ..Sizes::default() }
+        LayerSizes {
+            input: elements,
+            output: elements,
+            exact: 2 * self.rows,
+            ..LayerSizes::default()
+        }
     }
 
     fn forward<B: Kernels>(

@@ -1,6 +1,6 @@
 //! Pooling of images.
 
-use super::layer::{BackwardArgs, Op, Sizes};
+use super::layer::{BackwardArgs, LayerSizes, Op};
 use crate::Context;
 use hpctrain_base::error::Result;
 use hpctrain_device::{Backend, Im2colShape, Kernels, MemoryKind};
@@ -14,22 +14,22 @@ pub enum By {
 
 /// Pooling, channel by channel.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Pool {
+pub struct PoolLayer {
     /// On one image.
     pub window: Im2colShape,
     pub by: By,
 }
 
-impl Pool {
+impl PoolLayer {
     fn on<B: Backend>(&self, cx: &Context<'_, B>) -> Im2colShape {
         Im2colShape { batch: cx.micro.samples, ..self.window }
     }
 }
 
-impl Op for Pool {
-    fn sizes(&self) -> Sizes {
+impl Op for PoolLayer {
+    fn sizes(&self) -> LayerSizes {
         let output = self.window.rows() * self.window.channels;
-        Sizes { input: self.window.elements(), output, ..Sizes::default() }
+        LayerSizes { input: self.window.elements(), output, ..LayerSizes::default() }
     }
 
     fn forward<B: Kernels>(

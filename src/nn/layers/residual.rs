@@ -1,6 +1,6 @@
 //! A branch and its way around (He et al., "Deep residual learning", 2016).
 
-use super::layer::{BackwardArgs, Op, Sizes, Slice};
+use super::layer::{BackwardArgs, LayerSizes, Op, Slice};
 use super::sequential::Sequence;
 use crate::Context;
 use hpctrain_base::error::Result;
@@ -36,10 +36,10 @@ impl Op for Residual {
         self.body.kept() + self.shortcut.as_ref().map_or(0, Sequence::kept)
     }
 
-    fn sizes(&self) -> Sizes {
+    fn sizes(&self) -> LayerSizes {
         let body = self.body.sizes();
-        let around = self.shortcut.as_ref().map_or(Sizes::default(), Sequence::sizes);
-        Sizes {
+        let around = self.shortcut.as_ref().map_or(LayerSizes::default(), Sequence::sizes);
+        LayerSizes {
             kept: body.kept + around.kept,
             exact: body.exact + around.exact,
             // One way's gradient waits for the other's.

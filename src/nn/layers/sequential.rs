@@ -1,6 +1,6 @@
 //! Layers one after the other.
 
-use super::layer::{BackwardArgs, LayerOp, Op, Sizes, Slice};
+use super::layer::{BackwardArgs, LayerOp, LayerSizes, Op, Slice};
 use crate::Context;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::Tensor;
@@ -24,10 +24,10 @@ impl Op for Sequence {
         self.0.iter().map(LayerOp::kept).sum::<usize>() + self.0.len() - 1
     }
 
-    fn sizes(&self) -> Sizes {
-        let all: Vec<Sizes> = self.0.iter().map(LayerOp::sizes).collect();
+    fn sizes(&self) -> LayerSizes {
+        let all: Vec<LayerSizes> = self.0.iter().map(LayerOp::sizes).collect();
         let between: usize = all[1..].iter().map(|sizes| sizes.input).sum();
-        Sizes {
+        LayerSizes {
             input: all[0].input,
             output: all[all.len() - 1].output,
             kept: all.iter().map(|sizes| sizes.kept).sum::<usize>() + between,

@@ -1,6 +1,6 @@
 //! Softmax of the last axis.
 
-use super::layer::{BackwardArgs, Op, Sizes};
+use super::layer::{BackwardArgs, LayerSizes, Op};
 use crate::Context;
 use hpctrain_base::error::Result;
 use hpctrain_device::{Kernels, MemoryKind};
@@ -23,12 +23,12 @@ impl Softmax {
 }
 
 impl Op for Softmax {
-    fn sizes(&self) -> Sizes {
-        Sizes {
+    fn sizes(&self) -> LayerSizes {
+        LayerSizes {
             input: self.elements,
             output: self.elements,
             scratch: self.elements,
-            ..Sizes::default()
+            ..LayerSizes::default()
         }
     }
 

@@ -34,7 +34,7 @@ impl Group {
 
 /// Neighbouring elements that are updated alike.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Part {
+pub struct GroupRun {
     /// Elements.
     pub len: usize,
     /// Factor on the learning rate.
@@ -49,7 +49,7 @@ pub struct Part {
     pub average: Option<f32>,
 }
 
-impl Part {
+impl GroupRun {
     const PADDING: Self = Self {
         len: 0,
         lr_factor: 1.0,
@@ -62,7 +62,7 @@ impl Part {
     /// A whole tensor, its step not scaled.
     pub fn of(tensor: &Tensor, groups: &[Group]) -> Self {
         let group = groups.iter().find(|group| group.holds(tensor));
-        Part {
+        GroupRun {
             len: tensor.len(),
             lr_factor: group.map_or(1.0, |group| group.lr_factor),
             weight_decay: group.and_then(|group| group.weight_decay),
@@ -77,7 +77,7 @@ impl Part {
         self.weight_decay.unwrap_or(if self.decays { default } else { 0.0 })
     }
 
-    fn is_like(&self, other: &Part) -> bool {
+    fn is_like(&self, other: &GroupRun) -> bool {
         Self { len: other.len, ..*self } == *other
     }
 }
@@ -90,22 +90,22 @@ pub fn parts(
     range: Range<usize>,
     groups: &[Group],
     layerwise: bool,
-) -> Vec<Part> {
-    let mut parts: Vec<Part> = Vec::new();
-    let mut add = |part: Part| match parts.last_mut() {
+) -> Vec<GroupRun> {
+    let mut parts: Vec<GroupRun> = Vec::new();
+    let mut add = |part: GroupRun| match parts.last_mut() {
         _ if part.len == 0 => {}
         Some(last) if last.is_like(&part) => last.len += part.len,
         _ => parts.push(part),
     };
     let mut end = 0;
     for piece in layout.stored(range.clone()) {
-        add(Part { len: piece.of_owned.start - end, ..Part::PADDING });
+        add(GroupRun { len: piece.of_owned.start - end, ..GroupRun::PADDING });
         end = piece.of_owned.end;
-        let part = Part::of(piece.tensor, groups);
+        let part = GroupRun::of(piece.tensor, groups);
         let scaled_by = (layerwise && part.decays).then_some(piece.index);
-        add(Part { len: piece.of_owned.len(), scaled_by, ..part });
+        add(GroupRun { len: piece.of_owned.len(), scaled_by, ..part });
     }
-    add(Part { len: range.len() - end, ..Part::PADDING });
+    add(GroupRun { len: range.len() - end, ..GroupRun::PADDING });
     parts
 }
 
@@ -124,7 +124,7 @@ mod tests {
             tensor("b.bias", &[2]),
         ];
         let layout = UnitLayout::new("unit", tensors, 1);
-        let part = |len, lr_factor, weight_decay, decays| Part {
+        let part = |len, lr_factor, weight_decay, decays| GroupRun {
             len,
             lr_factor,
             weight_decay,
@@ -134,7 +134,8 @@ mod tests {
         };
         let plain = [part(10, 1.0, None, true), part(6, 1.0, None, false)];
         assert_eq!(parts(&layout, 0..16, &[], false), plain);
-        let scaled = |len, tensor| Part { scaled_by: Some(tensor), ..part(len, 1.0, None, true) };
+        let scaled =
+            |len, tensor| GroupRun { scaled_by: Some(tensor), ..part(len, 1.0, None, true) };
         assert_eq!(parts(&layout, 2..16, &[], true), [scaled(4, 0), scaled(4, 1), plain[1]]);
         let group = |names: &str, lr_factor, weight_decay| Group {
             names: names.into(),

@@ -5,10 +5,10 @@ mod schedule;
 mod trust;
 
 use hpctrain_base::error::Result;
-use hpctrain_device::{AdamW, Audit, Elements, Elementwise, Kernels, Sgd};
+use hpctrain_device::{AdamW, Audit, Elementwise, ElementwiseUpdate, Kernels, Sgd};
 
-pub use group::{Group, Part, parts};
-pub use schedule::{Schedule, Shape};
+pub use group::{Group, GroupRun, parts};
+pub use schedule::{LrDecay, Schedule};
 pub use trust::Pair;
 
 /// Name of the running average of the parameters, where one is kept, among the buffers of state.
@@ -143,7 +143,7 @@ impl UpdateRule {
                 )
             }
             UpdateRule::Elementwise(rule) => {
-                let update = Elements { rule, lr, weight_decay, step, grad_scale };
+                let update = ElementwiseUpdate { rule, lr, weight_decay, step, grad_scale };
                 let mut first = next();
                 if rule.states() == 2 {
                     return backend.elements(update, grad, first, next(), params, copy, audit);

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 /// Decay of the learning rate after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Shape {
+pub enum LrDecay {
     /// None.
     Constant,
     /// In a straight line to the minimum.
@@ -21,7 +21,7 @@ pub enum Shape {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Schedule {
     /// Shape of the decay after the warm-up.
-    pub shape: Shape,
+    pub shape: LrDecay,
     /// The highest rate, already scaled for the batch.
     pub peak: f64,
     /// The rate at the end.
@@ -30,7 +30,7 @@ pub struct Schedule {
     pub warmup: u64,
     /// Steps of the run.
     pub total: u64,
-    /// Steps of the final decay of [`Shape::Wsd`].
+    /// Steps of the final decay of [`LrDecay::Wsd`].
     pub decay: u64,
 }
 
@@ -42,9 +42,9 @@ impl Schedule {
             return self.peak * (step + 1) as f64 / self.warmup as f64;
         }
         let start = match self.shape {
-            Shape::Constant => return self.peak,
-            Shape::Linear | Shape::Cosine => self.warmup,
-            Shape::Wsd => self.total.saturating_sub(self.decay).max(self.warmup),
+            LrDecay::Constant => return self.peak,
+            LrDecay::Linear | LrDecay::Cosine => self.warmup,
+            LrDecay::Wsd => self.total.saturating_sub(self.decay).max(self.warmup),
         };
         let last = self.total.saturating_sub(1);
         // The last step has the minimum, also where it is the only one.
@@ -53,7 +53,7 @@ impl Schedule {
             false => 1.0,
         };
         let left = match self.shape {
-            Shape::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
+            LrDecay::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
             _ => 1.0 - progress,
         };
         self.min + (self.peak - self.min) * left
@@ -64,13 +64,13 @@ impl Schedule {
 mod tests {
     use super::*;
 
-    fn schedule(shape: Shape) -> Schedule {
+    fn schedule(shape: LrDecay) -> Schedule {
         Schedule { shape, peak: 1.0, min: 0.1, warmup: 10, total: 111, decay: 21 }
     }
 
     #[test]
     fn all_warm_up_alike() {
-        for shape in [Shape::Constant, Shape::Linear, Shape::Cosine, Shape::Wsd] {
+        for shape in [LrDecay::Constant, LrDecay::Linear, LrDecay::Cosine, LrDecay::Wsd] {
             let s = schedule(shape);
             assert_eq!((s.rate(0), s.rate(4), s.rate(9), s.rate(10)), (0.1, 0.5, 1.0, 1.0));
         }
@@ -79,14 +79,14 @@ mod tests {
     #[test]
     fn each_falls_its_own_way() {
         let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-12, "{a} is not {b}");
-        assert_eq!(schedule(Shape::Constant).rate(110), 1.0);
-        close(schedule(Shape::Linear).rate(60), 0.55);
-        close(schedule(Shape::Cosine).rate(60), 0.55);
-        close(schedule(Shape::Cosine).rate(35), 0.1 + 0.45 * (1.0 + 0.5f64.sqrt()));
-        close(schedule(Shape::Wsd).rate(89), 1.0);
-        close(schedule(Shape::Wsd).rate(90), 1.0);
-        close(schedule(Shape::Wsd).rate(100), 0.55);
-        for shape in [Shape::Linear, Shape::Cosine, Shape::Wsd] {
+        assert_eq!(schedule(LrDecay::Constant).rate(110), 1.0);
+        close(schedule(LrDecay::Linear).rate(60), 0.55);
+        close(schedule(LrDecay::Cosine).rate(60), 0.55);
+        close(schedule(LrDecay::Cosine).rate(35), 0.1 + 0.45 * (1.0 + 0.5f64.sqrt()));
+        close(schedule(LrDecay::Wsd).rate(89), 1.0);
+        close(schedule(LrDecay::Wsd).rate(90), 1.0);
+        close(schedule(LrDecay::Wsd).rate(100), 0.55);
+        for shape in [LrDecay::Linear, LrDecay::Cosine, LrDecay::Wsd] {
             assert!(schedule(shape).rate(109) > 0.1);
             close(schedule(shape).rate(10_000), 0.1);
         }
@@ -95,7 +95,7 @@ mod tests {
     /// Any number of steps, as epochs and batches give it: the last has the minimum to the bit.
     #[test]
     fn the_last_step_has_the_minimum() {
-        for shape in [Shape::Linear, Shape::Cosine, Shape::Wsd] {
+        for shape in [LrDecay::Linear, LrDecay::Cosine, LrDecay::Wsd] {
             for total in (11..400).chain([1 << 20, (1 << 40) + 7]) {
                 let s =
                     Schedule { total, decay: total / 10, min: 0.1, peak: 0.3, ..schedule(shape) };
@@ -108,7 +108,7 @@ mod tests {
 
     #[test]
     fn no_warmup_and_no_steps_are_fine() {
-        let s = Schedule { warmup: 0, total: 0, decay: 0, ..schedule(Shape::Cosine) };
+        let s = Schedule { warmup: 0, total: 0, decay: 0, ..schedule(LrDecay::Cosine) };
         assert!(s.rate(0).is_finite());
     }
 }

@@ -36,7 +36,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::cpu_offload::Host;
+use super::cpu_offload::HostUpdater;
 use super::fsdp_unit::{BufferState, InactiveReplica, Unit, initial};
 use super::groups::Groups;
 use super::local_sgd::LocalSgd;
@@ -55,7 +55,7 @@ use hpctrain_base::tree_sum::Tree;
 use hpctrain_comm::{Group, Pending};
 use hpctrain_cpu::Cpu;
 use hpctrain_device::{Kernels, MemoryKind};
-use hpctrain_nn::optim::{Part, UpdateRule};
+use hpctrain_nn::optim::{GroupRun, UpdateRule};
 use hpctrain_nn::{Blocks, Grads, Params};
 
 /// Units of a pipeline stage over the ranks of its shard × replica mesh.
@@ -76,7 +76,7 @@ pub struct Sharded<B: Kernels> {
     /// Where updates are audited.
     audits: Option<SdcChecks>,
     /// Where owners keep state and masters on the host, and so want gradients early.
-    host: Option<Host>,
+    host: Option<HostUpdater>,
     /// A reduced gradient that is on its way to the host, and then freed.
     leaving: Option<B::Buf>,
     /// Layouts of the whole network.
@@ -128,7 +128,7 @@ impl<B: Kernels> Sharded<B> {
         let audits = updates.as_ref().and_then(|updates| SdcChecks::every(updates.audit_every));
         let held = averaging.map_or(1, |averaging| averaging.replicas / groups.replica.size());
         let host = updates.as_ref().and_then(|updates| updates.host.clone());
-        let host = host.map(|cpu| Host::new(&backend, cpu)).transpose()?;
+        let host = host.map(|cpu| HostUpdater::new(&backend, cpu)).transpose()?;
         let groups_of = updates.as_ref().map_or(&[][..], |updates| &updates.groups);
         let network: Vec<UnitLayout> = blocks
             .iter()
@@ -167,7 +167,11 @@ impl<B: Kernels> Sharded<B> {
             units.push(Unit {
                 owner,
                 resting: (1..held).map(|_| replica()).collect::<Result<VecDeque<_>>>()?,
-                tensors: layout.tensors.iter().map(|tensor| Part::of(tensor, groups_of)).collect(),
+                tensors: layout
+                    .tensors
+                    .iter()
+                    .map(|tensor| GroupRun::of(tensor, groups_of))
+                    .collect(),
                 zeroed: layout.zeroed(),
                 layout: layout.clone(),
                 params,

@@ -8,7 +8,7 @@ use crate::run_spec::layouts;
 use hpctrain_base::layout::UnitLayout;
 use hpctrain_base::signals;
 use hpctrain_checkpoint::run_dir::RunOutcome;
-use hpctrain_checkpoint::run_dir::markers::{End, Status};
+use hpctrain_checkpoint::run_dir::markers::{End, RunStatus};
 use hpctrain_config::telemetry::run_card::RunCard;
 use hpctrain_config::telemetry::{say, unix_time};
 use hpctrain_engine::memory::resident;
@@ -44,9 +44,9 @@ impl Session<'_> {
         self.outages.at_end(self.directory.check())?;
         self.records.progress.finish();
         let (status, why) = match &ending {
-            RunOutcome::Finished => (Status::Finished, None),
-            RunOutcome::Stopped(why) => (Status::Finished, Some(why.clone())),
-            RunOutcome::Preempted(why) => (Status::Preempted, Some(why.clone())),
+            RunOutcome::Finished => (RunStatus::Finished, None),
+            RunOutcome::Stopped(why) => (RunStatus::Finished, Some(why.clone())),
+            RunOutcome::Preempted(why) => (RunStatus::Preempted, Some(why.clone())),
         };
         if let Some(why) = &why {
             say(format_args!("\nended at step {step}: {why}"));
@@ -66,7 +66,7 @@ impl Session<'_> {
         if latest.exists() {
             say(format_args!("checkpoint in {}", latest.display()));
         }
-        if status == Status::Preempted {
+        if status == RunStatus::Preempted {
             say(format_args!(
                 "continue with --resume auto --set run.name={}",
                 self.directory.name()

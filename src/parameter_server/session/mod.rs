@@ -15,7 +15,7 @@ use super::protocol::{ServerRequest, ServerResponse};
 use super::run_spec::{RunSpec, layouts};
 use super::scheduler::{Batch, Done, WorkScheduler};
 use super::server_clients::ServerClients;
-use super::wal::{CommittedStep, Entry, Journal, Update};
+use super::wal::{CommittedStep, Journal, Update, WalEntry};
 use super::worker_metrics::WorkerMetrics;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::Tensor;
@@ -31,7 +31,7 @@ use hpctrain_cpu::Cpu;
 use hpctrain_data::{Mix, TrainedOn};
 use hpctrain_engine::{Splits, clip};
 use hpctrain_nn::loss::Objective;
-use hpctrain_nn::optim::Part;
+use hpctrain_nn::optim::GroupRun;
 use hpctrain_parallel::{
     AllFlags, ControlFlags, Hyper, Norms, Squares, state_names, sum_of_squares, whole_norms,
 };
@@ -56,7 +56,7 @@ pub enum StartPoint<'a> {
     /// A checkpoint.
     Checkpoint(&'a Path),
     /// The last step of a coordinator before this one, on servers that have their ranges.
-    Journal(&'a Entry),
+    Journal(&'a WalEntry),
 }
 
 /// The run on one set of servers.
@@ -282,7 +282,7 @@ impl<'a> Session<'a> {
         let generation = self.terms.generation;
         let before = self.progress;
         let decided = decided.clone();
-        let kept = self.journal.decide(&Entry { generation, before, decided, batches });
+        let kept = self.journal.decide(&WalEntry { generation, before, decided, batches });
         // An earlier step must not be taken for the last one.
         if let Err(e) = kept {
             log::warn!("{e}: a coordinator that is started again begins at the last checkpoint");
@@ -383,7 +383,7 @@ impl<'a> Session<'a> {
         let mut squares = whole_norms(&[norms.encode()], virtual_ranks, tensors)?.into_iter();
         let groups = &self.plan.config.optimizer.groups;
         let mut factor = |tensor: &Tensor| {
-            let part = Part::of(tensor, groups);
+            let part = GroupRun::of(tensor, groups);
             let of_tensor = squares.next().unwrap_or_default();
             self.plan
                 .rule

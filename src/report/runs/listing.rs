@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 use clap::ValueEnum;
 use serde::Serialize;
 
-use super::summary::{Layout, Summary, is_run};
+use super::summary::{Layout, RunSummary, is_run};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spawn::spawn_scoped;
 use hpctrain_config::telemetry::{bytes, grouped};
@@ -48,7 +48,7 @@ pub struct Listing {
     /// The directory.
     pub root: PathBuf,
     /// Its runs.
-    pub runs: Vec<Summary>,
+    pub runs: Vec<RunSummary>,
     /// Directories in it that are no runs.
     pub other_directories: usize,
 }
@@ -118,12 +118,12 @@ impl Listing {
 }
 
 /// The summaries of runs, by several threads.
-fn read(paths: &[PathBuf], now: SystemTime) -> Vec<Summary> {
+fn read(paths: &[PathBuf], now: SystemTime) -> Vec<RunSummary> {
     let next = AtomicUsize::new(0);
     let some = || {
         let mut found = Vec::new();
         while let Some(path) = paths.get(next.fetch_add(1, Order::Relaxed)) {
-            found.push(Summary::of(path, now));
+            found.push(RunSummary::of(path, now));
         }
         found
     };
@@ -141,14 +141,14 @@ fn read(paths: &[PathBuf], now: SystemTime) -> Vec<Summary> {
 
 /// Sorts by a column; runs without a value come last, and equal ones are in the order of their
 /// names.
-fn sort(runs: &mut [Summary], by: SortBy) {
+fn sort(runs: &mut [RunSummary], by: SortBy) {
     let ascending = |a: Option<f64>, b: Option<f64>| match (a, b) {
         (Some(a), Some(b)) => a.total_cmp(&b),
         (Some(_), None) => Ordering::Less,
         (None, Some(_)) => Ordering::Greater,
         (None, None) => Ordering::Equal,
     };
-    let column = |run: &Summary| match by {
+    let column = |run: &RunSummary| match by {
         SortBy::Name | SortBy::State => None,
         SortBy::Step => run.step.map(|step| -(step as f64)),
         SortBy::Loss => run.loss,
@@ -164,7 +164,7 @@ fn sort(runs: &mut [Summary], by: SortBy) {
     });
 }
 
-fn row(run: &Summary) -> [String; 10] {
+fn row(run: &RunSummary) -> [String; 10] {
     let or_none = |text: Option<String>| text.unwrap_or_else(|| "-".into());
     let loss = |loss: Option<f64>| or_none(loss.map(|loss| format!("{loss:.4}")));
     let steps = run.steps.map(|steps| format!("/{steps}")).unwrap_or_default();
@@ -201,11 +201,11 @@ mod tests {
     use super::*;
     use crate::runs::State;
     use hpctrain_checkpoint::run_dir::RunDirectory;
-    use hpctrain_checkpoint::run_dir::markers::{End, Status};
+    use hpctrain_checkpoint::run_dir::markers::{End, RunStatus};
     use hpctrain_config::Config;
 
     /// A run with these lines of metrics and evaluations.
-    fn run(root: &Path, name: &str, metrics: &[u8], evaluations: &str, end: Option<Status>) {
+    fn run(root: &Path, name: &str, metrics: &[u8], evaluations: &str, end: Option<RunStatus>) {
         let directory = RunDirectory::at(root.join(name));
         fs::create_dir(directory.path()).unwrap();
         let mut config = Config::default();
@@ -214,7 +214,7 @@ mod tests {
         fs::write(directory.metrics_path(), metrics).unwrap();
         fs::write(directory.evaluations_path(), evaluations).unwrap();
         if let Some(status) = end {
-            let why = (status != Status::Finished).then(|| "a <script>\u{1b}[31m".into());
+            let why = (status != RunStatus::Finished).then(|| "a <script>\u{1b}[31m".into());
             directory.marks().end(&End { step: 3, status, why }).unwrap();
         }
     }
@@ -248,10 +248,10 @@ mod tests {
             "good",
             &steps(100, 2.0),
             &evaluations(&[(50, 1.5), (100, 1.75)]),
-            Some(Status::Finished),
+            Some(RunStatus::Finished),
         );
-        run(root, "stopped", &steps(3, 4.0), "", Some(Status::Failed));
-        run(root, "asked", &steps(3, 3.0), "", Some(Status::Preempted));
+        run(root, "stopped", &steps(3, 4.0), "", Some(RunStatus::Failed));
+        run(root, "asked", &steps(3, 3.0), "", Some(RunStatus::Preempted));
         let damaged = [
             &steps(2, 5.0)[..],
             b"{\"st\xffep\":3}\n{\"iteration\":4}\n",

@@ -10,7 +10,7 @@ use toml::Table;
 use super::jsonl_tail::{self, Tail};
 use hpctrain_base::safe_open;
 use hpctrain_checkpoint::run_dir::RunDirectory;
-use hpctrain_checkpoint::run_dir::markers::{End, Status};
+use hpctrain_checkpoint::run_dir::markers::{End, RunStatus};
 use hpctrain_config::Config;
 use hpctrain_config::telemetry::evaluations;
 use hpctrain_config::telemetry::evaluations::Evaluation;
@@ -101,7 +101,7 @@ impl Layout {
 
 /// A run in one line. Numbers that its files do not tell are null.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Summary {
+pub struct RunSummary {
     /// The last part of its path.
     pub name: String,
     /// Its directory.
@@ -157,7 +157,7 @@ pub fn is_run(path: &Path) -> bool {
     run.config_path().is_file() || run.metrics_path().is_file() || path.join("checkpoints").is_dir()
 }
 
-impl Summary {
+impl RunSummary {
     /// The run in the directory at `path`, now at `now`. Parts that cannot be read are noted.
     pub fn of(path: &Path, now: SystemTime) -> Self {
         let run = RunDirectory::at(path);
@@ -316,9 +316,9 @@ fn state(
         return State::Running;
     }
     match ended.map(|end| end.status) {
-        Some(Status::Finished) => State::Finished,
-        Some(Status::Preempted) => State::Preempted,
-        Some(Status::Failed) => State::Failed,
+        Some(RunStatus::Finished) => State::Finished,
+        Some(RunStatus::Preempted) => State::Preempted,
+        Some(RunStatus::Failed) => State::Failed,
         None => State::Stale,
     }
 }

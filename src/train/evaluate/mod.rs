@@ -14,7 +14,7 @@ pub use generate::{Sampling, generate};
 pub use predict::predict;
 pub use predictions::Predictions;
 pub use queue::Policy;
-pub use sidecar::{ABANDONED, Request, watch};
+pub use sidecar::{ABANDONED, SidecarOptions, watch};
 
 use std::collections::BTreeMap;
 use std::fmt;

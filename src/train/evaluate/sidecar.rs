@@ -27,7 +27,7 @@ use hpctrain_checkpoint::run_dir::{RunDirectory, RunOutcome};
 use hpctrain_checkpoint::{Checkpoints, Manifest, Reader, name_of};
 use hpctrain_comm::{Comm, Group};
 use hpctrain_config::telemetry::evaluations;
-use hpctrain_config::telemetry::evaluations::{Evaluation, Status};
+use hpctrain_config::telemetry::evaluations::{Evaluation, EvaluationStatus};
 use hpctrain_config::telemetry::{logging, say, unix_time};
 use hpctrain_config::{Config, ResolvedConfig};
 use hpctrain_data::{Mix, Preprocessing, Tokenizer};
@@ -53,7 +53,7 @@ pub const ABANDONED: Duration = Duration::from_secs(30 * 60);
 
 /// Request to an evaluator.
 #[derive(Debug, Clone)]
-pub struct Request {
+pub struct SidecarOptions {
     /// Directory of the run.
     pub run: PathBuf,
     /// Wait for further checkpoints until the run ends.
@@ -101,7 +101,7 @@ struct Told {
 /// of one checkpoint are recorded, and the next one is evaluated.
 pub fn watch<B: Kernels>(
     comm: &Comm<B>,
-    request: &Request,
+    request: &SidecarOptions,
     backend: impl FnOnce(&ResolvedConfig) -> Result<B> + 'static,
 ) -> Result<RunOutcome> {
     comm.activity().here(Track::Compute);
@@ -180,7 +180,7 @@ fn preempted() -> RunOutcome {
 
 /// Jobs that are submitted together do not start together: a watcher gives its trainer a moment to
 /// begin.
-fn await_run(request: &Request) -> Result<()> {
+fn await_run(request: &SidecarOptions) -> Result<()> {
     let run = &request.run;
     let begun = Instant::now();
     let root = run
@@ -233,7 +233,7 @@ struct Waiting<'a> {
     queue: Queue,
     checkpoints: Checkpoints,
     run: RunDirectory,
-    request: &'a Request,
+    request: &'a SidecarOptions,
     /// When a trainer last held the run, or something was done here.
     since: Instant,
     /// When the trainer was last looked for.
@@ -245,7 +245,7 @@ struct Waiting<'a> {
 }
 
 impl<'a> Waiting<'a> {
-    fn new(checkpoints: Checkpoints, request: &'a Request) -> Self {
+    fn new(checkpoints: Checkpoints, request: &'a SidecarOptions) -> Self {
         let queue = Queue::new(checkpoints.clone(), request.policy);
         let run = RunDirectory::at(&request.run);
         Self {
@@ -294,7 +294,7 @@ impl<'a> Waiting<'a> {
         let idle = self.queue.is_empty()?;
         let nothing = self.checkpoints.steps()?.is_empty();
         let waits_for = match ended {
-            Some(end) if idle && end.status != markers::Status::Preempted => {
+            Some(end) if idle && end.status != markers::RunStatus::Preempted => {
                 return Ok(Decision::End(format!("the run has ended at step {}", end.step)));
             }
             _ if nothing && !self.request.watch => {
@@ -325,7 +325,7 @@ impl<'a> Waiting<'a> {
         let run = self.request.run.display();
         let span = humantime::format_duration(timeout);
         let why = match ended {
-            Some(End { step, status: markers::Status::Failed, why }) => {
+            Some(End { step, status: markers::RunStatus::Failed, why }) => {
                 let why = why.map(|why| format!(": {why}")).unwrap_or_default();
                 format!("the last one failed at step {step}{why}")
             }
@@ -382,7 +382,7 @@ impl<B: Kernels> Device<B> {
 /// An evaluator on one rank.
 struct Sidecar<'a, B: Kernels> {
     comm: &'a Comm<B>,
-    request: &'a Request,
+    request: &'a SidecarOptions,
     checkpoints: Checkpoints,
     marks: Markers,
     /// `eval.jsonl`.
@@ -420,7 +420,7 @@ impl<B: Kernels> Sidecar<'_, B> {
     /// they end together.
     fn is_interrupted(&self) -> bool {
         let trainer =
-            || self.marks.ended().is_some_and(|end| end.status == markers::Status::Preempted);
+            || self.marks.ended().is_some_and(|end| end.status == markers::RunStatus::Preempted);
         signals::came().is_some()
             || self.request.beside_trainer && self.comm.rank() == 0 && trainer()
     }
@@ -533,7 +533,11 @@ impl<B: Kernels> Sidecar<'_, B> {
             // The checkpoint may well be whole: another evaluator, or this one later, can do it.
             Err(e) if e.kind() == Kind::Io && retries + 1 >= ATTEMPTS => Err(e),
             Err(e) => {
-                let status = if retries + 1 < ATTEMPTS { Status::Retried } else { Status::Failed };
+                let status = if retries + 1 < ATTEMPTS {
+                    EvaluationStatus::Retried
+                } else {
+                    EvaluationStatus::Failed
+                };
                 log::warn!("step {step}: cannot be evaluated ({status:?}): {e}");
                 let error = Some(e.to_string().replace('\n', "; "));
                 self.add(&Evaluation { status, error, ..of }).map(drop)

@@ -14,14 +14,14 @@ const F32: usize = size_of::<f32>();
 
 /// The ranks of an exchange, and their nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Span {
+pub struct GroupExtent {
     /// Ranks.
     pub ranks: usize,
     /// Nodes that they are on.
     pub nodes: usize,
 }
 
-impl Span {
+impl GroupExtent {
     /// The group of rank `rank` along `axes` of a mesh, on nodes with so many consecutive ranks
     /// each.
     pub fn of(mesh: &Mesh, axes: &[Axis], rank: usize, per_node: usize) -> Self {
@@ -54,10 +54,10 @@ pub trait Rates {
     fn micro(&self, plan: &ResolvedConfig) -> Result<f64>;
 
     /// A collective on a buffer of so many bytes, of f32 where it adds.
-    fn collective(&self, operation: Operation, span: Span, bytes: usize) -> f64;
+    fn collective(&self, operation: Operation, span: GroupExtent, bytes: usize) -> f64;
 
     /// A message between two ranks.
-    fn message(&self, span: Span, bytes: usize) -> f64;
+    fn message(&self, span: GroupExtent, bytes: usize) -> f64;
 
     /// The norm and the update of so many elements.
     fn update(&self, plan: &ResolvedConfig, elements: usize) -> f64;
@@ -96,10 +96,10 @@ pub fn step_times(
     for index in 0..mesh.pipeline {
         let stage = plan.stage(index, &loans);
         let rank = index * stride;
-        let span = |axes: &[Axis]| Span::of(mesh, axes, rank, per_node);
+        let span = |axes: &[Axis]| GroupExtent::of(mesh, axes, rank, per_node);
         let shard = span(&[Axis::Shard]);
         let replica = span(&[Axis::Replica]);
-        let collective = |operation, span: Span, elements: usize, size: usize| {
+        let collective = |operation, span: GroupExtent, elements: usize, size: usize| {
             if span.ranks == 1 { 0.0 } else { rates.collective(operation, span, elements * size) }
         };
         let of_unit = |unit: usize| {
@@ -126,7 +126,10 @@ pub fn step_times(
         let message = next.map_or(0.0, |next| {
             let ends = [rank, rank + stride].map(|rank| rank / per_node.max(1));
             let nodes = if ends[0] == ends[1] { 1 } else { 2 };
-            rates.message(Span { ranks: 2, nodes }, slices.own(next.input_per_row()) * rows * size)
+            rates.message(
+                GroupExtent { ranks: 2, nodes },
+                slices.own(next.input_per_row()) * rows * size,
+            )
         });
         // Rows of tables on the host come before all, and their gradient goes there after all:
         // nothing hides either.
@@ -134,7 +137,7 @@ pub fn step_times(
         let micro = of_rows + if stage.is_last() { of_micro } else { 0.0 };
         stages.push(StageTimes { stage, units, micro, message });
     }
-    let world = Span { ranks: mesh.ranks(), nodes: mesh.ranks().div_ceil(per_node.max(1)) };
+    let world = GroupExtent { ranks: mesh.ranks(), nodes: mesh.ranks().div_ceil(per_node.max(1)) };
     let summary = if world.ranks > 1 {
         rates.collective(Operation::AllGather, world, F32 * world.ranks)
     } else {

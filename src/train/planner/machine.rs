@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use super::cost_model::{Passes, Rates, Span};
+use super::cost_model::{GroupExtent, Passes, Rates};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::layout::Cut;
 use hpctrain_comm::Operation;
@@ -208,7 +208,7 @@ impl Machine {
     /// Seconds of moving so many times the whole of a buffer over the links of a group: inside
     /// nodes first, then between ranks of different nodes, each with its part (Thakur et al.,
     /// "Optimization of collective communication operations in MPICH", 2005).
-    fn moved(&self, span: Span, bytes: usize, times: f64) -> f64 {
+    fn moved(&self, span: GroupExtent, bytes: usize, times: f64) -> f64 {
         let inside = span.ranks.div_ceil(span.nodes);
         let part = |ranks: usize| (ranks - 1) as f64 / ranks as f64;
         let hops = |ranks: usize| (ranks as f64).log2().ceil();
@@ -229,8 +229,10 @@ impl Rates for Machine {
         let samples = plan.micro as f64;
         let rows = plan.micro as usize * plan.network.context();
         let share = 1.0 / plan.mesh.tensor as f64;
-        let tensor =
-            Span { ranks: plan.mesh.tensor, nodes: plan.mesh.tensor.div_ceil(self.ranks_per_node) };
+        let tensor = GroupExtent {
+            ranks: plan.mesh.tensor,
+            nodes: plan.mesh.tensor.div_ceil(self.ranks_per_node),
+        };
         let last = blocks.len() - 1;
         let heads = match &plan.network {
             Network::Gpt(gpt) => gpt.heads,
@@ -300,12 +302,12 @@ impl Rates for Machine {
         Ok((3 * logits * size) as f64 / self.bandwidth + 2.0 * self.launch)
     }
 
-    fn collective(&self, operation: Operation, span: Span, bytes: usize) -> f64 {
+    fn collective(&self, operation: Operation, span: GroupExtent, bytes: usize) -> f64 {
         let times = if operation == Operation::AllReduce { 2.0 } else { 1.0 };
         self.moved(span, bytes, times)
     }
 
-    fn message(&self, span: Span, bytes: usize) -> f64 {
+    fn message(&self, span: GroupExtent, bytes: usize) -> f64 {
         let link = if span.nodes > 1 { self.network } else { self.node };
         link.latency + bytes as f64 / link.bandwidth
     }

@@ -2,7 +2,7 @@
 //! machine.
 
 use super::machine::Machine;
-use super::search::{Place, choose};
+use super::search::{SearchLimits, choose};
 use hpctrain_config::{Environment, Sources, load};
 use hpctrain_engine::memory::Held;
 
@@ -114,7 +114,7 @@ fn predicted(point: &Point) -> f64 {
         Machine::parse(include_str!("machines/megatron-a100x8.toml"), "megatron-a100x8").unwrap();
     let facts = Environment { ranks, threads: 1, vocabulary: Some(51200), on_gpu: true };
     let held = Held { messages: 0, messages_on_device: true, resident: 0, cache: 0 };
-    let place = Place { room: machine.room(), held, per_node: machine.ranks_per_node };
+    let place = SearchLimits { room: machine.room(), held, per_node: machine.ranks_per_node };
     let choice = choose(&config, &facts, &place, |_| Ok(machine)).unwrap();
     choice.proposals[0].time.step
 }

@@ -19,11 +19,11 @@ mod search;
 mod timeline;
 mod trial_runs;
 
-pub use cost_model::{Rates, Span};
+pub use cost_model::{GroupExtent, Rates};
 pub use layouts::{Keys, LeftOut};
 pub use machine::Machine;
 pub use offload::OnHost;
 pub use profile::{Measured, measure};
-pub use report::Report;
-pub use search::{Choice, Here, Place, Proposal, choose, choose_here, facts};
+pub use report::PlanReport;
+pub use search::{Choice, Here, Proposal, SearchLimits, choose, choose_here, facts};
 pub use trial_runs::{Trial, try_out};

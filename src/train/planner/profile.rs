@@ -8,12 +8,12 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use super::cost_model::{Passes, Rates, Span, step_times};
+use super::cost_model::{GroupExtent, Passes, Rates, step_times};
 use super::offload::OnHost;
 use super::timeline::StepTimes;
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::mesh::{Axis, Mesh};
-use hpctrain_base::spans::{Doing, Event, Track};
+use hpctrain_base::spans::{Doing, SpanEvent, Track};
 use hpctrain_comm::{Algorithm, Comm, Group, Operation, Table, slowest};
 use hpctrain_config::{Config, Environment, LayerList, LayoutMode, ResolvedConfig, resolve};
 use hpctrain_device::{Kernels, MemoryKind};
@@ -109,7 +109,7 @@ enum Exchange {
 pub struct Measured {
     times: BTreeMap<Key, Times>,
     /// By bytes, in order.
-    exchanges: BTreeMap<(Exchange, Span), Vec<(usize, f64)>>,
+    exchanges: BTreeMap<(Exchange, GroupExtent), Vec<(usize, f64)>>,
     beside: f64,
     beside_uses: f64,
 }
@@ -133,7 +133,7 @@ pub fn measure<B: Kernels>(
     for plan in plans {
         of_keys.entry(Key::of(plan)).or_insert(*plan);
         for (exchange, axes) in used(&plan.mesh) {
-            let span = Span::of(&plan.mesh, axes, 0, per_node);
+            let span = GroupExtent::of(&plan.mesh, axes, 0, per_node);
             if span.ranks > 1 {
                 of_exchanges.entry((exchange, span)).or_insert((*plan, axes));
             }
@@ -418,7 +418,7 @@ struct Step {
 impl Step {
     fn of<B: Kernels>(
         pace: &SyntheticTrainer<B>,
-        events: &[Event],
+        events: &[SpanEvent],
         seconds: f64,
         puts_off: bool,
     ) -> Result<Self> {
@@ -561,13 +561,13 @@ impl Rates for Measured {
         Ok(first * times.micro[0] + (1.0 - first) * times.micro[1])
     }
 
-    fn collective(&self, operation: Operation, span: Span, bytes: usize) -> f64 {
+    fn collective(&self, operation: Operation, span: GroupExtent, bytes: usize) -> f64 {
         self.exchanges
             .get(&(Exchange::Collective(operation), span))
             .map_or(0.0, |times| interpolated(times, bytes))
     }
 
-    fn message(&self, span: Span, bytes: usize) -> f64 {
+    fn message(&self, span: GroupExtent, bytes: usize) -> f64 {
         let times = self
             .exchanges
             .iter()

@@ -14,7 +14,7 @@ use hpctrain_device::readable;
 const SHOWN: usize = 8;
 
 /// All that `hpctrain plan` prints.
-pub struct Report<'a> {
+pub struct PlanReport<'a> {
     /// Preset or file.
     pub network: &'a str,
     /// Ranks in all.
@@ -84,7 +84,7 @@ struct Out<'a> {
     why: &'a str,
 }
 
-impl Report<'_> {
+impl PlanReport<'_> {
     /// One object.
     ///
     /// # Errors

@@ -66,7 +66,7 @@ pub struct Choice {
 
 /// The place of a choice.
 #[derive(Debug, Clone, Copy)]
-pub struct Place {
+pub struct SearchLimits {
     /// Memory that a rank may take.
     pub room: MemoryBudget,
     /// Memory that does not depend on the layout.
@@ -84,10 +84,10 @@ pub struct Place {
 pub fn choose<R: Rates>(
     config: &Config,
     facts: &Environment,
-    place: &Place,
+    place: &SearchLimits,
     rates: impl FnOnce(&[&ResolvedConfig]) -> Result<R>,
 ) -> Result<Choice> {
-    let Place { room, held, per_node } = *place;
+    let SearchLimits { room, held, per_node } = *place;
     if config.local_sgd.sync_every != Interval::Steps(0) {
         let message = "local_sgd.sync_every is set, but layouts have other numbers of replicas, which train otherwise apart";
         return Err(Error::input(message)
@@ -345,7 +345,7 @@ pub fn choose_here<B: Kernels, F: Fn(&ResolvedConfig) -> Result<B>>(
         &world.all_gather_u64(&memory::room(&any, &topology, held, *gpu).numbers())?,
     );
     let spare = topology.has_spare_cores();
-    let choice = choose(config, &facts, &Place { room, held, per_node }, |plans| {
+    let choice = choose(config, &facts, &SearchLimits { room, held, per_node }, |plans| {
         measure(comm, plans, per_node, spare, backend)
     });
     Ok((world.all_ok(choice)?, per_node))
@@ -383,8 +383,11 @@ mod tests {
         let machine = Machine::named(machine).unwrap();
         let facts = Environment { ranks, threads: 1, vocabulary: Some(50304), on_gpu: true };
         let held = Held { messages: 0, messages_on_device: true, resident: 0, cache: 0 };
-        let place =
-            Place { room: machine.room(), held, per_node: machine.ranks_per_node.min(ranks) };
+        let place = SearchLimits {
+            room: machine.room(),
+            held,
+            per_node: machine.ranks_per_node.min(ranks),
+        };
         choose(&configured(settings), &facts, &place, |_| Ok(machine))
     }
 

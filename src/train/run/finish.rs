@@ -8,7 +8,7 @@ use hpctrain_base::error::{Error, Result};
 use hpctrain_base::signals;
 use hpctrain_base::spans::{Doing, span};
 use hpctrain_checkpoint::run_dir::RunOutcome;
-use hpctrain_checkpoint::run_dir::markers::{End, Status};
+use hpctrain_checkpoint::run_dir::markers::{End, RunStatus};
 use hpctrain_config::telemetry::epoch_loss::EpochLoss;
 use hpctrain_config::telemetry::run_card::{EnergyUse, RunCard, StageMemory};
 use hpctrain_config::telemetry::{say, unix_time};
@@ -103,9 +103,9 @@ impl<B: Kernels> Run<'_, B> {
         let step = self.progress.step;
         let energy = joules.map(|joules| records.energy.total(joules, step, self.energy.sources()));
         let (status, why) = match ending {
-            RunOutcome::Finished => (Status::Finished, None),
-            RunOutcome::Stopped(why) => (Status::Finished, Some(why.clone())),
-            RunOutcome::Preempted(why) => (Status::Preempted, Some(why.clone())),
+            RunOutcome::Finished => (RunStatus::Finished, None),
+            RunOutcome::Stopped(why) => (RunStatus::Finished, Some(why.clone())),
+            RunOutcome::Preempted(why) => (RunStatus::Preempted, Some(why.clone())),
         };
         if let Some(why) = &why {
             say(format_args!("\nended at step {step}: {why}"));
@@ -146,7 +146,7 @@ impl<B: Kernels> Run<'_, B> {
                 latest.display()
             ));
         }
-        if status == Status::Preempted {
+        if status == RunStatus::Preempted {
             say(format_args!(
                 "continue with --resume auto --set run.name={}",
                 self.directory.name()
@@ -170,7 +170,7 @@ impl<B: Kernels> Run<'_, B> {
     /// Evaluators need not wait for more checkpoints.
     pub(super) fn tell_of_failure(&self, error: &Error) {
         let why = Some(error.message().to_string());
-        let end = End { step: self.progress.step, status: Status::Failed, why };
+        let end = End { step: self.progress.step, status: RunStatus::Failed, why };
         // A run that another trainer has taken over has not ended.
         if self.records.is_some()
             && let Err(e) = self.directory.check().and_then(|()| self.directory.marks().end(&end))

@@ -40,7 +40,7 @@ use hpctrain_parallel::{AllFlags, ControlFlags, LocalSgd, whole_histograms};
 
 /// Request for a run.
 #[derive(Debug, Clone)]
-pub struct Request {
+pub struct TrainRequest {
     /// The configuration, not yet resolved.
     pub config: Config,
     /// Name of the run unless the configuration has one.
@@ -61,7 +61,7 @@ pub struct Request {
     pub gpu: Option<GpuPlace>,
 }
 
-impl Request {
+impl TrainRequest {
     /// A run from step 0 on CPUs, called `name` unless its configuration names it.
     pub fn new(config: Config, name: impl Into<String>) -> Self {
         let resume = Resume::No;
@@ -122,12 +122,12 @@ pub struct GpuPlace {
 /// ([`Error::is_shared`]).
 pub fn train_on<B: Kernels>(
     comm: &Comm<B>,
-    request: &Request,
+    request: &TrainRequest,
     own: Customization<'_>,
     beside: Option<&Group<B>>,
     backend: impl FnOnce(&ResolvedConfig) -> Result<B>,
 ) -> Result<RunOutcome> {
-    let request = &Request { config: own.configured(&request.config), ..request.clone() };
+    let request = &TrainRequest { config: own.configured(&request.config), ..request.clone() };
     comm.activity().here(Track::Compute);
     let trace = request.trace.as_deref().map(|path| Trace::start(comm, path)).transpose()?;
     let result = run(comm, request, own, beside, backend);
@@ -145,7 +145,7 @@ pub fn train_on<B: Kernels>(
 /// A run from its preparation to its end.
 fn run<B: Kernels>(
     comm: &Comm<B>,
-    request: &Request,
+    request: &TrainRequest,
     own: Customization<'_>,
     beside: Option<&Group<B>>,
     backend: impl FnOnce(&ResolvedConfig) -> Result<B>,

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use super::{Customization, Request, Run, Schedule};
+use super::{Customization, Run, Schedule, TrainRequest};
 use crate::energy::Energy;
 use crate::evaluate::Evaluator;
 use crate::hooks::Hooks;
@@ -49,7 +49,7 @@ impl<'h, B: Kernels> Run<'h, B> {
     /// All that comes before the first step. Collective over the world of `comm`.
     pub(super) fn prepare(
         comm: &Comm<B>,
-        request: &Request,
+        request: &TrainRequest,
         own: Customization<'h>,
         beside: Option<&Group<B>>,
         backend: impl FnOnce(&ResolvedConfig) -> Result<B>,

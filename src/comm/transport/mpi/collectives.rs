@@ -8,7 +8,7 @@ use mpi::ffi;
 use super::calls::{check, count};
 use crate::transport::{DeviceCollective, GroupRanks};
 use hpctrain_base::error::Result;
-use hpctrain_device::Span;
+use hpctrain_device::DeviceSpan;
 
 /// Elements the library is given at once: counts are 31 bits wide.
 const LONGEST: usize = 1 << 30;
@@ -49,7 +49,7 @@ pub fn run_on_device(
     in_place: *const c_void,
     group: &GroupRanks,
     call: DeviceCollective,
-    memory: Span<'_>,
+    memory: DeviceSpan<'_>,
 ) -> Result<()> {
     let whole = matches!(
         call,

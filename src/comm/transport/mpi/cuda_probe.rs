@@ -19,7 +19,7 @@ use super::calls::{check, count};
 use super::{library, node};
 use hpctrain_base::error::{Error, Result};
 use hpctrain_base::spawn::{spawn, spawn_scoped};
-use hpctrain_device::{Backend, CommBuffer, MemoryKind, Span};
+use hpctrain_device::{Backend, CommBuffer, DeviceSpan, MemoryKind};
 
 /// Elements that are tried: more than any library sends along with the envelope of a message.
 const LEN: usize = 100_000;
@@ -286,7 +286,7 @@ fn exchange<B: Backend>(
         CommBuffer::Host(_) => Err(Error::input("there is no GPU whose memory could be exchanged")),
     });
     let spans = spans.collect::<Result<Vec<_>>>()?;
-    let at = |span: Span<'_>| std::ptr::with_exposed_provenance_mut::<c_void>(span.address());
+    let at = |span: DeviceSpan<'_>| std::ptr::with_exposed_provenance_mut::<c_void>(span.address());
     let [sent, received, sum, from_other, sum_of_both] = [0, 1, 2, 3, 4].map(|i| at(spans[i]));
     let len = count(LEN)?;
     let partner = count(other(rank))?;

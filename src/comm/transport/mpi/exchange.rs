@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use mpi::ffi;
 
-use super::request::{Kind, Request};
+use super::request::{Kind, MpiRequest};
 use super::shm_window::{SLOT, Segment};
 use crate::chunking::ChunkCursor;
 use crate::transport::{GroupRanks, Incoming, Outgoing, check_length};
@@ -26,12 +26,12 @@ pub const BYTES: usize = 2 * DEPTH * MESSAGE * size_of::<f32>();
 
 /// Memory that messages of MPI pass through when they are not one piece, or are to be added.
 #[derive(Default)]
-pub struct Staging {
+pub struct ChunkStaging {
     packed: [Vec<f32>; DEPTH],
     received: [Vec<f32>; DEPTH],
 }
 
-impl Staging {
+impl ChunkStaging {
     /// Bytes held.
     pub fn bytes(&self) -> usize {
         self.packed.iter().chain(&self.received).map(|buf| buf.capacity() * size_of::<f32>()).sum()
@@ -48,7 +48,7 @@ pub struct Sending<'a> {
     done: bool,
     /// Messages of MPI so far, and those under way.
     count: usize,
-    flying: VecDeque<Request>,
+    flying: VecDeque<MpiRequest>,
 }
 
 impl<'a> Sending<'a> {
@@ -103,7 +103,7 @@ impl<'a> Sending<'a> {
         &mut self,
         world: ffi::MPI_Comm,
         group: &GroupRanks,
-        staging: &mut Staging,
+        staging: &mut ChunkStaging,
     ) -> Result<bool> {
         let mut moved = false;
         if let Some(request) = self.flying.front_mut()
@@ -138,7 +138,7 @@ impl<'a> Sending<'a> {
         // a packed buffer is filled again only DEPTH messages later, when this one has been popped.
         // An error ends the process.
         self.flying.push_back(unsafe {
-            Request::send(world, group, self.from.to, Kind::Exchange, bytes)?
+            MpiRequest::send(world, group, self.from.to, Kind::Exchange, bytes)?
         });
         self.count += 1;
         Ok(true)
@@ -151,7 +151,7 @@ pub struct Receiving<'a, 'b> {
     cursor: ChunkCursor,
     done: bool,
     count: usize,
-    flying: VecDeque<(Request, Parts, usize)>,
+    flying: VecDeque<(MpiRequest, Parts, usize)>,
 }
 
 impl<'a, 'b> Receiving<'a, 'b> {
@@ -204,7 +204,7 @@ impl<'a, 'b> Receiving<'a, 'b> {
         &mut self,
         world: ffi::MPI_Comm,
         group: &GroupRanks,
-        staging: &mut Staging,
+        staging: &mut ChunkStaging,
     ) -> Result<bool> {
         let mut moved = false;
         let Incoming { from, pieces, add } = &mut self.into;
@@ -248,7 +248,7 @@ impl<'a, 'b> Receiving<'a, 'b> {
         // SAFETY: the pieces are borrowed until the exchange is over, and each range is received
         // into once; a staging buffer is used again only DEPTH messages later, when this one has
         // been popped. An error ends the process.
-        let request = unsafe { Request::receive(world, group, *from, Kind::Exchange, bytes)? };
+        let request = unsafe { MpiRequest::receive(world, group, *from, Kind::Exchange, bytes)? };
         self.flying.push_back((request, parts, self.count));
         self.count += 1;
         Ok(true)

@@ -24,10 +24,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use calls::{check, count, count_up, text};
-use exchange::{Receiving, Sending, Staging};
+use exchange::{ChunkStaging, Receiving, Sending};
 use mpi::ffi;
 use node::{Node, place};
-use request::{Bytes, Kind, Request};
+use request::{Bytes, Kind, MpiRequest};
 use shm_window::Segment;
 
 use super::{
@@ -38,7 +38,7 @@ use crate::algorithms;
 use crate::polling::Backoff;
 use crate::shared::Shared;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::Span;
+use hpctrain_device::DeviceSpan;
 
 pub use cuda_probe::{prove, prove_in_child};
 
@@ -176,7 +176,7 @@ fn check_threads(provided: c_int, wanted: c_int, library: &str) -> Result<()> {
 /// A message that is leaving or arriving in the background.
 struct Posted {
     /// Its parts; of one that arrives, with their lengths.
-    requests: Vec<(Request, Option<usize>)>,
+    requests: Vec<(MpiRequest, Option<usize>)>,
     peer: usize,
     parcel: Box<dyn P2pBuffer>,
 }
@@ -191,7 +191,7 @@ struct Mpi {
     /// Whether elements that are only copied go through it, too: on some systems MPI copies them
     /// faster.
     shares_copies: bool,
-    staging: Staging,
+    staging: ChunkStaging,
     /// For operands longer than the vendor can count.
     parts: Vec<f32>,
     in_place: *const c_void,
@@ -249,7 +249,7 @@ impl Mpi {
             posted: Vec::new(),
             segment,
             shares_copies: true,
-            staging: Staging::default(),
+            staging: ChunkStaging::default(),
             parts: Vec::new(),
             in_place: in_place(),
             shared,
@@ -358,12 +358,14 @@ impl Mpi {
         let expected = receive.map(|(from, bytes)| (group.ranks[from], bytes.len));
         // SAFETY: the caller holds the buffer until this function returns, which is after the
         // request is complete.
-        let start =
-            |(from, bytes)| unsafe { Request::receive(world, group, from, Kind::Exchange, bytes) };
+        let start = |(from, bytes)| unsafe {
+            MpiRequest::receive(world, group, from, Kind::Exchange, bytes)
+        };
         let mut receiving = receive.map(start).transpose()?;
         self.shared.add_sent(send.map_or(0, |(_, bytes)| bytes.len));
         // SAFETY: as above.
-        let start = |(to, bytes)| unsafe { Request::send(world, group, to, Kind::Exchange, bytes) };
+        let start =
+            |(to, bytes)| unsafe { MpiRequest::send(world, group, to, Kind::Exchange, bytes) };
         let mut sending = match send.map(start).transpose() {
             Ok(sending) => sending,
             Err(error) if receiving.is_none() => return Err(error),
@@ -387,7 +389,7 @@ impl Mpi {
     }
 
     /// Empties a slot whose request is complete; returns the bytes received.
-    fn completed(&self, slot: &mut Option<Request>) -> Option<usize> {
+    fn completed(&self, slot: &mut Option<MpiRequest>) -> Option<usize> {
         let bytes = slot.as_mut()?.test().unwrap_or_else(|error| self.give_up(&error))?;
         *slot = None;
         Some(bytes)
@@ -402,7 +404,7 @@ impl Mpi {
         while index < self.posted.len() {
             let mut requests = std::mem::take(&mut self.posted[index].requests);
             let peer = self.posted[index].peer;
-            let tested = |(request, expected): &mut (Request, Option<usize>)| match (
+            let tested = |(request, expected): &mut (MpiRequest, Option<usize>)| match (
                 request.test()?,
                 *expected,
             ) {
@@ -491,8 +493,8 @@ impl Transport for Mpi {
     fn exchange_device(
         &mut self,
         group: &GroupRanks,
-        send: Option<(usize, Span<'_>)>,
-        receive: Option<(usize, Span<'_>)>,
+        send: Option<(usize, DeviceSpan<'_>)>,
+        receive: Option<(usize, DeviceSpan<'_>)>,
     ) -> Result<()> {
         let send = send.map(|(to, span)| (to, span.into()));
         let receive = receive.map(|(from, span)| (from, span.into()));
@@ -522,9 +524,9 @@ impl Transport for Mpi {
             // finished, which `poll` does only when all requests are complete.
             let started = unsafe {
                 match peer {
-                    Peer::To(to) => Request::send(world, group, to, kind, message)
+                    Peer::To(to) => MpiRequest::send(world, group, to, kind, message)
                         .map(|request| (request, None)),
-                    Peer::From(from) => Request::receive(world, group, from, kind, message)
+                    Peer::From(from) => MpiRequest::receive(world, group, from, kind, message)
                         .map(|request| (request, Some(message.len))),
                 }
             };
@@ -565,7 +567,7 @@ impl Transport for Mpi {
         &mut self,
         group: &GroupRanks,
         call: DeviceCollective,
-        memory: Span<'_>,
+        memory: DeviceSpan<'_>,
     ) -> Result<()> {
         self.shared.add_sent(least_sent(group, call, memory.words()));
         collectives::run_on_device(self.groups[group.id], self.in_place, group, call, memory)

@@ -7,7 +7,7 @@ use mpi::ffi;
 use super::calls::{check, count};
 use crate::transport::{GroupRanks, Payload};
 use hpctrain_base::error::Result;
-use hpctrain_device::Span;
+use hpctrain_device::DeviceSpan;
 
 /// Bytes of the longest message: counts are 31 bits wide.
 pub const LONGEST: usize = 1 << 30;
@@ -45,8 +45,8 @@ impl From<&mut [u8]> for Bytes {
     }
 }
 
-impl From<Span<'_>> for Bytes {
-    fn from(span: Span<'_>) -> Self {
+impl From<DeviceSpan<'_>> for Bytes {
+    fn from(span: DeviceSpan<'_>) -> Self {
         let at = std::ptr::with_exposed_provenance_mut(span.address());
         Self { at, len: span.words() * size_of::<f32>() }
     }
@@ -62,7 +62,7 @@ impl From<Payload<'_>> for Bytes {
 }
 
 /// A message under way. It must be tested until it is complete.
-pub struct Request(ffi::MPI_Request);
+pub struct MpiRequest(ffi::MPI_Request);
 
 /// The two kinds of messages. Each arrives in its own order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,7 +78,7 @@ fn tag(group: &GroupRanks, kind: Kind) -> Result<c_int> {
     count((2 * group.id + usize::from(kind == Kind::Posted)) % TAGS)
 }
 
-impl Request {
+impl MpiRequest {
     /// Starts sending one message of at most [`LONGEST`] bytes.
     ///
     /// # Safety

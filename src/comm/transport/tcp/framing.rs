@@ -100,7 +100,7 @@ impl Sink for Bytes<'_> {
 }
 
 /// Pieces of elements, which are replaced or added to.
-pub struct Elements<'a, 'b> {
+pub struct ElementPieces<'a, 'b> {
     pieces: &'a mut [&'b mut [f32]],
     /// Memory for terms; none where elements are replaced.
     aside: Option<&'a mut Vec<f32>>,
@@ -111,7 +111,7 @@ pub struct Elements<'a, 'b> {
     at: usize,
 }
 
-impl<'a, 'b> Elements<'a, 'b> {
+impl<'a, 'b> ElementPieces<'a, 'b> {
     /// To be filled with the elements of a message; with memory `aside` they are added.
     pub fn new(pieces: &'a mut [&'b mut [f32]], aside: Option<&'a mut Vec<f32>>) -> Self {
         let mut all = Self { pieces, aside, piece: 0, done: 0, at: 0 };
@@ -135,7 +135,7 @@ impl<'a, 'b> Elements<'a, 'b> {
     }
 }
 
-impl Sink for Elements<'_, '_> {
+impl Sink for ElementPieces<'_, '_> {
     fn room(&mut self) -> &mut [u8] {
         let len = self.elements();
         let all: &mut [f32] = match &mut self.aside {
@@ -188,7 +188,7 @@ pub struct Inbox {
 }
 
 /// A message, as a reader finds it.
-pub enum Found {
+pub enum Received {
     /// Nothing has moved.
     Nothing,
     /// Something has moved, but the message is not whole.
@@ -260,14 +260,14 @@ impl Inbox {
         stream: &mut TcpStream,
         peer: usize,
         sink: &mut dyn Sink,
-    ) -> Result<Found> {
-        let Some(now) = &mut self.arriving else { return Ok(Found::Nothing) };
+    ) -> Result<Received> {
+        let Some(now) = &mut self.arriving else { return Ok(Received::Nothing) };
         let moved = read(stream, peer, &mut now.left, sink)?;
         if now.left == 0 {
             self.arriving = None;
-            return Ok(Found::Whole);
+            return Ok(Received::Whole);
         }
-        Ok(if moved { Found::Some } else { Found::Nothing })
+        Ok(if moved { Received::Some } else { Received::Nothing })
     }
 
     /// Group and length of the message that is arriving, if its memory is not decided yet.

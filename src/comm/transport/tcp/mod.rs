@@ -24,7 +24,9 @@ pub use handshake::{Credentials, HANDSHAKE_TIMEOUT, Handshake, PeerId, call};
 pub use rendezvous::{MEETING, TcpRendezvous};
 pub use secret::{Secret, write_secret};
 
-use framing::{Bytes, Elements, Found, HEADER, Inbox, Sink, abort, bye, gone, header, write};
+use framing::{
+    Bytes, ElementPieces, HEADER, Inbox, Received, Sink, abort, bye, gone, header, write,
+};
 use rendezvous::meet;
 
 use super::{
@@ -35,7 +37,7 @@ use crate::algorithms;
 use crate::polling::Backoff;
 use crate::shared::Shared;
 use hpctrain_base::error::{Error, Result};
-use hpctrain_device::Span;
+use hpctrain_device::DeviceSpan;
 
 /// Interval at which a rank that waits for one connection listens to the others: an abort may come
 /// over any.
@@ -151,12 +153,12 @@ impl Link {
                 let found = self.posted.read_into(&mut self.posts, peer, &mut sink)?;
                 *at = sink.at;
                 match found {
-                    Found::Whole => self
+                    Received::Whole => self
                         .filling
                         .take()
                         .into_iter()
                         .for_each(|(parcel, _)| parcel.finish(Ok(()))),
-                    Found::Some | Found::Nothing => return Ok(()),
+                    Received::Some | Received::Nothing => return Ok(()),
                 }
                 continue;
             }
@@ -254,8 +256,8 @@ impl Awaited<'_> {
             }
         }
         let found = inbox.read_into(exchanges, self.from, self.sink)?;
-        self.done = matches!(found, Found::Whole);
-        Ok(!matches!(found, Found::Nothing))
+        self.done = matches!(found, Received::Whole);
+        Ok(!matches!(found, Received::Nothing))
     }
 }
 
@@ -354,7 +356,7 @@ impl Transport for Tcp {
             None => self.run(group, send, None),
             Some(Incoming { from, pieces, add }) => {
                 let len = pieces.iter().map(|piece| size_of_val(*piece)).sum();
-                let mut sink = Elements::new(pieces, add.then_some(&mut aside));
+                let mut sink = ElementPieces::new(pieces, add.then_some(&mut aside));
                 self.run(group, send, Some((from, len, &mut sink)))
             }
         };
@@ -382,8 +384,8 @@ impl Transport for Tcp {
     fn exchange_device(
         &mut self,
         _: &GroupRanks,
-        _: Option<(usize, Span<'_>)>,
-        _: Option<(usize, Span<'_>)>,
+        _: Option<(usize, DeviceSpan<'_>)>,
+        _: Option<(usize, DeviceSpan<'_>)>,
     ) -> Result<()> {
         Err(no_addresses())
     }
@@ -429,7 +431,12 @@ impl Transport for Tcp {
         Err(no_library())
     }
 
-    fn vendor_device(&mut self, _: &GroupRanks, _: DeviceCollective, _: Span<'_>) -> Result<()> {
+    fn vendor_device(
+        &mut self,
+        _: &GroupRanks,
+        _: DeviceCollective,
+        _: DeviceSpan<'_>,
+    ) -> Result<()> {
         Err(no_addresses())
     }
 

@@ -14,7 +14,7 @@ use protocol::{
     Content, Dim, Event, Metadata, Plugin, STRINGS, Shape, Summary, TENSORS, Tensor, Value, What,
 };
 
-use super::evaluations::{Evaluation, Over, Status};
+use super::evaluations::{Evaluation, EvaluationStatus, Over};
 use super::metrics::Step;
 use super::unix_time;
 use hpctrain_base::error::Result;
@@ -78,7 +78,14 @@ impl TensorBoard {
     /// Adds loss and metrics of an evaluation that has them.
     pub fn evaluation(&mut self, evaluation: &Evaluation) {
         let Evaluation {
-            step, status: Status::Done, over, loss, perplexity, metrics, time, ..
+            step,
+            status: EvaluationStatus::Done,
+            over,
+            loss,
+            perplexity,
+            metrics,
+            time,
+            ..
         } = evaluation
         else {
             return;
@@ -193,7 +200,7 @@ mod tests {
         let mut board = TensorBoard::begin(dir.path(), 4, true).unwrap();
         board.step(&Step { step: 5, loss: 2.5, tokens_per_second: 1e6, ..Step::default() });
         board.evaluation(&Evaluation::done(5, 2.0, BTreeMap::new()));
-        board.evaluation(&Evaluation { status: Status::Failed, ..Evaluation::default() });
+        board.evaluation(&Evaluation { status: EvaluationStatus::Failed, ..Evaluation::default() });
         board.text(5, "texts/sample", "# one\ntwo");
         let mut histogram = Histogram::default();
         histogram.add(&[1.0, -1.0, 3.0, f32::NAN]);
