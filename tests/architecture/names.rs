@@ -154,7 +154,8 @@ fn all() -> [(Scope, String); 2] {
         identifiers += &code;
         texts += &text;
     }
-    let mut pages: Vec<PathBuf> = ["README.md", "CONTRIBUTING.md"].map(|name| root.join(name)).into();
+    let mut pages: Vec<PathBuf> =
+        ["README.md", "CONTRIBUTING.md"].map(|name| root.join(name)).into();
     files(&root.join("docs"), "md", &mut pages);
     // Records of the past.
     pages.retain(|page| !page.ends_with("lab-notes.md"));
