@@ -1,6 +1,6 @@
-//! Hooks: a program that is told of the steps, evaluations and checkpoints of a run, and of its
-//! end. These write a table of losses, and stop the run once the validation loss is low enough: on
-//! all ranks after the same step.
+//! Hooks: callbacks for the steps, evaluations, checkpoints and the end of a run. These write a
+//! table of losses, and stop the run once the validation loss is low enough: on all ranks after the
+//! same step.
 //!
 //! ```sh
 //! cargo run --release --example hooks

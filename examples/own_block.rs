@@ -1,4 +1,4 @@
-//! A block of one's own: an adapter, `y = x + silu(x·Dᵀ)·Uᵀ` (Houlsby et al., "Parameter-efficient
+//! A custom block: an adapter, `y = x + silu(x·Dᵀ)·Uᵀ` (Houlsby et al., "Parameter-efficient
 //! transfer learning for NLP", 2019). Its backward is checked by finite differences; then it
 //! learns, between the last block of a small GPT and its head, in any layout.
 //!

@@ -1,5 +1,5 @@
-//! Work of one's own on workers that come and go: each call trains a small network with another
-//! learning rate, on one of the workers, and the coordinator prints the losses and the best rate.
+//! Custom functions on workers that join and leave: each call trains a small network with another
+//! learning rate on one of the workers, and the coordinator prints the losses and the best rate.
 //!
 //! ```sh
 //! cargo run --release --example own_coordinator -- coordinate /tmp/search &

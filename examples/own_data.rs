@@ -1,6 +1,6 @@
-//! A data source of one's own: points of three spirals, made from their numbers alone, told apart
-//! by a small network. A whole run with records and checkpoints, the same on any number of ranks,
-//! as if the samples were in files.
+//! A custom data source: points of three spirals, computed from their indices, which a small network
+//! classifies. A whole run with records and checkpoints, the same on any number of ranks, as if the
+//! samples were in files.
 //!
 //! ```sh
 //! cargo run --release --example own_data

@@ -1,7 +1,7 @@
-//! A network of one's own in a whole run: residual blocks that this program defines, on points of
-//! two spirals that it makes. The run has records, evaluations and checkpoints, goes on with
-//! `--resume`, and is the same on any number of ranks; then its last checkpoint is loaded in
-//! another layout, measured, and made to predict.
+//! A custom model in a whole run: residual blocks that this program defines, on points of two
+//! spirals that it computes. The run has records, evaluations and checkpoints, resumes with
+//! `--resume`, and is the same on any number of ranks. Then its last checkpoint is loaded in another
+//! layout, evaluated, and used for predictions.
 //!
 //! ```sh
 //! cargo run --release --example own_network -- run.name=one

@@ -1,6 +1,6 @@
-//! A training loop of one's own: gradients and updates by hand, with a learning rate and a clip
-//! that no configuration knows. Data, network and layout are the configuration's: the bundled text
-//! and a small GPT, unless told otherwise.
+//! A custom training loop: gradients and updates by hand, with a learning rate and a clip that no
+//! configuration has. Data, network and layout come from the configuration, by default the bundled
+//! text and a small GPT.
 //!
 //! ```sh
 //! cargo run --release --example training_loop -- run.steps=100

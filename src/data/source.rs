@@ -17,7 +17,7 @@ use hpctrain_base::error::Result;
 /// that are none; in a loop of one's own, `engine::Splits::checked` does.
 ///
 /// ```
-/// use hpctrain_data::{SampleMut, Sizes, Source};
+/// use hpctrain_data::{SampleMut, SampleSizes, Source};
 /// use hpctrain_base::error::Result;
 ///
 /// /// Points of a parabola: a number in, its square out.
@@ -28,8 +28,8 @@ use hpctrain_base::error::Result;
 ///         1000
 ///     }
 ///
-///     fn sizes(&self) -> Sizes {
-///         Sizes { features: 1, values: 1, ..Sizes::default() }
+///     fn sizes(&self) -> SampleSizes {
+///         SampleSizes { features: 1, values: 1, ..SampleSizes::default() }
 ///     }
 ///
 ///     fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {

@@ -319,7 +319,7 @@ impl<B: Kernels> OptimizerShard<B> {
     }
 
     /// As [`OptimizerShard::copy_into`]; from a host the parameters are there after
-    /// `Host::arrived`.
+    /// `HostUpdater::arrived`.
     ///
     /// # Errors
     /// As [`OptimizerShard::copy_into`].

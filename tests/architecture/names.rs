@@ -23,13 +23,13 @@ struct Words {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Word {
-    /// What is avoided.
+    /// The expression, as a regular expression.
     pattern: String,
     /// Expressions that contain it and are right.
     #[serde(default)]
     except: Option<String>,
     scope: Scope,
-    /// What to write instead.
+    /// The expression to write instead.
     instead: String,
     /// A text that has it, and one that does not.
     hit: String,
