@@ -98,9 +98,11 @@ impl Backoff {
         Self { polls: 0, yields, blocked: None, since: None, nap: NAP }
     }
 
-    /// Starts again with hot polls: something has moved, and more is about to.
+    /// Ends the naps of a blocked rank: something has moved, and more is about to.
     pub fn restart(&mut self) {
-        (self.blocked, self.since, self.nap) = (None, None, NAP);
+        if self.blocked.take().is_some() {
+            self.nap = NAP;
+        }
     }
 
     /// Passes the time until the next poll.
