@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 
-use hdf5::File;
 use hdf5::types::VarLenUnicode;
 use hpctrain::data::import::{
     Categories, ImportCsv, ImportOptions, ImportText, NotFinite, import_csv, import_text,
@@ -40,7 +39,7 @@ impl Shards {
 
     fn tokens(&self, name: &str, ids: &[u8], vocabulary: Option<u64>) -> PathBuf {
         let path = self.path(name);
-        let file = File::create(&path).unwrap();
+        let file = crate::create_hdf5(&path);
         file.new_dataset::<u8>().shape(ids.len()).create("tokens").unwrap().write_raw(ids).unwrap();
         if let Some(vocabulary) = vocabulary {
             file.new_attr::<u64>()
@@ -94,7 +93,7 @@ fn no_shard_fits_the_pattern() {
 #[test]
 fn a_single_file_has_no_validation_split() {
     let path = Shards::new().0.keep().join("a.h5");
-    File::create(&path).unwrap();
+    crate::create_hdf5(&path);
     let e = failure(Dataset::open(&DataSpec::new(&path), Split::Validation, 4));
     assert_told(&e, &["a.h5 is a single file"], "directory");
 }
@@ -124,7 +123,7 @@ fn a_file_is_not_hdf5() {
 #[test]
 fn datasets_are_lacking() {
     let shards = Shards::new();
-    let file = File::create(shards.path("train-0.h5")).unwrap();
+    let file = crate::create_hdf5(shards.path("train-0.h5"));
     assert_told(
         &shards.open(4),
         &["train-0.h5: has neither /tokens nor /inputs and /targets"],
@@ -140,14 +139,14 @@ fn datasets_are_lacking() {
 #[test]
 fn a_name_leads_to_a_group() {
     let shards = Shards::new();
-    File::create(shards.path("train-0.h5")).unwrap().create_group("tokens").unwrap();
+    crate::create_hdf5(shards.path("train-0.h5")).create_group("tokens").unwrap();
     assert_told(&shards.open(4), &["train-0.h5", "/tokens is a group, not a dataset"], "");
 }
 
 #[test]
 fn ids_are_not_integers() {
     let shards = Shards::new();
-    let file = File::create(shards.path("train-0.h5")).unwrap();
+    let file = crate::create_hdf5(shards.path("train-0.h5"));
     file.new_dataset::<f32>().shape(9).create("tokens").unwrap();
     file.close().unwrap();
     assert_told(&shards.open(4), &["train-0.h5: /tokens is of type float32"], "integer");
@@ -157,7 +156,7 @@ fn ids_are_not_integers() {
 fn shapes_are_wrong() {
     let shards = Shards::new();
     let write = |datasets: &[(&str, (usize, usize))]| {
-        let file = File::create(shards.path("train-0.h5")).unwrap();
+        let file = crate::create_hdf5(shards.path("train-0.h5"));
         for (name, shape) in datasets {
             file.new_dataset::<u8>().shape(*shape).create(*name).unwrap();
         }
@@ -169,7 +168,7 @@ fn shapes_are_wrong() {
         &["train-0.h5: /tokens has documents of 2 ids, but one sample takes 4 + 1"],
         "context",
     );
-    let file = File::create(shards.path("train-0.h5")).unwrap();
+    let file = crate::create_hdf5(shards.path("train-0.h5"));
     file.new_dataset::<u8>().shape((5, 2, 3)).create("tokens").unwrap();
     file.close().unwrap();
     assert_told(
@@ -207,7 +206,7 @@ fn siblings_differ() {
     told(&["vocabulary_size differs", "train-1.h5 has none"]);
     shards.tokens("train-1.h5", &[1; 9], Some(3));
     told(&["tokenizer differs", "train-1.h5 has none", "train-0.h5 has char"]);
-    let file = File::create(shards.path("train-1.h5")).unwrap();
+    let file = crate::create_hdf5(shards.path("train-1.h5"));
     for name in ["inputs", "targets"] {
         file.new_dataset::<u8>().shape((5, 4)).create(name).unwrap();
     }
@@ -219,7 +218,7 @@ fn siblings_differ() {
 fn sample_shapes_of_siblings_differ() {
     let shards = Shards::new();
     for (shard, context) in [(0, 4), (1, 5)] {
-        let file = File::create(shards.path(&format!("train-{shard}.h5"))).unwrap();
+        let file = crate::create_hdf5(shards.path(&format!("train-{shard}.h5")));
         for name in ["inputs", "targets"] {
             file.new_dataset::<u8>().shape((3, context)).create(name).unwrap();
         }
@@ -434,7 +433,7 @@ fn the_vocabulary_is_unknown_or_too_small() {
 fn an_id_is_outside_the_vocabulary() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.h5");
-    let file = File::create(&path).unwrap();
+    let file = crate::create_hdf5(&path);
     for (name, bad) in [("inputs", -3i64), ("targets", 1 << 40)] {
         let mut ids = [1i64; 12];
         ids[if name == "inputs" { 6 } else { 11 }] = bad;

@@ -184,7 +184,7 @@ fn images_are_decoded_if_they_are_in_proportion() {
 
 /// Classes of `samples` rows of 4 numbers, whose inputs `write` makes.
 fn rows(path: &Path, samples: usize, write: impl FnOnce(&hdf5::File)) {
-    let file = hdf5::File::create(path).unwrap();
+    let file = crate::create_hdf5(path);
     file.new_dataset::<u8>()
         .shape(samples)
         .create("targets")
@@ -347,7 +347,7 @@ fn what_is_no_regular_file_is_not_waited_for() {
     pipe(&target);
     for name in ["pipe", target.to_str().unwrap()] {
         for place in ["tokens", "group/tokens"] {
-            let file = hdf5::File::create(&path).unwrap();
+            let file = crate::create_hdf5(&path);
             file.create_group("group").unwrap();
             file.link_external(name, "/tokens", place).unwrap();
             file.close().unwrap();

@@ -13,7 +13,7 @@ use hpctrain_testkit::runs::Run;
 fn tokens(folder: &Path, id: u8, windows: usize, vocabulary: u64) -> PathBuf {
     std::fs::create_dir(folder).unwrap();
     for name in ["train-0.h5", "train-1.h5", "val-0.h5"] {
-        let file = hdf5::File::create(folder.join(name)).unwrap();
+        let file = crate::create_hdf5(folder.join(name));
         let ids = vec![id; 2 * windows + 1];
         file.new_dataset::<u8>()
             .shape(ids.len())

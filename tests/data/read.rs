@@ -3,7 +3,6 @@
 use std::path::Path;
 use std::time::Duration;
 
-use hdf5::File;
 use hpctrain::data::import::{ImportText, Imported, import_text};
 use hpctrain::data::{
     Batch, DataSpec, Dataset, Loader, SampleFields, SampleMut, Sampler, Split, Tokenizer,
@@ -55,7 +54,7 @@ fn fingerprints_of_foreign_files_tell_their_content() {
     let dir = tempfile::tempdir().unwrap();
     let write = |folder: &str, name: &str, ids: &[i32], chunk: Option<usize>| {
         std::fs::create_dir_all(dir.path().join(folder)).unwrap();
-        let file = File::create(dir.path().join(folder).join(name)).unwrap();
+        let file = crate::create_hdf5(dir.path().join(folder).join(name));
         let builder = file.new_dataset::<i32>().shape(ids.len());
         let builder = chunk.map_or(builder.clone(), |chunk| builder.chunk(chunk).deflate(1));
         builder.create("tokens").unwrap().write_raw(ids).unwrap();
@@ -118,7 +117,7 @@ fn windows_are_the_text_shard_by_shard() {
 fn sample_shards_need_no_window() {
     let dir = tempfile::tempdir().unwrap();
     for shard in 0..2i64 {
-        let file = File::create(dir.path().join(format!("train-{shard}.h5"))).unwrap();
+        let file = crate::create_hdf5(dir.path().join(format!("train-{shard}.h5")));
         for (name, offset) in [("inputs", 0), ("targets", 100)] {
             let ids: Vec<i64> = (0..20).map(|i| 20 * shard + i + offset).collect();
             file.new_dataset::<i64>().shape((5, 4)).create(name).unwrap().write_raw(&ids).unwrap();
@@ -137,7 +136,7 @@ fn foreign_files_are_read_by_the_names_of_their_datasets() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("corpus.hdf5");
     let ids: Vec<i16> = (0..50_000).map(|i| (i % 12_345) as i16).collect();
-    let file = File::create(&path).unwrap();
+    let file = crate::create_hdf5(&path);
     let group = file.create_group("text").unwrap();
     let builder = group.new_dataset::<i16>().chunk(1000).shuffle().deflate(3);
     builder.shape(ids.len()).create("ids").unwrap().write_raw(&ids).unwrap();
@@ -269,7 +268,7 @@ fn the_loader_counts_the_time_it_waits() {
 fn read_failures_arrive_with_the_batch() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.h5");
-    let file = File::create(&path).unwrap();
+    let file = crate::create_hdf5(&path);
     file.new_dataset::<u8>()
         .shape(7)
         .create("tokens")

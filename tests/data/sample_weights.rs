@@ -119,7 +119,7 @@ fn a_whole_weight_is_as_many_copies_and_none_is_no_sample() {
 
 /// A file of somebody else's make: four rows of two inputs, a class each, and perhaps weights.
 fn foreign(path: &Path, weights: Option<&[f64]>, name: &str, shape: &[usize]) {
-    let file = hdf5::File::create(path).unwrap();
+    let file = crate::create_hdf5(path);
     let inputs: Vec<f32> = (0..8).map(|i| i as f32).collect();
     file.new_dataset::<f32>().shape([4, 2]).create("inputs").unwrap().write_raw(&inputs).unwrap();
     file.new_dataset::<u8>()

@@ -265,7 +265,7 @@ fn ids_of_categories_fit_their_tables() {
     let root = tempfile::tempdir().unwrap();
     let file = |name: &str, ids: &[i32]| {
         let path = root.path().join(name);
-        let file = hdf5::File::create(&path).unwrap();
+        let file = crate::create_hdf5(&path);
         file.new_dataset::<i32>()
             .shape([2, 2])
             .create("categories")
@@ -473,7 +473,7 @@ fn rows_are_verified() {
 
 /// A file of somebody else's make.
 fn foreign(path: &Path, inputs: &[f32], targets: &[i32], width: usize) {
-    let file = hdf5::File::create(path).unwrap();
+    let file = crate::create_hdf5(path);
     let rows = inputs.len() / width;
     file.new_dataset::<f32>()
         .shape([rows, width])
@@ -565,7 +565,7 @@ fn images<T: hdf5::H5Type>(
     pixels: &[T],
     attributes: &[(&str, &[f32])],
 ) -> PathBuf {
-    let file = hdf5::File::create(path).unwrap();
+    let file = crate::create_hdf5(path);
     let inputs = file.new_dataset::<T>().shape(shape).create("inputs").unwrap();
     inputs.write_raw(pixels).unwrap();
     for (name, numbers) in attributes {

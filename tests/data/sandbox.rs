@@ -120,7 +120,7 @@ fn texts_that_are_not_utf8_are_shown_as_far_as_they_are() {
 fn links_that_lead_back_and_deep_groups_end_nothing() {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("train-0.h5");
-    let file = hdf5::File::create(&path).unwrap();
+    let file = crate::create_hdf5(&path);
     file.create_group("entry").unwrap().new_dataset::<u8>().shape(4).create("x").unwrap();
     file.link_soft("/", "entry/soft").unwrap();
     file.link_hard("/", "entry/hard").unwrap();
@@ -134,7 +134,7 @@ fn links_that_lead_back_and_deep_groups_end_nothing() {
     assert_eq!(refused.code(), 2, "{refused}");
     assert!(refused.stderr.contains("the file holds /entry/x;"), "{refused}");
 
-    let file = hdf5::File::create(&path).unwrap();
+    let file = crate::create_hdf5(&path);
     let mut group = file.create_group("g").unwrap();
     for _ in 0..20_000 {
         group = group.create_group("g").unwrap();
@@ -163,7 +163,7 @@ fn raw_files_elsewhere_are_read_only_where_that_is_allowed() {
     let text = "to be, or not to be, that is the question\n".repeat(100);
     std::fs::write(&secret, &text).unwrap();
     for name in ["train-0.h5", "val-0.h5"] {
-        let file = hdf5::File::create(data.join(name)).unwrap();
+        let file = crate::create_hdf5(data.join(name));
         let tokens = file
             .new_dataset::<u8>()
             .external(secret.to_str().unwrap(), 0, text.len())
@@ -190,7 +190,7 @@ fn raw_files_elsewhere_are_read_only_where_that_is_allowed() {
     // Beside the file it is the data's own.
     std::fs::rename(&secret, data.join("tokens.raw")).unwrap();
     for name in ["train-0.h5", "val-0.h5"] {
-        let file = hdf5::File::create(data.join(name)).unwrap();
+        let file = crate::create_hdf5(data.join(name));
         let raw = data.join("tokens.raw");
         let tokens = file
             .new_dataset::<u8>()

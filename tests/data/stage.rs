@@ -16,7 +16,7 @@ use hpctrain_testkit::runs::Run;
 fn shards(folder: &Path) {
     std::fs::create_dir(folder).unwrap();
     for name in ["train-0.h5", "train-1.h5", "val-0.h5"] {
-        let file = hdf5::File::create(folder.join(name)).unwrap();
+        let file = crate::create_hdf5(folder.join(name));
         let ids: Vec<u8> = (0..640u32).map(|i| (i * i * 7 % 5) as u8).collect();
         file.new_dataset::<u8>()
             .shape(ids.len())
@@ -79,7 +79,7 @@ fn shards_with_parts_in_other_files_are_refused_before_they_are_copied() {
     std::fs::rename(data.join("train-0.h5"), data.join("source.h5")).unwrap();
     std::fs::write(data.join("source.raw"), [3; 640]).unwrap();
     let write = |tokens: &dyn Fn(&hdf5::File)| {
-        let file = hdf5::File::create(data.join("train-0.h5")).unwrap();
+        let file = crate::create_hdf5(data.join("train-0.h5"));
         file.new_attr::<u64>().create("vocabulary_size").unwrap().write_scalar(&5u64).unwrap();
         tokens(&file);
     };

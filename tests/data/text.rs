@@ -276,7 +276,7 @@ fn documents_of_equal_length_are_read_as_they_are() {
     let path = root.path().join("packed.h5");
     // Three documents of nine ids; each has two windows of four ids and the ones after them.
     let all: Vec<i64> = (0..27).collect();
-    let file = hdf5::File::create(&path).unwrap();
+    let file = crate::create_hdf5(&path);
     file.new_dataset::<i64>().shape((3, 9)).create("input_ids").unwrap().write_raw(&all).unwrap();
     file.close().unwrap();
     let mut spec = DataSpec::new(&path);
@@ -328,7 +328,7 @@ fn ids_of_other_programs_become_a_stream() {
     ]
     .concat();
     std::fs::write(at("packed.npy"), npy).unwrap();
-    let file = hdf5::File::create(at("packed.h5")).unwrap();
+    let file = crate::create_hdf5(at("packed.h5"));
     file.new_dataset::<u16>().shape((3, 4)).create("ids").unwrap().write_raw(&rows).unwrap();
     file.new_dataset::<u16>().shape(12).create("stream").unwrap().write_raw(&rows).unwrap();
     file.close().unwrap();

@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 
-use hdf5::File;
 use hpctrain::data::import::{
     Categories, ImportCsv, ImportIdx, ImportOptions, ImportText, NotFinite, import_csv, import_idx,
     import_text,
@@ -120,7 +119,7 @@ fn all_problems_are_listed() {
     let out = import(dir.path(), None);
     std::fs::write(out.join("train-00000.h5"), "garbage").unwrap();
     set_id(&out.join("train-00001.h5"), 0, 200);
-    let file = File::create(out.join("val-00000.h5")).unwrap();
+    let file = crate::create_hdf5(out.join("val-00000.h5"));
     file.new_dataset::<f64>().shape(5).create("tokens").unwrap();
     file.close().unwrap();
     let problems = problems(&out);
@@ -414,7 +413,7 @@ fn removed_checksums_are_a_problem_only_for_own_files() {
     assert!(problems(&out)[1].contains("val-00000.h5: has no checksums"));
 
     let foreign = dir.path().join("foreign.h5");
-    let file = File::create(&foreign).unwrap();
+    let file = crate::create_hdf5(&foreign);
     file.new_dataset::<i32>().shape(3).create("tokens").unwrap().write_raw(&[1, 2, 300]).unwrap();
     file.close().unwrap();
     let report = verify::verify(&foreign).unwrap();
